@@ -123,6 +123,20 @@ def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
     return Prompt(problem, np.array(ids, dtype=np.int32))
 
 
+PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
+
+
+def requests(sampling: Any, seed: int = 0, prompts: list[list[int]] = PROMPTS, each: int = 1) -> list[Any]:
+    """Return ``each`` requests to every prompt, each with a seed of its own."""
+    from or1_megatron.types import Request
+
+    return [
+        Request(prompt(ids, name=str(index)), sample, sampling, seed + index * 1000 + sample)
+        for index, ids in enumerate(prompts)
+        for sample in range(each)
+    ]
+
+
 def decode(handle: Any, requests: list[Any]) -> list[Any]:
     """Run requests on one engine actor and return their completions in order; drop completions of other requests."""
     import ray

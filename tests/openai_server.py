@@ -21,12 +21,20 @@ def completion(text: str, finish_reason: str = "stop", **more: Any) -> Reply:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
-    """The server's URL, up to /v1; ``answer`` gets each request's body, on a thread of its own."""
+    """The server's URL, up to /v1; ``answer`` gets each request's body, on a thread of its own.
+
+    Its one model is ``solver``.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "solver"}]})
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = answer({**body, "path": self.path, "key": self.headers.get("Authorization")})
+            self._send(*answer({**body, "path": self.path, "key": self.headers.get("Authorization")}))
+
+        def _send(self, status: int, reply: Any) -> None:
             pieces = reply if isinstance(reply, Iterator) else [_encoded(reply)]
             try:
                 self.send_response(status)

@@ -65,23 +65,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def get(name: str, **changes: Any) -> Path:
         key = f"{name} {sorted(changes.items())}"
         if key not in made:
-            made[key] = make_tiny(tmp_path_factory.mktemp(name), name, **changes)
+            made[key] = tmp_path_factory.mktemp(name)
+            make_tiny(made[key], name, **changes)
         return made[key]
 
     return get
 
 
-def make_tiny(folder: Path, name: str, **changes: Any) -> Path:
-    """Write a random model of a family (``FAMILIES``), untied unless ``changes`` of its config say otherwise."""
+def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = "5GB", **changes: Any) -> Any:
+    """Write and return a random model of a family (``FAMILIES``), untied unless ``changes`` of its config say so."""
     import torch
     import transformers
 
     prefix, own = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "tie_word_embeddings": False, **own, **changes})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     for at, parameter in model.named_parameters():
         # norms away from 1 and biases away from 0, so that a row in the wrong place shows
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(folder, max_shard_size=file_size)
+    return model

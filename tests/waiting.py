@@ -9,7 +9,7 @@ PATIENCE_S = 300.0
 """Longer than any wait here takes on a machine whose cores are busy with other work. pytest's own limit is longer."""
 
 
-def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
+def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.02) -> T:
     """Poll until ``condition()`` holds, and return its value.
 
     Raises:
@@ -18,5 +18,5 @@ def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATI
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return value

@@ -37,6 +37,12 @@ def test_known_good_versions_are_those_of_the_lock() -> None:
     assert f"=={doctor.TRANSFORMER_ENGINE}\n" in (ROOT / "requirements" / "transformer_engine.lock").read_text()
 
 
+def put_first(monkeypatch: pytest.MonkeyPatch, program: Path, script: str) -> None:
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+
 def test_no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     finding, landlock = doctor.check_sandbox()
@@ -51,10 +57,7 @@ def test_no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_bubblewrap_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in a pod that forbids user namespaces: the program is there and fails."""
-    program = tmp_path / "bwrap"
-    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    put_first(monkeypatch, tmp_path / "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     finding, _ = doctor.check_sandbox()
     assert finding.status != "ok"
     # as root it is tried as nobody, who may not look into the test's folder
@@ -62,20 +65,15 @@ def test_a_bubblewrap_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_driver_out_of_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    script = "echo 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n"
+    put_first(monkeypatch, tmp_path / "nvidia-smi", script)
     (finding,) = doctor.check_gpus()
     assert (finding.status, finding.stops_training) == ("warning", False)
     assert "version mismatch" in finding.found
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 535.129.03'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    put_first(monkeypatch, tmp_path / "nvidia-smi", "echo 'NVIDIA H100, 81559 MiB, 535.129.03'\n")
     monkeypatch.setattr(doctor, "driver_problem", lambda: "install a driver of series 580 or newer")
     *_, finding = doctor.check_gpus()
     assert (finding.what, finding.stops_training) == ("driver", True)

@@ -131,7 +131,7 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 def test_tied_models(make_model: Any, tmp_path: Path) -> None:
     """Without an output layer in the files, and with one; one that differs is refused."""
-    hf = make_model(tmp_path / "hf", "Qwen2ForCausalLM", tied=True)
+    hf = make_model(tmp_path / "hf", "Qwen2ForCausalLM", tie_word_embeddings=True)
     for name, head in {"without": None, "with": "same", "other": "other"}.items():
         folder = shutil.copytree(hf, tmp_path / name)
         if head is not None:

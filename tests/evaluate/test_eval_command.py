@@ -9,15 +9,14 @@ import datetime
 import json
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai_server import Reply, completion, serving
 from rich.console import Console
 from typer.testing import CliRunner
 from waiting import PATIENCE_S
@@ -46,56 +45,29 @@ class Server:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.fail_after: int | None = None
-        self.garbage = False
         self.refuse = False
         self.bonus = 0
-        server = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._send({"data": [{"id": "solver"}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                prompt = body["messages"][-1]["content"]
-                number = int(prompt.split("+")[0].rsplit(" ", 1)[1])
-                if server.refuse:
-                    self._send({"error": "max_tokens is too large"}, 400)
-                    return
-                turn = server.asked[prompt]
-                server.asked[prompt] += 1
-                if server.garbage or (server.fail_after is not None and server.asked.total() > server.fail_after):
-                    self._send({"nonsense": body["model"]})
-                    return
-                right = turn % 4 < number + server.bonus
-                text = f"<think>so</think>\\boxed{{{2 * number if right else 99}}}"
-                tokens = 10 * (turn + 1)
-                self._send(
-                    {
-                        "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
-                        "usage": {"completion_tokens": tokens},
-                    }
-                )
-
-            def _send(self, value: Any, status: int = 200) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(value).encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    def answer(self, body: dict[str, Any]) -> Reply:
+        prompt = body["messages"][-1]["content"]
+        number = int(prompt.split("+")[0].rsplit(" ", 1)[1])
+        if self.refuse:
+            return 400, {"error": "max_tokens is too large"}
+        turn = self.asked[prompt]
+        self.asked[prompt] += 1
+        if self.fail_after is not None and self.asked.total() > self.fail_after:
+            return 200, {"nonsense": body["model"]}
+        right = turn % 4 < number + self.bonus
+        status, reply = completion(f"<think>so</think>\\boxed{{{2 * number if right else 99}}}")
+        return status, {**reply, "usage": {"completion_tokens": 10 * (turn + 1)}}
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     made = Server()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
+    with serving(made.answer) as made.url:
+        yield made
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from or1_megatron.config.schema import EvaluationConfig
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.metrics import evaluation_metrics
-from or1_megatron.types import Completion, Group, Prompt, RefillRule, RolloutReport, Sampling, VersionSpan
+from or1_megatron.types import Completion, Group, Prompt, RolloutReport, Sampling, VersionSpan
 from or1_verify.types import Message, Problem, Verdict
 
 
@@ -38,13 +38,7 @@ class Recorded:
         self.asked: list[tuple[Sequence[Prompt], int, Sampling, int]] = []
 
     def roll_out(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        rule: RefillRule | None = None,
-        urgent: bool = False,
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, *, urgent: bool
     ) -> int:
         assert urgent
         self.asked.append((prompts, group_size, sampling, seed))

@@ -10,15 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 250.0
-"""How long a script may take on a busy machine."""
 
 # `or1 train` says that it is up and which signal it heard.
 TRAIN = """
@@ -92,10 +90,7 @@ def signalled(environment: Mapping[str, str], number: signal.Signals, *command: 
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=take_signals
     ) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while lines(environment, "HEARD").count("up") < 1:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: "up" in lines(environment, "HEARD") or process.poll() is not None, "the training")
         process.send_signal(number)
         said = process.communicate(timeout=PATIENCE_S)[1]
         return process.returncode, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,16 @@ def in_engine(handle: Any, function: Callable[[Any], Any]) -> Any:
 
 
 @contextmanager
-def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
+def fault(handle: Any, bring: Callable[[Any], None]) -> Iterator[None]:
+    """What ``bring`` does to an engine, until it is undone."""
+    in_engine(handle, bring)
+    try:
+        yield
+    finally:
+        in_engine(handle, lambda engine: engine.undo())
+
+
+def swapped_in_loader(handle: Any, one: str, other: str) -> AbstractContextManager[None]:
     """The model's loader takes two tensors for each other, and so does what puts slices where loaders would."""
 
     def swap(engine: Any) -> None:
@@ -117,15 +126,10 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
         Qwen2ForCausalLM.load_weights, DirectCopy.copy = load_weights, copy_elsewhere  # type: ignore[method-assign]
         engine.undo = undo
 
-    in_engine(handle, swap)
-    try:
-        yield
-    finally:
-        in_engine(handle, lambda engine: engine.undo())
+    return fault(handle, swap)
 
 
-@contextmanager
-def stale_prefix_cache(handle: Any) -> Iterator[None]:
+def stale_prefix_cache(handle: Any) -> AbstractContextManager[None]:
     """Nobody empties it after the update."""
 
     def keep(engine: Any) -> None:
@@ -135,15 +139,10 @@ def stale_prefix_cache(handle: Any) -> Iterator[None]:
         module.forget = lambda *arguments: None  # type: ignore[assignment]
         engine.undo = lambda: setattr(module, "forget", true)
 
-    in_engine(handle, keep)
-    try:
-        yield
-    finally:
-        in_engine(handle, lambda engine: engine.undo())
+    return fault(handle, keep)
 
 
-@contextmanager
-def stale_packed_weights(handle: Any) -> Iterator[None]:
+def stale_packed_weights(handle: Any) -> AbstractContextManager[None]:
     """The last layer's MLP goes on with what was packed for oneDNN before the update."""
 
     def keep(engine: Any) -> None:
@@ -160,8 +159,4 @@ def stale_packed_weights(handle: Any) -> Iterator[None]:
         UnquantizedLinearMethod.process_weights_after_loading = process
         engine.undo = lambda: setattr(UnquantizedLinearMethod, "process_weights_after_loading", true)
 
-    in_engine(handle, keep)
-    try:
-        yield
-    finally:
-        in_engine(handle, lambda engine: engine.undo())
+    return fault(handle, keep)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from head_cases import (
     NORMAL_CASES,
-    Case,
     Found,
     check_normal,
     in_both_modes,
@@ -201,31 +199,21 @@ CUT = in_both_modes(
 )
 
 
-def _one_rank(rank: int, meeting: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+def run_on_a_rank() -> dict[str, Found]:
+    rank, found = dist.get_rank(), {}
     for name, case in CUT.items():
         shard = VocabularyShard(16 * rank, case.true_vocab_size, dist.group.WORLD)
-        mine: Case = replace(case, weight=case.weight[16 * rank : 16 * (rank + 1)])
-        results.put((name, rank, [tensor.numpy() for tensor in run(mine, shard=shard)]))
-    dist.destroy_process_group()
+        mine = replace(case, weight=case.weight[16 * rank : 16 * (rank + 1)])
+        found[name] = Found(*(tensor.detach() for tensor in run(mine, shard=shard)))
+    return found
 
 
-def test_tensor_parallel_equals_whole(tmp_path: Path) -> None:
+def test_tensor_parallel_equals_whole() -> None:
     """Vocabulary cut over two gloo ranks, the second of which may hold padding alone: equal scores on both, hidden
     gradients that add up."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [
-        context.Process(target=_one_rank, args=(rank, str(tmp_path / "meeting"), results)) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    got = {(name, rank): arrays for name, rank, arrays in (results.get() for _ in range(2 * len(CUT)))}
-    for process in processes:
-        process.join()
+    both = ranks.call(run_on_a_rank, 2)
     for name, case in CUT.items():
-        first, second = (Found(*map(torch.from_numpy, got[name, rank])) for rank in range(2))
+        first, second = (found[name] for found in both)
         assert torch.equal(first.log_probs, second.log_probs)
         assert torch.equal(first.entropies, second.entropies)
         whole = Found(

@@ -67,27 +67,6 @@ def test_a_small_call_by_hand() -> None:
     assert found.seconds == pytest.approx(2024 / 128 + moved / 1e6)
 
 
-@pytest.mark.parametrize(("mode", "gpu", "one_ms", "two_ms"), [
-    ("recompute", "h100", 292.8, 290.6),
-    ("recompute", "h200", 282.9, 284.3),
-    ("one_pass", "h100", 229.0, 237.8),
-    ("one_pass", "h200", 218.9, 225.2),
-])  # fmt: skip
-def test_a_second_buffer_within_the_budget(mode: Any, gpu: str, one_ms: float, two_ms: float) -> None:
-    """Why the head has one buffer: two in the memory of one gain 1% at most, each epilogue hidden behind a product.
-
-    The times are the estimate's own: this does not prove what a GPU would take.
-    """
-    card = Gpu.of(read_hardware(gpu))
-    budget, took = BUDGET_BYTES["cuda", mode], []
-    for buffers in (1, 2):
-        plan = allocation_plan(TOKENS, HIDDEN, ROWS, torch.bfloat16, mode, budget_bytes=budget // buffers)
-        found = estimate(TOKENS, HIDDEN, ROWS, plan.tile_tokens, plan.block_rows, mode, card)
-        hidden_s = found.epilogue_bytes / card.bandwidth if buffers == 2 else 0.0
-        took.append((found.seconds - hidden_s) * 1e3)
-    assert took == pytest.approx([one_ms, two_ms], abs=0.05)
-
-
 @pytest.mark.parametrize("mode", ["recompute", "one_pass"])
 @pytest.mark.parametrize(
     ("tokens", "rows"), [(32768, 152064), (24000, 152064), (36864, 76032), (30011, 19008), (1, 61)]

@@ -1,15 +1,19 @@
-"""One small batch and objective that all parallel tests share."""
+"""One small batch, objective and policy that all parallel tests share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel.mesh import build_mesh
+from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import Batch, Sample
+from or1_megatron.types import Batch, Sample, UpdateReport
 
 VOCABULARY = 61
 TEMPERATURE = 0.8
@@ -47,3 +51,14 @@ def samples() -> list[Sample]:
 
 def batch(data_ranks: int, budget_tokens: int) -> Batch:
     return pack(samples(), BatchLayout(data_ranks=data_ranks, budget_tokens=budget_tokens, alignment=8))
+
+
+def make_policy(model: Path, dtype: Any = "float32", lr: float = 1e-6, **layout: Any) -> MegatronPolicy:
+    """Make a policy on the process group that this process has joined, by the keys of ``parallel``."""
+    parallel = ParallelConfig(**layout)
+    mesh = build_mesh(parallel, seed=1)
+    return MegatronPolicy(ModelConfig(hf=model, dtype=dtype), parallel, OptimizerConfig(lr=lr), mesh)
+
+
+def update(policy: MegatronPolicy, batch: Batch) -> UpdateReport:
+    return policy.update(batch.ranks[policy.mesh.data_rank], WeightedLogProb(), batch.token_count)

@@ -1,9 +1,12 @@
-"""Runs worker scripts on ranks that are forks of this process, which has imported torch, Megatron and this package.
+"""Calls functions on ranks that are forks of this process, which has imported torch, Megatron and this package.
 
 Otherwise each rank would spend seconds on imports. A request is a line of JSON on stdin, the list of jobs that run at
 the same time; the answer is a line on stdout, the list of their results. It ends when stdin is closed. A job:
 
-    script, arguments, ranks; folder: where each rank's output goes; timeout_s
+    ranks, timeout_s
+    folder: the file ``call`` in it has the function and its arguments; each rank's output and what the function
+        returns go there
+    joined: start the process group before the call, and leave it afterwards
     watched: end the other ranks when one fails, as torchrun does; otherwise they must end by themselves
 
 A job of one rank is started without torchrun's environment.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
+import pickle
 import secrets
 import signal
 import socket
@@ -25,11 +28,13 @@ from multiprocessing.util import _exit_function
 from pathlib import Path
 from typing import Any
 
+import pytest  # noqa: F401
 import torch.distributed as dist
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from megatron.core import dist_checkpointing  # noqa: F401
 
 from or1_megatron.parallel import check_parity, driver  # noqa: F401
+from or1_megatron.parallel.mesh import start_process_group, stop_process_group
 
 AFTER_FAILURE_S = 20.0
 """How long the other ranks of a watched job may take to end after a failure."""
@@ -47,11 +52,15 @@ def fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
     log = os.open(output_of(job, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.argv = [job["script"], *job["arguments"]]
-    sys.path.insert(0, str(Path(job["script"]).parent))
     code = 1
     try:
-        runpy.run_path(job["script"], run_name="__main__")
+        function, arguments = pickle.loads(Path(job["folder"], "call").read_bytes())
+        if job["joined"]:
+            start_process_group(60)
+        value = function(*arguments)
+        if job["joined"]:
+            stop_process_group()
+        Path(job["folder"], f"{rank}.returned").write_bytes(pickle.dumps(value))
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -101,7 +110,6 @@ def listen() -> socket.socket:
 
 def run(job: dict[str, Any]) -> None:
     """Run a job and write its result beside its ranks' outputs."""
-    Path(job["folder"]).mkdir(parents=True, exist_ok=True)
     listener = listen()
     port = listener.getsockname()[1]
     if not job["watched"]:

@@ -1,13 +1,14 @@
-"""Runs worker scripts on several ranks: as forks of a warm process, or under torchrun as a user's training runs."""
+"""Runs functions of test modules on several ranks, which are forks of a warm process."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests", ROOT / "tests" / "rl")))
 TIMEOUT_S = 600.0
 """A hang is reported after this long; no test depends on how long its ranks take."""
 
@@ -23,17 +23,22 @@ _servers: dict[str, subprocess.Popen[str]] = {}
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    """Return variables with which a process finds the modules of the tests."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def job(script: str, ranks: int, *arguments: str, folder: Path, watched: bool = True) -> dict[str, Any]:
-    """Describe a run of ``tests/parallel/<script>``, or of a script with an absolute path (``rank_server``)."""
-    told = {"script": str(FOLDER / script), "arguments": arguments, "ranks": ranks, "folder": str(folder)}
-    return {**told, "watched": watched, "timeout_s": TIMEOUT_S}
+def job(
+    function: Callable[..., Any], ranks: int, *arguments: Any, folder: Path, joined: bool = True, watched: bool = True
+) -> dict[str, Any]:
+    """Describe a call of a test module's function on every rank (``rank_server``); ``folder`` is the job's alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+    return {"ranks": ranks, "folder": str(folder), "joined": joined, "watched": watched, "timeout_s": TIMEOUT_S}
 
 
 def run_jobs(jobs: Sequence[dict[str, Any]], server: str = "rank_server.py") -> list[dict[str, Any]]:
-    """Run jobs at the same time, as forks of a server; return each one's ``ends`` and ``outputs`` by rank."""
+    """Run jobs at the same time; return the ``ends`` and ``outputs`` by rank of each job."""
     if server not in _servers:
         command = [sys.executable, str(FOLDER / server)]
         _servers[server] = subprocess.Popen(
@@ -48,6 +53,11 @@ def run_jobs(jobs: Sequence[dict[str, Any]], server: str = "rank_server.py") -> 
     return results
 
 
+def returned(job: dict[str, Any]) -> list[Any]:
+    """Return what the function of a job that has ended well returned on each rank."""
+    return [pickle.loads(Path(job["folder"], f"{rank}.returned").read_bytes()) for rank in range(job["ranks"])]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def rank_server() -> Iterator[None]:
     """Ends the rank servers with the session; the conftest of each folder that uses them imports this."""
@@ -56,24 +66,16 @@ def rank_server() -> Iterator[None]:
         _servers.popitem()[1].communicate()
 
 
-def run_json(script: str, ranks: int, out: Path, *arguments: str, server: str = "rank_server.py") -> Any:
-    """Run a script that must succeed and writes JSON to ``out`` (its first argument)."""
+def call(
+    function: Callable[..., Any], ranks: int, *arguments: Any, joined: bool = True, server: str = "rank_server.py"
+) -> list[Any]:
+    """Call a function, which must succeed, on every rank; return what it returns on each.
+
+    ``joined``: the ranks are a process group when it begins.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        (result,) = run_jobs([job(script, ranks, str(out), *arguments, folder=Path(folder))], server)
-    output = "\n".join(result["outputs"])
-    assert result["ends"] == [0] * ranks, f"{result['ends']}\n{output[-4000:]}"
-    return json.loads(out.read_text())
-
-
-def run(script: str, ranks: int, *arguments: str) -> tuple[int, str]:
-    """Run a script under torchrun; (exit status, stdout and stderr together)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(FOLDER / script), *arguments],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    return done.returncode, done.stdout
+        only = job(function, ranks, *arguments, folder=Path(folder), joined=joined)
+        (result,) = run_jobs([only], server)
+        output = "\n".join(result["outputs"])
+        assert result["ends"] == [0] * ranks, f"{result['ends']}\n{output[-4000:]}"
+        return returned(only)

@@ -3,7 +3,7 @@
 Names of arguments, parameters and state, their shapes and attributes, and when a gradient is added to ``main_grad`` are
 those of Transformer Engine 2.17.1 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py,
 module/rmsnorm.py, module/base.py, attention/rope.py, attention/dot_product_attention); an argument that it does not
-have is an error here too. The arithmetic is plain torch and our own, so it says nothing about the real kernels.
+have is an error here too. The arithmetic is plain torch's, so it says nothing about the real kernels.
 """
 
 from __future__ import annotations
@@ -15,73 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 VERSION = "2.17.1"
-
-
-def _sum(x: Tensor, group: Any) -> Tensor:
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _gathered(x: Tensor, group: Any) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts)
-
-
-def _own_part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size())[group.rank()].clone()
-
-
-class _Gather(torch.autograd.Function):
-    """Tokens of all ranks; backward: the ranks' gradients, summed, of this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _own_part(_sum(g, ctx.group), ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over ranks, of this rank's tokens; backward: the tokens of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _own_part(_sum(x, group), group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _gathered(g, ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _sum(g, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None
 
 
 class _Product(torch.autograd.Function):
@@ -109,6 +46,13 @@ class _Product(torch.autograd.Function):
         return g @ weight, torch.full_like(weight, dummy), None, None
 
 
+OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+IGNORED = {
+    *("tp_size", "get_rng_state_tracker", "rng_tracker_name", "init_method", "parameters_split", "delay_wgrad_compute"),
+    *("symmetric_ar_type", "save_original_input", "name"),
+}
+
+
 class Linear(torch.nn.Module):
     def __init__(
         self,
@@ -117,42 +61,23 @@ class Linear(torch.nn.Module):
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        parameters_split: Any = None,
         device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
         ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
-        assert parallel_mode in ("column", "row", None)
+        assert parallel_mode in ("column", "row", None) and others.keys() <= {*OVERLAPS, *IGNORED}
         self.tp_group, self.tp_size = tp_group, 1 if tp_group is None else tp_group.size()
         self.parallel_mode, self.fuse_wgrad_accumulation = parallel_mode, fuse_wgrad_accumulation
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.use_bias, self.return_bias = bias, return_bias
-        self.overlaps = {
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-        }
+        self.overlaps = {name: others.get(name, False) for name in OVERLAPS}
         self.ub_name = ub_name
         made = {"device": device, "dtype": params_dtype}
         self._before_weight(in_features, made)
@@ -167,12 +92,18 @@ class Linear(torch.nn.Module):
     def set_extra_state(self, state: Tensor) -> None: ...
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+        from megatron.core.tensor_parallel import mappings
+
         column, row = (self.tp_size > 1 and self.parallel_mode == mode for mode in ("column", "row"))
-        if column:
-            inp = (_Gather if self.sequence_parallel else _Copy).apply(inp, self.tp_group)
+        if column and self.sequence_parallel:
+            inp = mappings.gather_from_sequence_parallel_region(inp, group=self.tp_group)
+        elif column:
+            inp = mappings.copy_to_tensor_model_parallel_region(inp, group=self.tp_group)
         out = _Product.apply(inp, self.weight, self.fuse_wgrad_accumulation, is_first_microbatch)
-        if row:
-            out = (_Scatter if self.sequence_parallel else _Sum).apply(out, self.tp_group)
+        if row and self.sequence_parallel:
+            out = mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        elif row:
+            out = mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
         if self.use_bias and not self.return_bias:
             out = out + self.bias
         return (out, self.bias) if self.return_bias else out
@@ -185,55 +116,11 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class LayerNormLinear(Linear):
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        init_method: Any = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
-        zero_centered_gamma: bool = False,
-        device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        self, *features: int, eps: float = 1e-5, normalization: str, zero_centered_gamma: bool = False, **of_linear: Any
     ) -> None:
-        assert normalization == "RMSNorm" and not zero_centered_gamma and not return_layernorm_output
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel,
-            fuse_wgrad_accumulation,
-            tp_group,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            ub_name=ub_name,
-        )
+        assert normalization == "RMSNorm" and not zero_centered_gamma
+        assert not of_linear.pop("return_layernorm_output", False)
+        super().__init__(*features, **of_linear)
         self.eps = eps
 
     def _before_weight(self, in_features: int, made: Any) -> None:
@@ -267,37 +154,21 @@ class RMSNorm(torch.nn.Module):
         return _normed(inp, self.weight, self.eps)
 
 
+ATTENTION_ARGUMENTS = {
+    *("num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type"),
+    *("window_size", "sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group", "layer_number"),
+    *("attention_type", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "softmax_scale"),
+    *("softmax_type", "return_max_logit", "bottom_right_diagonal", "name"),
+}
+
+
 class DotProductAttention(torch.nn.Module):
     """Causal attention inside the sequences of ``thd``; without context parallelism."""
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: Any = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        bottom_right_diagonal: bool | None = None,
-        name: str | None = None,
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        assert cp_group is None
-        self.scale = softmax_scale
+        assert arguments.keys() <= ATTENTION_ARGUMENTS and arguments.get("cp_group") is None
+        self.scale = arguments.get("softmax_scale")
 
     def forward(
         self,
@@ -305,28 +176,25 @@ class DotProductAttention(torch.nn.Module):
         key_layer: Tensor,  # [T, G, D]
         value_layer: Tensor,
         attention_mask: Any = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
+        *,
+        qkv_format: str,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
         cu_seqlens_q_padded: Tensor | None = None,
         cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        attn_mask_type: str,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
         assert not pad_between_seqs
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and query_layer.dim() == 3
-        assert cu_seqlens_q is not None and cu_seqlens_kv is not None
         bounds, outputs = cu_seqlens_q.tolist(), []
         assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(bounds))
         for a, b in itertools.pairwise(bounds):
             q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query_layer, key_layer, value_layer))
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-            scale = self.scale or q.shape[-1] ** -0.5
-            scores = (q @ k.transpose(-1, -2)).float() * scale
-            hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
-            outputs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype) @ v)[0].transpose(0, 1))
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
 

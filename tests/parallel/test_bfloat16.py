@@ -5,48 +5,34 @@ Not proven here: reduction of gradients over ranks in fp32 (Megatron's buffers a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import problem
 import pytest
 import torch
 
-from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.policy import MegatronPolicy
-
 STEPS = 40
 RATE = 2e-5
 """Below half the spacing of bf16 numbers (2^-9 of a value) for every parameter above 0.01."""
 
 
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    start_process_group(60)
-    yield build_mesh(ParallelConfig(), seed=1)
-    stop_process_group()
-
-
-def trained(folder: Path, mesh: Mesh, dtype: str, distributed: bool) -> dict[str, torch.Tensor]:
-    parallel = ParallelConfig(distributed_optimizer=distributed, micro_batch_tokens=256)
-    policy = MegatronPolicy(
-        ModelConfig.model_validate({"hf": folder, "dtype": dtype}), parallel, OptimizerConfig(lr=RATE), mesh
-    )
+def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, torch.Tensor]:
+    policy = problem.make_policy(folder, dtype, RATE, distributed_optimizer=distributed, micro_batch_tokens=256)
     batch = problem.batch(1, 256)
     for _ in range(STEPS):
-        policy.update(batch.ranks[0], problem.WeightedLogProb(), batch.token_count)
+        problem.update(policy, batch)
     return {name: tensor.float() for name, tensor in policy.weights if tensor is not None}
 
 
+@pytest.mark.usefixtures("mesh")
 @pytest.mark.parametrize("distributed", [False, True])
-def test_steps_below_bf16_spacing_accumulate(distributed: bool, mesh: Mesh, tiny_qwen2: Path) -> None:
+def test_steps_below_bf16_spacing_accumulate(distributed: bool, tiny_qwen2: Path) -> None:
     """Forty steps, each of which rounds to nothing in bf16, move the weights as they move fp32 ones."""
     from safetensors.torch import load_file
 
     whole = load_file(tiny_qwen2 / "model.safetensors")
     start = {name: tensor.bfloat16().float() for name, tensor in whole.items()}
-    full, half = (trained(tiny_qwen2, mesh, dtype, distributed) for dtype in ("float32", "bfloat16"))
+    full, half = (trained(tiny_qwen2, dtype, distributed) for dtype in ("float32", "bfloat16"))
     moved, near = [], []
     for name, at in start.items():
         movable = (at.abs() > 0.01) & (at.abs() < 0.25)

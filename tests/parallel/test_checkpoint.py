@@ -8,7 +8,7 @@ Not proven here: generators and pinned copies on GPUs, kills in the middle of a 
 from __future__ import annotations
 
 import itertools
-import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
-from checkpoint_worker import STATE
+import torch
+from at_layouts import STATE, Rank, travel
 
+from or1_megatron.parallel import checkpoint
+from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import slices_of
 from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
 
@@ -44,6 +47,39 @@ EXPERTS = [
 ]
 
 
+def draws() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand())]
+
+
+def save_and_resume(model: Path, folder: Path) -> dict[str, Any]:
+    """Two updates, a save, two more updates while it is written; then the last two again from the checkpoint."""
+    layout = {"tensor": 2}
+    first = Rank(model, "float32", layout)
+    first.update()
+    first.update()
+    torch.manual_seed(first.mesh.rank + 17)
+    random.seed(5)
+    saver = CheckpointSaver(first.policy)
+    saver.save(folder, STATE)
+    went_on = {"draws": draws(), "updates": [first.update(), first.update()]}
+    saver.finish(wait=True)
+    saver.save(folder.with_name("step_000004"), STATE)  # over the same buffers
+    third = first.update()
+    saver.close()
+
+    second = Rank(model, "float32", layout)
+    state = checkpoint.load(second.policy, folder)
+    resumed = {"draws": draws(), "updates": [second.update(), second.update()]}
+    later = Rank(model, "float32", layout)
+    checkpoint.load(later.policy, folder.with_name("step_000004"))
+    return {"state": state, "went_on": went_on, "resumed": resumed, "third": [third, later.update()]}
+
+
+def resume_and_travel(model: Path, plan: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    resume = save_and_resume(model, scratch / "step_000002")
+    return {"resume": resume, "travels": {name: travel(*of, scratch / name) for name, of in plan.items()}}
+
+
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoint")
@@ -51,15 +87,16 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
-    """Return what the ranks found."""
-    plan = [
-        ("float32", str(tiny_qwen2), "float32", FLOAT32),
-        ("bfloat16", str(tiny_qwen2), "bfloat16", BFLOAT16),
-        ("tied", str(tied_qwen2), "float32", TIED),
-        ("one_kv_head", str(tiny("one_kv_head")), "float32", ONE_KV_HEAD),
-        ("experts", str(tiny("qwen3_moe")), "float32", EXPERTS),
-    ]
-    return ranks.run_json("checkpoint_worker.py", 2, scratch / "out.json", str(tiny_qwen2), json.dumps(plan))
+    """What rank 0 saw."""
+    one_kv_head, experts = tiny("one_kv_head"), tiny("qwen3_moe")
+    plan = {
+        "float32": (tiny_qwen2, "float32", FLOAT32),
+        "bfloat16": (tiny_qwen2, "bfloat16", BFLOAT16),
+        "tied": (tied_qwen2, "float32", TIED),
+        "one_kv_head": (one_kv_head, "float32", ONE_KV_HEAD),
+        "experts": (experts, "float32", EXPERTS),
+    }
+    return ranks.call(resume_and_travel, 2, tiny_qwen2, plan, scratch)[0]
 
 
 def test_same_layout_resumes_to_the_bit(told: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ranks
+from at_layouts import compare_and_export
 from safetensors.torch import load_file
 
 FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
@@ -58,9 +59,12 @@ def measure(
 ) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
     """Return for each case the model's folder, that of its exports, and check-parity's rows by layout."""
     models = {case: tiny(name, **changes) for case, (name, changes, _, _) in plan.items()}
-    task = [(case, str(models[case]), compared, exported, 12, 40) for case, (_, _, compared, exported) in plan.items()]
-    told = ranks.run_json("family_worker.py", size, folder / "out.json", json.dumps(task), str(folder))
-    return {case: (models[case], folder / case, told[case]) for case in plan}
+    task = {
+        case: {"model": models[case], "layouts": compared, "export": exported}
+        for case, (_, _, compared, exported) in plan.items()
+    }
+    rows = ranks.call(compare_and_export, size, task, folder, joined=False)[0]
+    return {case: (models[case], folder / case, rows[case]) for case in plan}
 
 
 def check(case: tuple[Path, Path, dict[str, Any]], compared: list[str], exported: list[str]) -> None:

@@ -5,17 +5,15 @@ Not proven here: that either is faster on a GPU. Parity of whole models with bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import problem
 import pytest
 import torch
 
-from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.model import transformer_config
-from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.weights.families import FAMILIES
 
 HF: dict[str, Any] = {
@@ -27,13 +25,6 @@ HF: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 TOKENS, ROWS = 50, 40
-
-
-@pytest.fixture(autouse=True)
-def mesh() -> Iterator[Mesh]:
-    start_process_group(60)
-    yield build_mesh(ParallelConfig(), seed=1)
-    stop_process_group()
 
 
 def summed(dtype: str) -> tuple[Any, torch.Tensor]:
@@ -57,6 +48,7 @@ def summed(dtype: str) -> tuple[Any, torch.Tensor]:
     return weight, total
 
 
+@pytest.mark.usefixtures("mesh")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_added_in_fp32(dtype: str) -> None:
     """Exact to fp32's rounding (2^-24 per product), also in bf16, where a gradient by itself is rounded to 2^-9."""
@@ -66,13 +58,13 @@ def test_gradients_are_added_in_fp32(dtype: str) -> None:
     assert float(apart) < 1e-6
 
 
-def test_buckets_are_cut_as_asked(mesh: Mesh, tiny_qwen2: Path) -> None:
+@pytest.mark.usefixtures("mesh")
+def test_buckets_are_cut_as_asked(tiny_qwen2: Path) -> None:
     """A bucket is closed by the parameter with which it reaches the size; no parameter has more than 12,288 numbers
     (fc1: 2 * 96 * 64). The layout is also in test_parity, over two ranks."""
 
     def sizes(**parallel: Any) -> list[int]:
-        layout = ParallelConfig(overlap_grad_reduce=True, **parallel)
-        policy = MegatronPolicy(ModelConfig(hf=tiny_qwen2, dtype="float32"), layout, OptimizerConfig(), mesh)
+        policy = problem.make_policy(tiny_qwen2, overlap_grad_reduce=True, **parallel)
         return [sum(p.numel() for p in bucket.params_list) for bucket in policy.chunks[0].buffers[0].buckets]
 
     cut = sizes(grad_bucket_size=20_000)

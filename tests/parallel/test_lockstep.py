@@ -7,13 +7,13 @@ itself, and over several hosts, where a connection does not break when a host go
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import lockstep_worker
 import psutil
 import pytest
 import ranks
@@ -46,7 +46,7 @@ def run_cases(folder: Path, cases: list[str]) -> dict[str, Any]:
     """Run cases side by side, with no agent to watch over their ranks; exit statuses and outputs by rank, and the
     reasons that ranks noted of themselves."""
     jobs = [
-        ranks.job("lockstep_worker.py", RANKS, case, str(folder / case), folder=folder / case, watched=False)
+        ranks.job(lockstep_worker.main, RANKS, case, folder / case, folder=folder / case, joined=False, watched=False)
         for case in cases
     ]
     results = dict(zip(cases, ranks.run_jobs(jobs), strict=True))
@@ -96,22 +96,6 @@ def test_a_slower_fault_ends_all_ranks(slow: dict[str, Any], case: str) -> None:
     check_case(slow[case], SLOW[case])
 
 
-def left_over(folder: Path) -> list[int]:
-    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-    assert len(pids) == RANKS
-    return [pid for pid in pids if psutil.pid_exists(pid)]
-
-
-@pytest.mark.slow
-def test_a_traceback_comes_through_torchrun(tmp_path: Path) -> None:
-    status, output = ranks.run("lockstep_worker.py", RANKS, "raise 1 verb", str(tmp_path))
-    shutil.rmtree(beats_folder(str(tmp_path)), ignore_errors=True)  # the ranks that failed left them
-    assert status != 0
-    for text in ("rank 1 failed in 'wait'", LOST_TENSOR):
-        assert text in output, output[-6000:]
-    assert left_over(tmp_path) == []
-
-
 LAUNCH = """
 import os, sys
 from pathlib import Path
@@ -123,28 +107,36 @@ monitor = Monitor(os.getpid(), sys.argv[2], 3.0, faults)
 ended = launch("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30, monitor=monitor)
 print("ended:", ended.code, ended.how)
 """
-LAUNCHED = {
-    "raise 1 verb": ["ended: 1 rank ", "rank 1 failed in 'wait'", "another rank failed? The main thread is at"],
-    "stop 1 verb": ["ended: 137 rank 1 (pid", "for rank 1 (pid", "the last that it said: 'in 'wait''; it is killed"],
-    "kill 1 between": ["ended: 137 rank 1 (pid"],
-    "stop 1 between": ["ended: 137 rank 1 (pid", "for rank 1 (pid", "stopped (state T)"],
-    "stop 0 between": ["ended: 137 rank 0 (pid", "rank 0 (pid", "stopped (state T)"],
+LAUNCHERS = {
+    "ours": ["-c", LAUNCH],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", lockstep_worker.__file__],
 }
-"""Case to expected output. A long rollout takes place while rank 0 is between two verbs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LAUNCHED)
-def test_our_launcher_and_its_monitor_end_all_ranks(tmp_path: Path, case: str) -> None:
-    path = os.pathsep.join([str(ranks.FOLDER), str(ranks.ROOT)])
+@pytest.mark.parametrize(
+    ("launcher", "case", "expected"),
+    [
+        ("torchrun", "raise 1 verb", ["rank 1 failed in 'wait'", LOST_TENSOR]),
+        ("ours", "raise 1 verb", ["ended: 1 rank ", "rank 1 failed in 'wait'", "another rank failed? The main thread"]),
+        ("ours", "stop 1 verb", ["ended: 137 rank 1 (pid", "the last that it said: 'in 'wait''; it is killed"]),
+        ("ours", "kill 1 between", ["ended: 137 rank 1 (pid"]),
+        ("ours", "stop 1 between", ["ended: 137 rank 1 (pid", "stopped (state T)"]),
+        ("ours", "stop 0 between", ["ended: 137 rank 0 (pid", "stopped (state T)"]),
+    ],
+)
+def test_a_launcher_says_why_and_leaves_nothing(tmp_path: Path, launcher: str, case: str, expected: list[str]) -> None:
+    """A long rollout takes place while rank 0 is between two verbs."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LAUNCH, case, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, *LAUNCHERS[launcher], case, str(tmp_path)],
+        env=ranks.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=ranks.TIMEOUT_S,
     )
-    for text in ["sum 21.0", *LAUNCHED[case]]:
+    shutil.rmtree(beats_folder(str(tmp_path)), ignore_errors=True)  # of ranks that were killed
+    for text in ["sum 21.0", *expected]:
         assert text in done.stdout, f"'{text}' is not in:\n{done.stdout[-6000:]}"
-    assert left_over(tmp_path) == []
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == RANKS and not any(map(psutil.pid_exists, pids))

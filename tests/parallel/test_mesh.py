@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
+import pytest
 import ranks
+import torch.distributed as dist
+
+from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.parallel.mesh import build_mesh
 
 
-def test_a_mesh_makes_no_gloo_group_that_nobody_uses(tmp_path: Path) -> None:
+def gloo_groups() -> list[int]:
+    """Return the sizes of the groups that a mesh asks for over gloo by name."""
+    sizes: list[int] = []
+    new_group = dist.new_group
+
+    def counted(ranks: Any = None, *arguments: Any, **options: Any) -> Any:
+        if options.get("backend") == "gloo":
+            sizes.append(dist.get_world_size() if ranks is None else len(ranks))
+        return new_group(ranks, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", counted)
+        build_mesh(ParallelConfig(ranks=4, tensor=2), seed=1)
+    return sizes
+
+
+def test_a_mesh_makes_no_gloo_group_that_nobody_uses() -> None:
     """All ranks, and each replica. Megatron's own would be six more: three for each of the layout's two
     data-parallel groups.
 
     That its optimizers and our checkpoints do without is what test_checkpoint and test_resume show.
     """
-    layout = json.dumps({"ranks": 4, "tensor": 2})
-    assert ranks.run_json("mesh_worker.py", 4, tmp_path / "groups.json", layout) == [4, 2, 2]
+    assert ranks.call(gloo_groups, 4)[0] == [4, 2, 2]

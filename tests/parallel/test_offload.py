@@ -9,22 +9,137 @@ afterwards (`or1 selftest offload`); here host and device are the same memory, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import problem
 import pytest
 import ranks
 import torch
+from torch import Tensor
 
-from or1_megatron.parallel.offload import HostCopy
+from or1_megatron.parallel.offload import HostCopy, Offload
+from or1_megatron.parallel.policy import MegatronPolicy
 
 CASES = ["float32, replicated", "float32, distributed", "bfloat16, replicated", "bfloat16, distributed"]
 THINGS = ["gradients", "optimizer", "parameters"]
+SLAB_BYTES = 100_001  # odd, and smaller than any flat buffer: copies are cut within storages and across them
+
+
+def parameters(policy: MegatronPolicy) -> Iterator[Tensor]:
+    return (p for chunk in policy.chunks for p in chunk.module.parameters())
+
+
+def gradients(policy: MegatronPolicy) -> Iterator[Tensor]:
+    return (p.main_grad for p in parameters(policy))  # type: ignore[attr-defined]
+
+
+def optimizer_state(policy: MegatronPolicy) -> Iterator[Tensor]:
+    """Moments, and master weights by the attributes of Megatron's optimizers."""
+    for one in policy.optimizer.chained_optimizers:
+        for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            yield from (p for group in getattr(one, name, []) for p in group)
+        for state in one.optimizer.state.values():
+            yield from (state["exp_avg"], state["exp_avg_sq"])
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of these tensors."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def refusal(offload: Offload) -> str:
+    try:
+        offload.require("an update", "parameters", "optimizer")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def move_between_updates(model: Path, dtype: str, distributed: bool) -> dict[str, Any]:
+    """Compare three updates, with moves to the host before, between and after them, with three without."""
+
+    def make() -> MegatronPolicy:
+        return problem.make_policy(model, dtype, 1e-2, ranks=2, distributed_optimizer=distributed)
+
+    def update(policy: MegatronPolicy) -> float:
+        return problem.update(policy, batch).grad_norm
+
+    batch = problem.batch(2, 64)
+    stays, moves = make(), make()
+    norms = [update(stays) for _ in range(3)]
+    offload = Offload(moves.chunks, moves.optimizer, SLAB_BYTES)
+    seen: dict[str, Any] = {"moved first": offload.offload("optimizer")}  # before there are any moments
+    offload.restore("optimizer")
+    found = [update(moves)]
+
+    things: dict[str, Callable[[MegatronPolicy], Iterator[Tensor]]] = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer_state,
+    }
+    held = {name: storage_bytes(of(moves)) for name, of in things.items()}
+    kept = {name: copies(of(moves)) for name, of in things.items()}
+    freed = {
+        "gradients": offload.offload("gradients"),
+        "optimizer": offload.offload("optimizer"),
+        "parameters": offload.offload("parameters"),
+    }
+    seen["again"] = [offload.offload("parameters"), offload.offload("optimizer"), offload.offload("gradients")]
+    seen["held"], seen["freed"] = held, freed
+    seen["left"] = {name: storage_bytes(of(moves)) for name, of in things.items()}
+    # whole tensors, whether cut at a slab's end or not, and flat as a save sees them
+    seen["readable away"] = all(
+        same((offload.readable(t.detach()) for t in things[name](moves)), kept[name])
+        for name in ("parameters", "optimizer")
+    ) and same(
+        (offload.readable(p.detach().view(-1)) for p in parameters(moves)),
+        (p.view(-1) for p in kept["parameters"]),
+    )
+    seen["away"], seen["refusal"] = sorted(offload.away), refusal(offload)
+    # another order back than away
+    back = {"parameters": offload.restore("parameters"), "gradients": offload.restore("gradients")}
+    seen["away, optimizer left"] = sorted(offload.away)
+    seen["back"] = {**back, "optimizer": offload.restore("optimizer")}
+    seen["back again"] = [offload.restore("optimizer"), offload.restore("parameters"), offload.restore("gradients")]
+    seen["refused when back"] = refusal(offload)
+    one = next(parameters(moves)).detach()
+    seen["readable back"] = offload.readable(one) is one
+    seen["parameters exact"] = same(parameters(moves), kept["parameters"])
+    seen["optimizer exact"] = same(optimizer_state(moves), kept["optimizer"])
+    seen["gradients zero"] = all(not g.any() for g in gradients(moves))
+    seen["gradients were not"] = any(bool(g.any()) for g in kept["gradients"])
+
+    found.append(update(moves))
+    offload.offload("optimizer", "gradients")  # a turn in which the parameters stay
+    offload.restore("gradients", "optimizer")
+    found.append(update(moves))
+    seen["gradient norms"] = [norms, found]
+    seen["parameters after"] = same(parameters(moves), parameters(stays))
+    seen["optimizer after"] = same(optimizer_state(moves), optimizer_state(stays))
+    return seen
+
+
+def move_in_all_cases(model: Path) -> dict[str, Any]:
+    named = {case: case.split(", ") for case in CASES}
+    return {case: move_between_updates(model, dtype, kind == "distributed") for case, (dtype, kind) in named.items()}
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return ranks.run_json("offload_worker.py", 2, tmp_path_factory.mktemp("offload") / "out.json", str(tiny_qwen2))
+def seen(tiny_qwen2: Path) -> dict[str, list[Any]]:
+    """What each of the two ranks saw, by case."""
+    everyone = ranks.call(move_in_all_cases, 2, tiny_qwen2)
+    return {case: [mine[case] for mine in everyone] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from at_layouts import compare_and_export
 from rich.console import Console
 
 from or1_megatron.commands.check_parity import TOLERANCE, beyond, measure_layouts, parameters
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
-from or1_megatron.interfaces import Sequences, TokenInputs
+from or1_megatron.interfaces import TokenInputs
 from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
 from or1_megatron.parallel.parity import Numbers, compare
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
-from or1_megatron.rl.objectives.covariance import shuffled
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
 
@@ -124,25 +124,23 @@ def named(layouts: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Each model's rows by layout, from the ranks that the command runs."""
-    folder = tmp_path_factory.mktemp("measured")
-    plan = [("untied", str(tiny_qwen2), LAYOUTS, [], 24, 48), ("tied", str(tied_qwen2), TIED, [], 24, 48)]
-    found: dict[str, dict[str, Any]] = ranks.run_json(
-        "family_worker.py", 4, folder / "out.json", json.dumps(plan), str(folder)
-    )
-    return found
+    size = {"sequences": 24, "longest": 48}
+    cases = {
+        "untied": {"model": tiny_qwen2, "layouts": LAYOUTS, **size},
+        "tied": {"model": tied_qwen2, "layouts": TIED, **size},
+    }
+    return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("measured"), joined=False)[0]
 
 
 @pytest.fixture(scope="module")
 def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The rows of each objective by layout, likewise."""
-    folder = tmp_path_factory.mktemp("by_objective")
-    plan = [
-        (key, str(tiny_qwen2), layouts, [], 16, 32, name, args) for key, (name, args, layouts) in OBJECTIVES.items()
-    ]
-    found: dict[str, dict[str, Any]] = ranks.run_json(
-        "family_worker.py", 4, folder / "out.json", json.dumps(plan), str(folder)
-    )
-    return found
+    common = {"model": tiny_qwen2, "sequences": 16, "longest": 32}
+    cases = {
+        key: {**common, "layouts": layouts, "objective": name, "args": args}
+        for key, (name, args, layouts) in OBJECTIVES.items()
+    }
+    return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("by_objective"), joined=False)[0]
 
 
 def assert_equal(row: dict[str, Any]) -> None:
@@ -176,7 +174,7 @@ def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dic
 )
 def test_objectives_equal_transformers(name: str, layout: str, by_objective: dict[str, dict[str, Any]]) -> None:
     """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
-    The reference sees all tokens at once; ``test_the_reference_of_each_objective...`` compares it with another."""
+    The reference sees all tokens at once; tests/rl compares each objective with its paper."""
     assert_equal(by_objective[name][layout])
 
 
@@ -311,107 +309,6 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
             torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
         norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
         assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
-
-
-def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute the gradient of an objective in float64 from its paper, without the package's objectives.
-
-    All with the probe's correction, KL and bonus, and the clipped ones with its dual clip.
-    """
-    from transformers import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    rows = []
-    for i, sample in enumerate(samples):
-        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
-        log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)
-        for k in sample.loss_mask.nonzero()[0]:
-            at = len(sample.prompt_ids) + int(k)
-            entropy = -(log_p[at - 1].exp() * log_p[at - 1]).sum()
-            told = [float(getattr(sample, f"{of}_log_probs")[k]) for of in ("engine", "policy", "reference")]
-            rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
-    of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
-    new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
-    if args.get("on_policy"):
-        policy = new.detach().numpy()
-    term = reference_term(name, args, new, (policy, engine), advantage, of)
-    w, cap = reference_weights(args, policy - engine, of), args.get("correction_cap", 1.5)
-    outside = (w < 1 / cap) | (w > cap)
-    assert args.get("correction") == "off" or 0 < outside.sum() < len(w), "the cap decides nothing"
-    w = np.where(outside, 0.0, w) if args.get("correction") != "off" else np.ones(len(w))
-    behind = torch.tensor(reference) - new
-    loss = (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy).mean()
-    (args.get("length_share", 1.0) * loss).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def reference_weights(args: dict[str, Any], log_ratios: Any, sequence: Any) -> Any:
-    """Return each token's importance weight before the cap: its own, or its sequence's product or geometric mean."""
-    of_sequence = {"sequence": np.sum, "geometric": np.mean}.get(args.get("correction_level", "token"))
-    if of_sequence is None:
-        return np.exp(log_ratios)
-    return np.exp([of_sequence(log_ratios[sequence == i]) for i in sequence])
-
-
-def reference_term(
-    name: str, args: dict[str, Any], new: torch.Tensor, before: tuple[Any, Any], advantage: Any, sequence: Any
-) -> torch.Tensor:
-    """Return each token's J from its paper, and see that what the objective adds decides something on the probe.
-
-    ``before``: the policy's and the engine's log-probs.
-    """
-    policy, _ = before
-    a, old = torch.tensor(advantage), torch.tensor(policy)
-    low, high = 1 - args.get("clip_low", 0.2), 1 + args.get("clip_high", 0.2)
-    ratio = (new - old).exp()
-    if name == "gspo":
-        ratio = torch.stack([(new - old)[torch.tensor(sequence == i)].mean().exp() for i in sequence])
-    if name == "cispo":
-        assert 0 < (ratio < low).sum() + (ratio > high).sum() < len(new), "the clip decides nothing"
-        return ratio.detach().clamp(low, high) * a * new
-    if name == "kl_cov":
-        covariance = (new.detach() - new.detach().mean()) * (a - a.mean())
-        count = int(args["share"] * len(new))
-        chosen = covariance >= covariance.sort(descending=True).values[count - 1]
-        assert 0 < chosen.sum() == count, "the share decides nothing, or two tokens are equal"
-        return ratio * a - args["penalty"] * chosen * (new - old).abs()
-    term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
-    closed = (term < ratio * a).double().mean()
-    assert args.get("on_policy") or 0 < closed < 1, "the clip decides nothing"
-    if name == "clip_cov":
-        return torch.where(
-            torch.tensor(drawn(new.detach().numpy(), before, advantage, sequence, args)), term.detach(), term
-        )
-    if name in ("clipped", "dr_grpo", "dapo"):
-        return torch.where(a < 0, term.clamp(min=1.3 * a), term)
-    return term
-
-
-def drawn(new: Any, before: tuple[Any, Any], advantage: Any, sequence: Any, args: dict[str, Any]) -> Any:
-    """Return which tokens Clip-Cov stops: its candidates by the paper, drawn in the package's random order."""
-    old, engine = before
-    cov = (new - new.mean()) * (advantage - advantage.mean())
-    ratio = np.exp(new - old)
-    closed = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
-    candidate = (cov >= args["lowest"]) & (cov <= args["highest"]) & ~closed
-    whole = Sequences(torch.tensor(sequence.astype(int)), torch.tensor(np.bincount(sequence.astype(int))))
-    order = shuffled(args["seed"], whole, torch.tensor(engine), torch.tensor(advantage)).numpy()
-    chosen = np.zeros(len(new), dtype=np.bool_)
-    chosen[[t for t in order if candidate[t]][: int(args["share"] * len(new))]] = True
-    assert 0 < chosen.sum() < candidate.sum(), "the draw decides nothing"
-    return chosen
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_reference_of_each_objective_is_the_papers(name: str, tiny_qwen2: Path) -> None:
-    """Against float64, on the probe that the layouts are measured with."""
-    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
-    samples, (kind, args, _) = record_probe(network, 16, 32, 1), OBJECTIVES[name]
-    numbers = transformers_numbers(network, samples, probe_objective("float32", kind, args), "float32")
-    expected = reference_gradient(tiny_qwen2, samples, kind, args)
-    assert expected.keys() == numbers.gradient.keys()
-    for tensor, gradient in expected.items():
-        torch.testing.assert_close(numbers.gradient[tensor].double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_compare_names_the_tensor_and_the_kind() -> None:

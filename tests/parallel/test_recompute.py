@@ -5,14 +5,12 @@ Not proven here: Transformer Engine's layers, whose attention and norms keep les
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import pytest
 import torch
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.packed import pack_row
 from or1_megatron.sizing.activations import kept_numbers
@@ -30,13 +28,6 @@ HF: dict[str, Any] = {
 }
 ATTENTION = (2 * 4 + 2 * 2) * 16
 TOKENS = 300
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    start_process_group(60)
-    yield build_mesh(ParallelConfig(), seed=1)
-    stop_process_group()
 
 
 def kept_per_token(recompute: Kind, layers: int, mesh: Mesh) -> float:

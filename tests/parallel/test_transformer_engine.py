@@ -8,14 +8,20 @@ overlaps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+import torch
+from at_layouts import compare_and_export, travel
 from safetensors.torch import load_file
+
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
+from or1_megatron.parallel import network
+from or1_megatron.parallel.mesh import Mesh, build_mesh
+from or1_megatron.parallel.network import Network, build_network
 
 PARITY: dict[str, tuple[list[str], list[str]]] = {
     "qwen2": (["TP2 SP", "PP2 selective one_pass", "DP2 distopt overlap_gather full"], ["TP2 SP"]),
@@ -31,41 +37,73 @@ TRAVEL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("transformer_engine")
-    plan = {
-        "parity": [(name, str(tiny(name)), compared, exported) for name, (compared, exported) in PARITY.items()],
-        "handoff": str(tiny("qwen2")),
-        "travel": TRAVEL,
+def call(function: Callable[..., Any], *arguments: Any, joined: bool = True) -> Any:
+    """What a function returns on rank 0 of two ranks with the stand-in."""
+    return ranks.call(function, 2, *arguments, joined=joined, server="te_rank_server.py")[0]
+
+
+def built(model: Path, mesh: Mesh, **layout: Any) -> Network:
+    return build_network(ModelConfig(hf=model, dtype="float32"), ParallelConfig(ranks=2, tensor=2, **layout), mesh)
+
+
+def switches(model: Path) -> dict[str, Any]:
+    """Return what the modules of a layer were told, by parameter name where it is about a parameter."""
+    mesh = build_mesh(ParallelConfig(ranks=2, tensor=2, sequence=True), seed=1)
+    # Overlap needs buffers on a GPU; what it asks of each linear does not.
+    network.start_tensor_overlap = lambda *_: None
+    layer = built(model, mesh, sequence=True, overlap_tensor=True).chunks[0].decoder.layers[0]
+    linears = {
+        "qkv": layer.self_attention.linear_qkv,
+        "proj": layer.self_attention.linear_proj,
+        "fc1": layer.mlp.linear_fc1,
+        "fc2": layer.mlp.linear_fc2,
     }
-    return folder, ranks.run_json(
-        "te_worker.py", 2, folder / "out.json", json.dumps(plan), str(folder), server="te_rank_server.py"
-    )
+    parameters = dict(layer.named_parameters())
+    return {
+        "parameters": {name: list(p.shape) for name, p in parameters.items()},
+        "state": sorted(layer.state_dict()),
+        "norms summed over TP": sorted(n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)),
+        "cut": sorted(n for n, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
+        "overlaps": {name: sorted(k for k, on in m.overlaps.items() if on) for name, m in linears.items()},
+        "buffers": {name: module.ub_name for name, module in linears.items()},
+        "fused": {name: module.fuse_wgrad_accumulation for name, module in linears.items()},
+    }
+
+
+def handed_off(model: Path) -> dict[str, Any]:
+    """Return whether both kinds of layers hold the same parts of the same HF tensors, and what differs."""
+    mesh = build_mesh(ParallelConfig(ranks=2, tensor=2), seed=1)
+    own, fused = (built(model, mesh, layers=layers).weights for layers in ("own", "auto"))
+    held = [holding for holding in own.holdings() if mesh.rank in holding.ranks]
+    return {
+        "names": [name for name, _, _ in fused.metadata()],
+        "same": own.metadata() == fused.metadata() and own.holdings() == fused.holdings(),
+        "held": len(held),
+        "differ": [h.name for h in held if not torch.equal(own.read(h.name, h.box), fused.read(h.name, h.box))],
+    }
 
 
 @pytest.mark.parametrize("name", PARITY)
-def test_equals_transformers_and_exports_to_the_bit(
-    name: str, found: tuple[Path, dict[str, Any]], tiny: Callable[..., Path]
-) -> None:
-    folder, told = found
+def test_equals_transformers_and_exports_to_the_bit(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
     compared, exported = PARITY[name]
-    assert list(told["parity"][name]) == compared
-    for layout, row in told["parity"][name].items():
+    case = {"model": tiny(name), "layouts": compared, "export": exported}
+    rows = call(compare_and_export, {name: case}, tmp_path, joined=False)[name]
+    assert list(rows) == compared
+    for layout, row in rows.items():
         difference = row["difference"]
         assert max(difference["log_prob"], difference["entropy"], difference["loss"]) <= 1e-5, (layout, row)
         assert max(difference["grad_norm"], difference["gradient"], difference["parameters"]) <= 1e-4, (layout, row)
     source = load_file(tiny(name) / "model.safetensors")
     for layout in exported:
-        back = load_file(folder / name / layout.replace(" ", "_") / "model.safetensors")
+        back = load_file(tmp_path / name / layout.replace(" ", "_") / "model.safetensors")
         assert back.keys() == source.keys()
         assert [key for key, tensor in source.items() if not back[key].equal(tensor)] == []
 
 
-def test_what_a_layer_is_made_of(found: tuple[Path, dict[str, Any]]) -> None:
+def test_what_a_layer_is_made_of(tiny: Callable[..., Path]) -> None:
     """Both norms lie in the linears after them. All weight gradients go straight to main_grad. The linears after a norm
     are asked for three overlaps: of the gather of their inputs, and in the backward pass of both collectives."""
-    told = found[1]["switches"]
+    told = call(switches, tiny("qwen2"))
     assert told["parameters"] == {
         "self_attention.linear_qkv.layer_norm_weight": [64],
         "self_attention.linear_qkv.weight": [64, 64],  # (4 query + 2 * 2 key/value heads) * 16 / TP 2
@@ -87,17 +125,17 @@ def test_what_a_layer_is_made_of(found: tuple[Path, dict[str, Any]]) -> None:
     assert all(told["fused"].values())
 
 
-def test_handoff_is_the_same(found: tuple[Path, dict[str, Any]], tiny: Callable[..., Path]) -> None:
-    told = found[1]["handoff"]
+def test_handoff_is_the_same(tiny: Callable[..., Path]) -> None:
+    told = call(handed_off, tiny("qwen2"))
     assert told["same"] and told["differ"] == []
     assert set(told["names"]) == set(load_file(tiny("qwen2") / "model.safetensors"))
     assert told["held"] >= len(told["names"])
 
 
-def test_a_checkpoint_travels_between_kinds_of_layers(found: tuple[Path, dict[str, Any]]) -> None:
+def test_a_checkpoint_travels_between_kinds_of_layers(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """Own layers' checkpoint loads into Transformer Engine's and back: the same tensors under the same names, to the
     bit, moments and norms included, and the updates that follow agree within rounding."""
-    travels = found[1]["travel"]
+    travels = call(travel, tiny("qwen2"), "float32", TRAVEL, tmp_path)
     assert len(travels) == len(TRAVEL)
     for stop in travels[1:]:
         assert stop["tensors"] == travels[0]["tensors"] and stop["differ"] == []

@@ -50,6 +50,10 @@ STAGE = StageConfig(
 TWO_STAGES = (STAGE, STAGE.model_copy(update={"name": "long", "max_response_tokens": 8}))
 
 
+class Killed(BaseException):
+    """The end of the process, in the place of SIGKILL."""
+
+
 @dataclass
 class World:
     """A loop with its fakes. A second world on the same folder is the same run, restarted."""
@@ -124,6 +128,20 @@ class World:
 
     def stop(self) -> None:
         self.stopped = True
+
+    def stop_in(self, rollout: int | None) -> None:
+        """Ask for the stop in this rollout."""
+        self.rollouts.stop_at, self.rollouts.on_stop = rollout, self.stop
+
+    def run_killed_in(self, rollout: int) -> None:
+        """Run until this rollout, in which the process ends."""
+
+        def kill() -> None:
+            raise Killed
+
+        self.rollouts.stop_at, self.rollouts.on_stop = rollout, kill
+        with pytest.raises(Killed):
+            self.loop.run()
 
     def end(self) -> tuple[dict[int, dict[str, float]], dict[str, Any], np.ndarray]:
         """Return (metrics without times, state without times, weights): what a resumed run must have in common.
@@ -295,7 +313,7 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
     whole.loop.run()
     assert whole.rollouts.calls == 10
     first = World(tmp_path / "run")
-    first.rollouts.stop_at, first.rollouts.on_stop = stop_at, first.stop
+    first.stop_in(stop_at)
     result = first.loop.run()
     assert result.finished == (stop_at == 11)
     second = World(tmp_path / "run", diary=first.diary)
@@ -303,10 +321,6 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
     assert second.diary.resumed_at == [result.steps]
     compare(second, whole)
     assert second.loop.result().before == whole.loop.result().before is not None
-
-
-class Killed(BaseException):
-    """The end of the process, in the place of SIGKILL."""
 
 
 @pytest.mark.parametrize("killed_in", range(2, 7))
@@ -336,9 +350,7 @@ def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -
 def test_a_stop_brings_to_disk_what_was_in_memory(tmp_path: Path) -> None:
     """The resumed run is asked to stop before it has made a step: nobody looks into the memory after that."""
     first = World(tmp_path, in_memory=True)
-    first.rollouts.stop_at, first.rollouts.on_stop = 6, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        first.loop.run()
+    first.run_killed_in(6)
     second = World(tmp_path, in_memory=True, diary=first.diary)
     second.stop()
     steps = second.loop.run().steps
@@ -449,21 +461,6 @@ def lose_engines(world: World, at: int, on_loss: Callable[[], None]) -> None:
 
     world.rollouts.wait_decoded = failing(world.rollouts.wait_decoded)  # type: ignore[method-assign]
     world.policy.hand_off = failing(world.policy.hand_off)  # type: ignore[method-assign]
-
-
-def test_resumed_after_a_kill_equals_uninterrupted(tmp_path: Path) -> None:
-    """It is killed in step 6 and saved last after step 4: rows after that are void (the run folder forgets them)."""
-    whole = World(tmp_path / "whole", every_steps=2)
-    whole.loop.run()
-    first = World(tmp_path / "run", every_steps=2)
-    first.rollouts.stop_at, first.rollouts.on_stop = 9, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        first.loop.run()
-    assert sorted(first.diary.rows) == [0, 1, 2, 3, 4, 5]
-    second = World(tmp_path / "run", every_steps=2, diary=first.diary)
-    del second.diary.rows[5]
-    assert second.loop.run().finished and second.diary.resumed_at == [4]
-    compare(second, whole)
 
 
 def test_finished_run_only_exports_again(tmp_path: Path) -> None:
@@ -617,7 +614,7 @@ def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -
     long = [STAGE.model_copy(update={"steps": 8})]
     first = World(tmp_path, long, evaluated=False, every_steps=1)
     first.policy.skip_at = frozenset({0, 1, 3, 4})
-    first.rollouts.stop_at, first.rollouts.on_stop = 6, first.stop
+    first.stop_in(6)
     assert first.loop.run().steps == 5
     second = World(tmp_path, long, evaluated=False, every_steps=1)
     second.policy.skip_at = frozenset({0})
@@ -649,7 +646,7 @@ def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
     which a resume does not begin again."""
     safety = SafetyConfig(mismatch_mean=1e-12)
     first = World(tmp_path, evaluated=False, safety=safety)
-    first.rollouts.stop_at, first.rollouts.on_stop = 3, first.stop
+    first.stop_in(3)
     first.loop.run()
     second = World(tmp_path, evaluated=False, safety=safety, diary=first.diary)
     second.loop.run()

@@ -141,7 +141,7 @@ def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     whole = World(tmp_path / "whole", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
     whole.loop.run()
     first = World(tmp_path / "run", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
-    first.rollouts.stop_at, first.rollouts.on_stop = stop_at, first.stop
+    first.stop_in(stop_at)
     assert not first.loop.run().finished
     second = World(tmp_path / "run", stages, 1000, 0, False, algorithm=EVERYTHING, diary=first.diary)
     assert second.loop.run().finished
@@ -174,7 +174,7 @@ def test_a_divisor_that_the_steps_share(tmp_path: Path, monkeypatch: pytest.Monk
             assert shares == pytest.approx([count / expected for count in counts])
     assert len(means) > 4
     first = World(tmp_path / "run", steps, evaluate_every=0, evaluated=False, algorithm=algorithm)
-    first.rollouts.stop_at, first.rollouts.on_stop = 5, first.stop
+    first.stop_in(5)
     assert not first.loop.run().finished
     second = World(tmp_path / "run", steps, 1000, 0, False, algorithm=algorithm, diary=first.diary)
     assert second.loop.run().finished

@@ -25,7 +25,6 @@ from or1_megatron.rl.metrics import (
 )
 from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport, VersionSpan
 
 REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
@@ -36,11 +35,6 @@ def update(token_count: int, skipped: bool = False, **sums: float) -> UpdateRepo
     nothing |= {"abs_log_ratio": 0.0, "max_abs_log_ratio": 0.0, "max_ratio": 1.0, "max_inverse_ratio": 1.0}
     nothing |= dict.fromkeys(("clipped_low", "clipped_high", "clipped_dual"), 0.0)
     return UpdateReport({**nothing, **sums}, token_count, 2.0, 1e-6, skipped, 0.75, 0.25)
-
-
-def test_table_names_are_unique_and_explained() -> None:
-    names = [metric.name for metric in METRICS]
-    assert len(set(names)) == len(names) and all(metric.meaning for metric in METRICS)
 
 
 def test_rollout_metrics() -> None:

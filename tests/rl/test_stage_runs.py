@@ -74,7 +74,7 @@ def test_a_stage_run_is_resumed_from_itself(tmp_path: Path) -> None:
     whole = World(tmp_path / "whole", changes=begin(tmp_path / "first", 3, 1))
     whole.loop.run()
     stopped = World(tmp_path / "run", changes=begin(tmp_path / "first", 3, 1))
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop
+    stopped.stop_in(3)
     assert stopped.loop.run().steps == 4
     again = World(tmp_path / "run", changes=begin(tmp_path / "first", 3, 1))
     assert again.loop.run().finished and again.diary.resumed_at == [4]
@@ -118,7 +118,7 @@ PLATEAU = {"metric": "accuracy/all", "window": 2, "gain": 1.0}
 def test_a_plateau_ends_a_stage_and_a_resume_decides_the_same(tmp_path: Path, stop_at: int | None) -> None:
     given = stages({"steps": 9, "plateau": PLATEAU}, {"steps": 3})
     world = World(tmp_path, given, evaluate_every=0)
-    world.rollouts.stop_at, world.rollouts.on_stop = stop_at, world.stop
+    world.stop_in(stop_at)
     world.loop.run()
     if stop_at is not None:
         world = World(tmp_path, given, evaluate_every=0, diary=world.diary)
@@ -237,7 +237,7 @@ def test_steps_without_a_kept_group_end_the_run_at_the_limit(tmp_path: Path) -> 
     bad = (1, 2, 4, 5, 6)
     first = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], evaluated=False, safety=safety, every_steps=1)
     first.rollouts.overrule = lambda call, verdict: Verdict(0.0, "wrong", "", "", 0.0) if call in bad else verdict
-    first.rollouts.stop_at, first.rollouts.on_stop = 6, first.stop
+    first.stop_in(6)
     assert first.loop.run().steps == 5
     assert [first.diary.rows[k]["groups/steps_rejected_in_a_row"] for k in range(1, 6)] == [1, 2, 0, 1, 2]
     second = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], evaluated=False, safety=safety)
@@ -312,7 +312,7 @@ def test_refill_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False))
     whole.loop.run()
     stopped = with_stream(World(tmp_path / "run", given, evaluated=False))
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop
+    stopped.stop_in(3)
     assert stopped.loop.run().steps == 2
     again = with_stream(World(tmp_path / "run", given, evaluated=False))
     again.loop.run()
@@ -357,29 +357,13 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
             assert ids[0] == ids[1]
 
 
-def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
-    """What was sampled ahead is in the checkpoint: the resumed run is the uninterrupted one."""
-    given = stages({"steps": 6})
-    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
-    whole.loop.run()
-    stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop  # while step 3 trains, step 4 is sampled
-    result = stopped.loop.run()
-    assert result.steps == 3
-    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    again.loop.run()
-    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [1, 1, 1]
-    assert trained(again) == trained(whole)
-    assert again.loop.state()["stream"] == whole.loop.state()["stream"]
-
-
 def test_finished_responses_that_are_lost_are_sampled_again(tmp_path: Path) -> None:
     """From the policy itself: same prompts, same seed, staleness 0."""
     given = stages({"steps": 6})
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
     stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    stopped.stop_in(4)
     stopped.rollouts.finished_responses = lambda: b""  # type: ignore[method-assign]
     assert stopped.loop.run().steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
@@ -396,7 +380,7 @@ def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) 
     seed, and T is 8. The real client is tested in rollout/test_manager."""
     first, second = {"steps": 4}, {"steps": 2, "max_response_tokens": 8, "filter_solved": False}
     stopped = World(tmp_path, stages(first, second), evaluated=False)
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop
+    stopped.stop_in(3)
     assert stopped.loop.run().steps == 2
     assert (tmp_path / "checkpoints" / "step_000002" / FINISHED_RESPONSES).is_file()
     again = World(tmp_path, stages({"steps": 2}, second), evaluated=False)
@@ -411,7 +395,7 @@ def test_a_stage_that_a_resume_moves_forward_begins_with_the_policys_own_respons
     sampled ahead is of older weights. The bound of staleness would allow it; a stage's first step is never stale."""
     changes, second = {"max_staleness": 2}, {"steps": 4, "filter_solved": False}
     stopped = World(tmp_path, stages({"steps": 6}, second), evaluated=False, changes=changes)
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    stopped.stop_in(4)
     assert stopped.loop.run().steps == 3
     again = World(tmp_path, stages({"steps": 3}, second), evaluated=False, changes=changes)
     again.loop.run()
@@ -423,7 +407,7 @@ def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, 
     """The run of six steps is stopped in its fourth, and resumed with three: it is over, and nobody asks for them."""
     changes = {"max_staleness": staleness}
     stopped = World(tmp_path, stages({"steps": 6}), evaluated=False, changes=changes)
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    stopped.stop_in(4)
     assert stopped.loop.run().steps == 3
     assert (tmp_path / "checkpoints" / "step_000003" / FINISHED_RESPONSES).is_file()
     again = World(tmp_path, stages({"steps": 3}), evaluated=False, changes=changes)
@@ -435,9 +419,7 @@ def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path)
     step: the checkpoint that it leaves on disk has them as well."""
     given = stages({"steps": 6})
     killed = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
-    killed.rollouts.stop_at, killed.rollouts.on_stop = 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        killed.loop.run()
+    killed.run_killed_in(5)
     stopped = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
     stopped.stop()
     step = stopped.loop.run().steps + 1
@@ -453,9 +435,7 @@ def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
     killed = with_stream(World(tmp_path / "run", given, evaluated=False, every_steps=1, changes=STALE))
-    killed.rollouts.stop_at, killed.rollouts.on_stop = 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        killed.loop.run()
+    killed.run_killed_in(5)
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     again.loop.run()
     assert again.diary.resumed_at == [4]
@@ -528,7 +508,7 @@ def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     asked = [[[g.prompt.problem.id for g in w.diary.rolled[k][1]] for k in range(1, 11)] for w in (world, plain)]
     assert asked[0] == asked[1]
     stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    stopped.stop_in(4)
     assert stopped.loop.run().steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
     again.loop.run()

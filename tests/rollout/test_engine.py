@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
+from engine_fixtures import END, MAX_MODEL_TOKENS, PROMPTS, WORDS, TinyModel, decode, requests
 from ray.exceptions import RayTaskError
 from waiting import PATIENCE_S
 
@@ -19,16 +19,6 @@ from or1_megatron.rollout import pool
 from or1_megatron.rollout.engine_group import EngineGroup, gather
 from or1_megatron.rollout.pool import EngineError, EnginePlace, EnginePool, engine_env
 from or1_megatron.types import Completion, Request, Sampling
-
-PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
-
-
-def requests(sampling: Sampling, seed: int = 0, prompts: list[list[int]] = PROMPTS, each: int = 1) -> list[Request]:
-    return [
-        Request(prompt(ids, name=str(index)), sample, sampling, seed + index * 1000 + sample)
-        for index, ids in enumerate(prompts)
-        for sample in range(each)
-    ]
 
 
 def assert_log_probs(model: TinyModel, completions: list[Completion], sent: list[Request], temperature: float) -> None:

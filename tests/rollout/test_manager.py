@@ -73,16 +73,6 @@ def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -
     assert report.verifier_retries == 0
 
 
-def test_same_seed_gives_the_same_groups_and_another_seed_does_not(rollouts: RolloutsClient) -> None:
-    tokens = []
-    for seed in (7, 7, 8):
-        rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=seed)
-        groups, _ = rollouts.collect()
-        tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
-    assert tokens[0] == tokens[1]
-    assert tokens[0] != tokens[2]
-
-
 @dataclass
 class ByValue:
     """A function that goes to an actor as code: this module cannot be imported there."""

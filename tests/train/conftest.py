@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import rank_server  # noqa: F401
 from training import ROOT, Training
 
 QUICKSTART = ROOT / "examples" / "quickstart"

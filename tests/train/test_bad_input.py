@@ -1,8 +1,9 @@
 """What users get wrong, and what machines do to them: one clear message, exit code 2, no traceback, no hang.
 
 Tested elsewhere: ranks and launchers that die (test_life_of_a_run), keys and values of the configuration
-(config/test_load), rows of every wrong kind (data/test_problems), responses that never close ``</think>`` and gold
-answers (verify), full disks under metrics and rollouts (runtime), engines that cannot start (rollout/test_manager).
+(config/test_load), rows of every wrong kind (data/test_problems, test_unusable_rows), tokenizers (data/test_template),
+responses that never close ``</think>`` and gold answers (verify), full disks under metrics and rollouts (runtime),
+engines that cannot start (rollout/test_manager).
 Not proven here: disks with quotas, file systems that are shared between nodes.
 """
 
@@ -15,25 +16,34 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import problem
 import pytest
+import ranks
 import torch
 from safetensors.torch import load_file, save_file
 from training import ROOT, Training
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.data.rows import DataError
+from or1_megatron.errors import AgreedError
+from or1_megatron.parallel import checkpoint
+from or1_megatron.parallel.policy import export_hf
+from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
+from or1_megatron.trainer.prompts import load_prompts
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"
-PATIENCE_S = 250.0
-"""How long one process may take on a busy machine; less than the time limit of a test."""
 
 SmallConfig = Callable[[Path], Path]
 
@@ -106,28 +116,6 @@ def test_a_damaged_model(damage: Callable[[Path], str], small_config: SmallConfi
 
 
 ROW = '{"prompt": "1+%d?", "answer": "2"}\n'
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ('{"prompt": "1+1?"}', "train.jsonl:9: field 'data_source': Field required"),
-        ('{"prompt": "1+1?", "answer": true}', "train.jsonl:9: field 'answer"),
-        ('{"prompt": "2+2?", "answer": "[4]", "ability": "chess"}', "train.jsonl:9: field 'ability': found 'chess'"),
-        ("{", "train.jsonl:9: not a JSON object"),
-    ],
-)
-def test_a_bad_row_is_named(small_config: SmallConfig, tmp_path: Path, row: str, said: str) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(ROW % i for i in range(8)) + row)
-    assert said in refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
-
-
-def test_a_parquet_file_that_is_none(small_config: SmallConfig, tmp_path: Path) -> None:
-    data = tmp_path / "train.parquet"
-    data.write_text("PAR1")
-    said = refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
-    assert f"data.train: {data} is not a readable parquet file" in said
 
 
 def test_more_gpus_are_asked_for_than_are_here(
@@ -234,16 +222,23 @@ def test_what_rank_0_finds_ends_both_ranks(
     assert training.survivors() == []
 
 
-def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path: Path) -> None:
-    """Prompts over the limit are dropped and counted; tokenizers that are missing, broken or without a template."""
+def read_prompts(config: Path, logs: Path, cases: list[str]) -> dict[str, str]:
+    """Return what comes of reading the prompts with each case's overrides, as a trainer's rank 0 does."""
+    set_up_logging(logs, 0)
+    said = {}
+    for case in cases:
+        try:
+            sources, held_out, abilities = load_prompts(load_config(config, case.split()))
+            said[case] = f"{[len(source.prompts) for source in sources]} {len(held_out)} {sorted(abilities)}"
+        except DataError as error:
+            said[case] = str(error)
+    return said
+
+
+def test_prompts(small_config: SmallConfig, tmp_path: Path) -> None:
+    """Prompts over the limit are dropped and counted; tests of code that do not go together; too few problems left."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(9)) + '{"prompt": "1+1+1+1+1+1+1+1?", "answer": "8"}\n')
-    broken = Path(shutil.copytree(model, tmp_path / "broken"))
-    (broken / "tokenizer.json").write_text("{")
-    bare = Path(shutil.copytree(model, tmp_path / "bare"))
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    (model / "chat_template.jinja").unlink()
     code, none, graded = (tmp_path / f"{name}.jsonl" for name in ("code", "none", "graded"))
     rows = [
         {
@@ -269,25 +264,11 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
         f"data.train.0.path={graded} data.difficulty_model=M stages.0.prompts_per_step=8": (
             "data.train: of 10 problems 6 are left (data.difficulty_model = M dropped 4, data.max_prompt_tokens = "
         ),
-        f"model.hf={broken}": f"{broken}: its tokenizer cannot be loaded",
-        f"model.hf={bare}": f"{bare}: holds no tokenizer",
-        f"model.hf={model}": f"tokenizer of '{model}' has no chat template",
     }
-    worker = [sys.executable, str(Path(__file__).with_name("bad_prompts.py")), small_config(tmp_path / "run")]
-    output = subprocess.run(
-        [*map(str, worker), str(tmp_path / "logs"), *cases],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=PATIENCE_S,
-    ).stdout
-    said = dict(part.split("\n", 1) for part in output.split("CASE ")[1:])
+    said = ranks.call(read_prompts, 1, small_config(tmp_path / "run"), tmp_path / "logs", list(cases), joined=False)[0]
     for case, expected in cases.items():
-        assert expected in said[case], output
+        assert expected in said[case]
     dropped = f"{data}: 1 of 10 prompts are longer than data.max_prompt_tokens = 12 and were dropped"
-    assert dropped in said[next(case for case in cases if "evaluate.data=[]" in case)]
     assert dropped in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
@@ -303,20 +284,68 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+def save_on(disk: Path) -> dict[str, tuple[Any, list[str]]]:
+    """On a disk with room for one checkpoint: save, fail to save and to export, load; return what came of each attempt,
+    and what was on the disk then.
+
+    At last the disk becomes read-only, and the folder of checkpoints is removed, while a save is written. The first
+    save comes before any update, as when a run is stopped within its first step. Saves are asynchronous: each attempt
+    names what raised.
+    """
+    said: dict[str, Any] = {}
+    policy, batch = problem.make_policy(MODEL, lr=1e-3), problem.batch(1, 64)
+    meanwhile: list[Callable[[], object]] = []
+    saver = CheckpointSaver(policy, before_complete=lambda: [fault() for fault in meanwhile] and None)
+
+    def update() -> float:
+        return problem.update(policy, batch).sums["loss"]
+
+    def attempt(what: str, call: Callable[[], Mapping[str, Any] | None]) -> None:
+        try:
+            result: Any = call()
+        except AgreedError as error:
+            result = str(error)
+        said[what] = (result, sorted(path.name for path in disk.iterdir()))
+
+    saver.save(disk / "step_000000", {"step": 0})
+    attempt("first save", lambda: {"written": (saver.finish(wait=True) or 0) > 0})
+    before = [update(), update()]
+    fill(disk, left_bytes=policy.parameter_count * 12 + 8192)  # the numbers alone would fit
+    saver.save(disk / "step_000001", {"step": 1})
+    attempt("writers", lambda: saver.finish(wait=True))
+    saver.save(disk / "step_000001", {"step": 1})
+    attempt("next save", lambda: saver.save(disk / "step_000002", {"step": 2}))
+    fill(disk, left_bytes=1 << 20)
+    attempt("no room", lambda: saver.save(disk / "step_000001", {"step": 1}))
+    attempt("export", lambda: export_hf(policy, disk / "hf"))
+    attempt("load", lambda: checkpoint.load(policy, disk / "step_000000"))
+    assert [update(), update()] == before
+    (disk / "fill").unlink()
+    (disk / "run").mkdir()
+    for what, fault in (
+        ("read-only", lambda: subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)),
+        ("removed", lambda: shutil.rmtree(disk / "run")),
+    ):
+        meanwhile[:] = [fault]
+        saver.save(disk / "run" / "step_000001", {"step": 1})
+        attempt(what, lambda: saver.finish(wait=True))
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    meanwhile.clear()
+    saver.save(disk / "run" / "step_000001", {"step": 1})
+    attempt("after it", lambda: {"written": (saver.finish(wait=True) or 0) > 0})
+    return said
+
+
+def fill(disk: Path, left_bytes: int) -> None:
+    with (disk / "fill").open("ab") as file:
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        file.write(bytes(free - left_bytes))
+
+
 def test_a_disk_that_is_full_or_read_only_or_emptied(small_disk: Path) -> None:
     """The writers' failure in the background, told by ``finish`` or else by the next save; no room from the start;
     and an export: each says so, and the old checkpoint loads."""
-    worker = Path(__file__).with_name("full_disk.py")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "parallel")])
-    ended = subprocess.run(
-        [sys.executable, str(worker), str(MODEL), str(small_disk)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    said = {what: (result, left) for what, result, left in map(json.loads, ended.stdout.splitlines())}
+    said = ranks.call(save_on, 1, small_disk)[0]
     assert said["first save"] == ({"written": True}, ["step_000000"])
     for what in ("writers", "next save", "no room"):
         message, left = said[what]

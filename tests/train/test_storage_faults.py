@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from training import PATIENCE_S, Training, checkpoint_steps, faults, process_of, read_rows, wait_for_rows
+from waiting import wait_until
 
 DAY_S = 86400.0
 
@@ -97,14 +98,12 @@ class Clock:
 
 def wait_for_a_writer(rank: int) -> None:
     """Wait until a thread of the rank hangs in the disk."""
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        for thread in psutil.Process(rank).threads():
-            stat = Path(f"/proc/{rank}/task/{thread.id}/stat")
-            if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "D":
-                return
-        time.sleep(0.1)
-    raise AssertionError("nobody waits for the disk")
+
+    def hangs() -> bool:
+        stats = [Path(f"/proc/{rank}/task/{thread.id}/stat") for thread in psutil.Process(rank).threads()]
+        return any(s.exists() and s.read_text().rpartition(")")[2].split()[0] == "D" for s in stats)
+
+    wait_until(hangs, "a thread to wait for the disk", PATIENCE_S)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+from waiting import wait_until
 
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.run_folder import RunFolder
@@ -88,15 +89,13 @@ class Training:
 
     def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the checkpoint of this step, or a later one, is complete."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def is_there() -> bool:
             self.descendants()
-            if self.process.poll() is not None:
-                raise AssertionError(f"training ended early:\n{self.process.communicate()[0][-4000:]}")
-            if newest_checkpoint(run) >= step:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"no checkpoint of step {step} within {timeout_s} s")
+            assert self.process.poll() is None, f"training ended early:\n{self.process.communicate()[0][-4000:]}"
+            return newest_checkpoint(run) >= step
+
+        wait_until(is_there, f"the checkpoint of step {step}", timeout_s, 0.1)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         """Return (exit status, output) of a run that ends by itself or has been told to."""
@@ -148,22 +147,23 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
 
 def process_of(run: Path, who: str) -> int:
     """The pid of the process that calls itself so; waits until there is one."""
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        for beat in read_beats(beats_folder(RunFolder(run).run_id)):
-            if beat.who == who and psutil.pid_exists(beat.pid):
-                return beat.pid
-        time.sleep(0.1)
-    raise AssertionError(f"no {who}")
+
+    def pid() -> int | None:
+        beats = read_beats(beats_folder(RunFolder(run).run_id))
+        return next((beat.pid for beat in beats if beat.who == who and psutil.pid_exists(beat.pid)), None)
+
+    found = wait_until(pid, who, PATIENCE_S, 0.1)
+    assert found is not None
+    return found
 
 
 def wait_for_rows(training: Training, run: Path, step: int) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=-1) < step:
+    def is_there() -> bool:
         assert training.process.poll() is None, training.finish()[1][-5000:]
-        assert time.monotonic() < give_up, f"no row of step {step}"
         training.descendants()
-        time.sleep(0.1)
+        return max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=-1) >= step
+
+    wait_until(is_there, f"the row of step {step}", PATIENCE_S, 0.1)
 
 
 def faults(run: Path) -> list[dict[str, str]]:

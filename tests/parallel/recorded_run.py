@@ -1,15 +1,10 @@
-"""A whole loop on the Megatron policy with recorded rollouts: to its end, and again from its checkpoints.
-
-Alone or under torchrun. The first run records its rollouts to a file; the others read them. JSON from rank 0.
-"""
+"""A whole loop on the Megatron policy with recorded rollouts: the first run records them to a file, others read it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import pickle
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +28,7 @@ from or1_megatron.config.schema import (
 from or1_megatron.interfaces import Stopped
 from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.mesh import Mesh, build_mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import local_shards
@@ -42,10 +37,10 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.memory_folder import memory_keeper
-from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, CheckpointKeeper
+from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Group, HandoffReport, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -64,15 +59,7 @@ class RecordedRollouts(TableRollouts):
         self._records = not file.exists()
         self._known: dict[int, list[Group]] = {} if self._records else pickle.loads(file.read_bytes())
 
-    def roll_out(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        rule: RefillRule | None = None,
-        urgent: bool = False,
-    ) -> int:
+    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, *_: Any) -> int:
         if self._records:
             ticket = super().roll_out(prompts, group_size, sampling, seed)
             self._known[seed] = self.under_way.pop(ticket)
@@ -171,37 +158,10 @@ class Run:
         dist.all_gather_object(digests, digest.hexdigest())
         timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/")
         rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
-        state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
+        state = {name: value for name, value in self.state().items() if name != "seconds"}
         return {"rows": rows, "state": state, "digests": digests, "steps": self.policy.sgd_steps}
 
-
-def main() -> None:
-    out, model, layout = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    torch.set_num_threads(1)
-    start_process_group(60)
-    scratch = out.parent
-    rollouts = scratch / "rollouts.pickle"
-
-    def start(name: str, seed: int) -> Run:
-        return Run(model, layout, scratch / name, rollouts, seed)
-
-    told = {"whole": start("whole", 1).to_the_end()}
-    for step in (2, 3, 4):  # within a stage, between two, after the first step of the second
-        checkpoint = f"checkpoints/step_{step:06d}"
-        if dist.get_rank() == 0:
-            shutil.copytree(scratch / "whole" / checkpoint, scratch / f"from_{step}" / checkpoint)
-        dist.barrier()
-        told[f"from {step}"] = start(f"from_{step}", 100 + step).to_the_end()
-    stopped = Run(model, layout, scratch / "stopped", rollouts, 1, every_steps=3)  # so that the stop saves
-    stopped.rollouts.stop_at = 5
-    told["stopped"] = stopped.to_the_end()
-    kept = (scratch / "stopped").glob(f"checkpoints/*/{FINISHED_RESPONSES}")
-    told["stopped"]["responses of"] = [path.parent.name for path in kept]
-    told["stopped, then on"] = start("stopped", 200).to_the_end()
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(told))
-    stop_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    def state(self) -> dict[str, Any]:
+        """Return the loop's state as a checkpoint holds it: without tuples."""
+        state: dict[str, Any] = json.loads(json.dumps(self.loop.state()))
+        return state

@@ -1,0 +1,103 @@
+"""What test modules do on ranks at one layout after another: compare with transformers, export, save and load."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import problem
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel import checkpoint
+from or1_megatron.parallel.check_parity import measure_on_ranks
+from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf
+from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.sizing.parallel_layouts import parse_layout
+
+STATE = {"step": 2, "ledger": {"a": [1, 2]}}
+
+
+def export(model: Path, layout: str, target: Path, store: dist.Store, rank: int) -> None:
+    parallel = parse_layout(layout, 40).parallel
+    if rank >= parallel.ranks:
+        return
+    start_process_group(60, SubWorld(parallel.ranks, store, str(target)))
+    try:
+        mesh = build_mesh(parallel, seed=1)
+        export_hf(MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(), mesh), target)
+    finally:
+        stop_process_group()
+
+
+def compare_and_export(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return check-parity's rows by case and layout; export to ``folder``/<case>/<layout>.
+
+    A case has a ``model``, ``layouts`` to compare, layouts to ``export`` from, and more of check-parity's task.
+    """
+    store, rank, _ = next(dist.rendezvous("env://"))
+    rows = {}
+    for name, case in cases.items():
+        (folder / name).mkdir(exist_ok=True)
+        probe = {"sequences": 12, "longest": 40, "seed": 1}
+        task = {**probe, **case, "model": {"hf": str(case["model"]), "dtype": "float32"}}
+        exported = task.pop("export", [])
+        rows[name] = {row.name: asdict(row) for row in measure_on_ranks(task, folder / name, store, rank)}
+        for layout in exported:
+            export(case["model"], layout, folder / name / layout.replace(" ", "_"), store, rank)
+    return rows
+
+
+class Rank:
+    """One rank's policy at one layout; ends the layout before."""
+
+    def __init__(self, model: Path, dtype: str, layout: dict[str, Any]) -> None:
+        parallel_state.destroy_model_parallel()
+        parallel = ParallelConfig(ranks=2, **layout)
+        self.mesh = build_mesh(parallel, seed=1)
+        config = OptimizerConfig(lr=1e-3, warmup_steps=10)
+        self.policy = MegatronPolicy(ModelConfig(hf=model, dtype=dtype), parallel, config, self.mesh)  # type: ignore[arg-type]
+        between = 2 * parallel.context if parallel.context > 1 else 1
+        self._batch = pack(problem.samples(), BatchLayout(self.mesh.data, 128, 8, sequence_alignment=between))
+
+    def update(self) -> list[float]:
+        report = problem.update(self.policy, self._batch)
+        return [report.sums["loss"], report.grad_norm, report.learning_rate]
+
+    def save(self, folder: Path) -> None:
+        CheckpointSaver(self.policy, asynchronous=False).save(folder, STATE)
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Load every tensor of a checkpoint whole, by Megatron's own loader, and cut the vocabulary's padding."""
+    state = dist_checkpointing.load_plain_tensors(str(folder))
+    assert state.pop("sgd_steps") == state.pop("optimizer_step") == 2
+    tensors = state.items()
+    return {name: t[: problem.VOCABULARY] if "embed" in name or "output" in name else t for name, t in tensors}
+
+
+def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
+    """Return for each layout: the tensors, those that differ from the first checkpoint's, and two updates."""
+    scratch.mkdir(exist_ok=True)
+    first = Rank(model, dtype, layouts[0])
+    first.update()
+    first.update()
+    folder = scratch / "0"
+    first.save(folder)
+    expected = whole(folder)
+    told = [{"tensors": sorted(expected), "differ": [], "updates": [first.update(), first.update()]}]
+    for number, layout in enumerate(layouts[1:], start=1):
+        rank = Rank(model, dtype, layout)
+        checkpoint.load(rank.policy, folder)
+        folder = scratch / str(number)
+        rank.save(folder)
+        found = whole(folder)
+        differ = [n for n in expected.keys() | found.keys() if n not in found or not torch.equal(found[n], expected[n])]
+        told.append({"tensors": sorted(found), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
+    return told
