@@ -17,7 +17,7 @@ PART_LOST: Final = 4
 class Or1Error(Exception):
     """Base of every exception that this package defines.
 
-    Only ``selftest.run.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
+    Only ``selftest.run_checks.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
     """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.selftest.context import CheckedMachine
+from or1_megatron.selftest.one_check import CheckedMachine
 from or1_megatron.selftest.provenance import ROOT
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"

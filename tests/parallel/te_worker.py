@@ -95,7 +95,7 @@ def main() -> None:
             "longest": 40,
             "seed": 1,
         }
-        told["parity"][name] = {row.name: asdict(row) for row in measure_on_ranks(task, into, store, rank)}
+        told["parity"][name] = {row.name: asdict(row) for row in measure_on_ranks(task, name, store, rank)}
         for layout in exported:
             family_worker.export(Path(model), layout, into / layout.replace(" ", "_"), store, rank)
     told["handoff"] = handed_off(Path(plan["handoff"]), store)

@@ -22,7 +22,7 @@ import ranks
 import torch
 from rich.console import Console
 
-from or1_megatron.commands.check_parity import TOLERANCE, beyond, measure_layouts, parameters
+from or1_megatron.commands.check_parity import measure_layouts, parameters
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Sequences, TokenInputs
@@ -31,6 +31,7 @@ from or1_megatron.parallel.parity import Numbers, compare
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.covariance import shuffled
+from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
 

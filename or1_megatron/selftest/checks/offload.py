@@ -16,8 +16,8 @@ import torch
 from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.timing import copy_gb_per_s, free_bytes, seconds_of
 
 PIECE_BYTES = 1 << 30

@@ -16,7 +16,6 @@ import torch
 
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.parallel.mesh import Mesh, stop_process_group
-from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import (
     OBJECTIVE,
     batch_of,
@@ -26,6 +25,7 @@ from or1_megatron.selftest.models import (
     one_rank,
     random_qwen2,
 )
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.timing import matmul_tflops, seconds_of
 
 ROW_TOKENS: Final = 16384
