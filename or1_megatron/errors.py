@@ -15,10 +15,7 @@ PART_LOST: Final = 4
 
 
 class Or1Error(Exception):
-    """Base of every exception that this package defines.
-
-    Only ``selftest.run_checks.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
-    """
+    """Base of every exception that this package defines."""
 
 
 class UserError(Or1Error):

@@ -44,7 +44,7 @@ def selftest(
     with explained():
         from or1_megatron.selftest.known_checks import chosen
         from or1_megatron.selftest.meeting import extra_process, meet
-        from or1_megatron.selftest.run_checks import Interrupted, run_checks
+        from or1_megatron.selftest.run_checks import run_checks
 
         wanted = chosen(checks or (), long)
         if list_checks:
@@ -68,9 +68,9 @@ def selftest(
                 minutes=minutes,
                 tell=partial(_tell, console),
             )
-        except Interrupted as stop:
+        except SystemExit:  # a signal
             console.print(f"stopped; what was found until then: {folder / 'selftest.md'}", soft_wrap=True)
-            raise typer.Exit(128 + stop.number) from None
+            raise
     console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
     failed, not_started = report.ended("failed"), report.ended("not started")
     if failed:

@@ -53,13 +53,6 @@ SETTINGS: Final = {
 """Environment of every check."""
 
 
-class Interrupted(BaseException):
-    """A signal ended the self-test."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def run_checks(
     checks: Sequence[Check],
     out: Path,
@@ -82,7 +75,7 @@ def run_checks(
         tell: called after each check.
 
     Raises:
-        Interrupted: by SIGINT, SIGTERM or SIGHUP. Nothing that was started is left.
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. Nothing that was started is left.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(
@@ -183,7 +176,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise Interrupted on a signal; adopt orphans, and end all processes at the end."""
+    """Raise SystemExit on a signal; adopt orphans, and end all processes at the end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -193,7 +186,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         ignore()  # once is enough
-        raise Interrupted(number)
+        raise SystemExit(128 + number)
 
     previous = {number: signal.signal(number, stop) for number in handled}
     try:

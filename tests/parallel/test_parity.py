@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -259,65 +260,14 @@ def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
         parameters(["scale"])
 
 
-def own_reference(
-    folder: Path, samples: list[Sample], by_response: bool = False
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Compute log-probs and the first gradient in float64, without the code of the command's reference."""
-    from transformers import Qwen2ForCausalLM
+def reference_numbers(
+    folder: Path, samples: list[Sample], name: str = "clipped", args: Any = MappingProxyType({}), mean: str = "tokens"
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Compute log-probs by sample and the gradient of an objective in float64 from its paper, without the package's
+    objectives and the command's reference.
 
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    losses, all_log_probs = [], []
-    for sample in samples:
-        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
-        log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)
-        loss, of_sample = torch.zeros((), dtype=torch.float64), []
-        engine, policy, reference = sample.engine_log_probs, sample.policy_log_probs, sample.reference_log_probs
-        assert engine is not None and policy is not None and reference is not None
-        for k in range(len(sample.response_ids)):
-            if not sample.loss_mask[k]:
-                continue
-            at = len(sample.prompt_ids) + k
-            chosen = log_p[at - 1, ids[at]]
-            ratio = (chosen - float(policy[k])).exp()
-            a = sample.advantage
-            term = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
-            term = term.clamp(min=1.3 * a) if a < 0 else term
-            w = float(np.exp(policy[k] - engine[k]))
-            behind = float(reference[k]) - chosen
-            loss = loss - (w if 1 / 1.5 <= w <= 1.5 else 0.0) * term + 0.1 * (behind.exp() - behind - 1)
-            loss = loss + 0.3 * (log_p[at - 1].exp() * log_p[at - 1]).sum()
-            of_sample.append(chosen.detach())
-        losses.append(loss)
-        all_log_probs.append(torch.stack(of_sample) if of_sample else torch.zeros(0, dtype=torch.float64))
-    counts = [len(found) for found in all_log_probs]
-    if by_response:
-        total = torch.stack([loss / n for loss, n in zip(losses, counts, strict=True) if n]).mean()
-    else:
-        total = torch.stack(losses).sum() / sum(counts)
-    total.backward()
-    return all_log_probs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
-    """For both aggregations, one after the other on the same network, which is restored in between."""
-    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
-    samples = record_probe(network, 24, 48, 1)
-    for by_response in (False, True):
-        numbers = transformers_numbers(network, samples, probe_objective("float32"), "float32", by_response)
-        log_probs, gradient = own_reference(tiny_qwen2, samples, by_response)
-        for found, expected in zip(numbers.log_probs, log_probs, strict=True):
-            np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
-        assert gradient.keys() == numbers.gradient.keys()
-        for name, expected in gradient.items():
-            torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
-        norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
-        assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
-
-
-def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute the gradient of an objective in float64 from its paper, without the package's objectives.
-
-    All with the probe's correction, KL and bonus, and the clipped ones with its dual clip.
+    All with the probe's correction, KL and bonus, and the clipped ones with its dual clip; ``mean`` over tokens or
+    responses.
     """
     from transformers import Qwen2ForCausalLM
 
@@ -329,21 +279,43 @@ def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dic
         for k in sample.loss_mask.nonzero()[0]:
             at = len(sample.prompt_ids) + int(k)
             entropy = -(log_p[at - 1].exp() * log_p[at - 1]).sum()
-            told = [float(getattr(sample, f"{of}_log_probs")[k]) for of in ("engine", "policy", "reference")]
-            rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
-    of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
+            recorded = [float(getattr(sample, f"{of}_log_probs")[k]) for of in ("engine", "policy", "reference")]
+            rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *recorded))
+    of, advantage, log_probs, _, engine, policy, reference = (
+        np.array([float(row[c]) for row in rows]) for c in range(7)
+    )
     new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
     if args.get("on_policy"):
-        policy = new.detach().numpy()
+        policy = log_probs
     term = reference_term(name, args, new, (policy, engine), advantage, of)
     w, cap = reference_weights(args, policy - engine, of), args.get("correction_cap", 1.5)
     outside = (w < 1 / cap) | (w > cap)
     assert args.get("correction") == "off" or 0 < outside.sum() < len(w), "the cap decides nothing"
     w = np.where(outside, 0.0, w) if args.get("correction") != "off" else np.ones(len(w))
     behind = torch.tensor(reference) - new
-    loss = (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy).mean()
+    counts = np.bincount(of.astype(int), minlength=len(samples))
+    share = 1 / len(of) if mean == "tokens" else torch.tensor(1 / counts[of.astype(int)] / (counts > 0).sum())
+    loss = (share * (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy)).sum()
     (args.get("length_share", 1.0) * loss).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    by_sample = [log_probs[of == i] for i in range(len(samples))]
+    return by_sample, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mean", ["tokens", "responses"])
+def test_reference_is_what_it_says(mean: str, tiny_qwen2: Path) -> None:
+    """For both aggregations; measured twice on the same network, which is restored in between."""
+    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
+    samples, objective = record_probe(network, 24, 48, 1), probe_objective("float32")
+    log_probs, gradient = reference_numbers(tiny_qwen2, samples, mean=mean)
+    for _ in range(2):
+        numbers = transformers_numbers(network, samples, objective, "float32", mean == "responses")
+        for computed, expected in zip(numbers.log_probs, log_probs, strict=True):
+            np.testing.assert_allclose(computed, expected, atol=1e-5)
+        assert gradient.keys() == numbers.gradient.keys()
+        for name, expected in gradient.items():
+            torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
+        norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
+        assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
 
 
 def reference_weights(args: dict[str, Any], log_ratios: Any, sequence: Any) -> Any:
@@ -409,7 +381,7 @@ def test_the_reference_of_each_objective_is_the_papers(name: str, tiny_qwen2: Pa
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples, (kind, args, _) = record_probe(network, 16, 32, 1), OBJECTIVES[name]
     numbers = transformers_numbers(network, samples, probe_objective("float32", kind, args), "float32")
-    expected = reference_gradient(tiny_qwen2, samples, kind, args)
+    _, expected = reference_numbers(tiny_qwen2, samples, kind, args)
     assert expected.keys() == numbers.gradient.keys()
     for tensor, gradient in expected.items():
         torch.testing.assert_close(numbers.gradient[tensor].double(), gradient, rtol=1e-4, atol=1e-6)
@@ -447,12 +419,13 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     clip, correction weights that are masked and not, and the KL."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
-    log_probs, _ = own_reference(tiny_qwen2, samples)
+    log_probs, _ = reference_numbers(tiny_qwen2, samples)
     told = [
         torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
         for of in ("engine", "policy", "reference")
     ]
-    ratio = np.exp((torch.cat(log_probs) - told[1]).numpy())
+    scores = torch.tensor(np.concatenate(log_probs))
+    ratio = np.exp((scores - told[1]).numpy())
     assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
     advantages = [sample.advantage for sample in samples]
     assert min(advantages) < 0 < max(advantages)
@@ -460,7 +433,6 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     assert isinstance(objective, ClippedPolicyLoss) and not objective.on_policy and objective.entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
     advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
-    scores = torch.cat(log_probs)
     sums = objective(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]
     seen = {
         name: float(sums[name]) / len(scores)
