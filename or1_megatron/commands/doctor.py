@@ -18,7 +18,8 @@ def doctor() -> None:
     from or1_megatron.selftest.one_check import CheckOutcome, Context
 
     columns = [Column(name, overflow="fold") for name in ("", "what", "found", "what follows")]
-    table, stopping = Table(*columns, box=None, padding=(0, 2, 0, 0)), []
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    stopping: list[str] = []
     for check in CHECKS:
         if check.quick:
             outcome = CheckOutcome(check.name, "passed")

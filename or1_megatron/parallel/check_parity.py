@@ -96,10 +96,7 @@ def transformers_numbers(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
     """Compute the reference of layouts in ``dtype``."""
-    device = next(network.parameters()).device
-    parameters = dict(network.named_parameters())
-    trained = trained_by(dtype)
-    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, judged, trained, by_response)
+    numbers = reference(network, samples, judged, trained_by(dtype), by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 

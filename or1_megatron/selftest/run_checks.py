@@ -90,7 +90,8 @@ def run_checks(
     settings = {"devices": devices, "long": long, "nodes": nodes}
     with _stopped_by_signals(), _scratch() as scratch:
         for check in checks:
-            left_s, environment = end_s - time.monotonic(), {}
+            left_s = end_s - time.monotonic()
+            environment: dict[str, str] = {}
             if nodes > 1 and "several nodes" in check.needs:
                 left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
                 ended = [f"{outcome.name}={outcome.status}" for outcome in report.outcomes]

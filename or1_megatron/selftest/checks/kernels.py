@@ -141,9 +141,10 @@ def run_head(
         shard: ``weight`` has this shard's rows.
         into_main_grad: the weight's gradient goes to ``main_grad``, on top of ones.
     """
-    x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    x = case.hidden.clone().requires_grad_()
+    w: Any = case.weight.clone().requires_grad_()
     if into_main_grad:
-        w.main_grad = torch.ones(w.shape, device=w.device)  # type: ignore[attr-defined]
+        w.main_grad = torch.ones(w.shape, device=w.device)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -157,8 +158,7 @@ def run_head(
     head_loss(case.mode, given, pointwise, epilogue=epilogue, budget_bytes=case.budget_bytes).backward()
     assert x.grad is not None
     log_probs, entropies = (torch.cat(parts) for parts in zip(*seen, strict=True))
-    of_weight: Any = w.main_grad - 1.0 if into_main_grad else w.grad  # type: ignore[attr-defined]
-    return HeadNumbers(log_probs, entropies, x.grad, of_weight)
+    return HeadNumbers(log_probs, entropies, x.grad, w.main_grad - 1.0 if into_main_grad else w.grad)
 
 
 def head_loss(mode: str, given: tuple[Any, ...], pointwise: Pointwise, **options: Any) -> Tensor:

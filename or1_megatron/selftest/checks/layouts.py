@@ -56,8 +56,8 @@ def layouts(context: Context) -> None:
     # A GPU's products sum in another order at other sizes, so that fp32's last bits differ more than on CPU. On CPU:
     # four rows, two of them with two sequences.
     sequences, longest, tolerance = (16, 256, 3.0) if machine.cuda else (6, 48, 1.0)
-    models = [ModelConfig(hf=model, dtype="float32"), ModelConfig(hf=model, dtype="bfloat16")]
-    tasks = [task_of(each, names, sequences=sequences, longest=longest, seed=1) for each in models]
+    both = (ModelConfig(hf=model, dtype="float32"), ModelConfig(hf=model, dtype="bfloat16"))
+    tasks = [task_of(of_dtype, names, sequences=sequences, longest=longest) for of_dtype in both]
     status, rows = differences(tasks, tolerance)
     for short, task, of_task in zip(("fp32", "bf16"), tasks, rows, strict=True):
         _note(context, short, of_task)

@@ -56,7 +56,7 @@ def samples(context: Context, models: Mapping[str, Path]) -> dict[str, list[dict
     """
     function, cuda = "or1_megatron.selftest.checks.log_probs:one_engine", context.machine.cuda
     environment = {**os.environ, **engine_env(rollout_config(cuda), (), not cuda)}
-    engines, results = {}, {}
+    engines, results = {}, dict[str, str]()
     for dtype, model in models.items():
         todo, results[dtype] = write_task(model.parent, {"model": str(model), "dtype": dtype})
         command = [sys.executable, "-P", "-m", MODULE, function, todo, results[dtype]]

@@ -15,14 +15,13 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
 from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import Transfer
-from or1_megatron.handoff.transport.group import open_group
+from or1_megatron.handoff.transport.group import join_store, open_group, open_store
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
 from or1_megatron.selftest.one_check import Context
@@ -71,7 +70,7 @@ def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
     transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
     world, rows, rank = trainers + engines, settings["rows"], int(os.environ["RANK"])
     device = device_of(rank, trainers, transport)
-    store: Any = next(dist.rendezvous("env://"))[0]
+    store = join_store("127.0.0.1", settings["port"], DEADLINE_S)
     status = StatusStore(store, f"rank {rank}", DEADLINE_S)
     plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
     group: Any = open_group(store, rank, world, DEADLINE_S)
@@ -97,7 +96,8 @@ def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
             links.free_buffers()
         group.barrier().wait()
         seconds.append(time.perf_counter() - started)
-    for (name, index), source in product(names.items() if rank >= trainers else (), range(trainers)):
+    received = names if rank >= trainers else {}
+    for (name, index), source in product(received.items(), range(trainers)):
         low, high = rows * source // trainers, rows * (source + 1) // trainers
         if not torch.equal(held[name][low:high], rows_of(index, low, high, device)):
             sys.exit(f"engine rank {rank - trainers}: {name} of trainer rank {source} is not what was sent")
@@ -114,7 +114,8 @@ def transports(context: Context) -> None:
     context.measure("copy on the device", copy_gb_per_s(here, here, size), "GB/s")
     for kind in transports_for(cuda, devices):
         ranks = max(1, devices // 2) if kind == "nccl" or not cuda else devices
-        settings = {"transport": kind, "trainers": ranks, "engines": ranks}
+        store = open_store("127.0.0.1", DEADLINE_S)  # not torchrun's: a handoff's has an address that others can join
+        settings: dict[str, Any] = {"transport": kind, "trainers": ranks, "engines": ranks, "port": store.port}
         settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes}
         _, *seconds = on_ranks("or1_megatron.selftest.checks.transports:one_rank", settings, 2 * ranks, kind)
         name = f"{kind}, {ranks} trainer ranks to {ranks} engine ranks"
