@@ -89,7 +89,8 @@ def _tell(console: Console, check: Check, outcome: CheckOutcome) -> None:
     console.print(f"{check.name:16}{_MARKS[outcome.status]}{seconds}{reason}", soft_wrap=True)
     for name, entry in outcome.figures.items():
         remark = f"expected {entry['limit']}" if "limit" in entry else entry.get("follows", "")
-        style = None if entry.get("met", True) else "red" if entry.get("required") else "yellow"
+        as_expected = entry.get("met", entry.get("status", "ok") == "ok")
+        style = None if as_expected else "red" if entry.get("required") else "yellow"
         line = f"    {name}: {shown(entry['value'], entry['unit'])}{f'  ({remark})' if remark else ''}"
         console.print(line, style=style, soft_wrap=True, markup=False)
     if outcome.status == "failed":

@@ -1,4 +1,5 @@
-"""Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
+"""Checks that pass, fail, crash, hang and leave a process behind, and parts of those that need a GPU; as a script, a
+self-test of those that it is given.
 
 odd_checks.py OUT NAME[=LIMIT_S] ...
 """
@@ -53,6 +54,19 @@ def hangs(context: Any) -> None:
     subprocess.run(["/bin/sh", "-c", command], check=True)
     print("about to hang", flush=True)
     time.sleep(3600)
+
+
+def sleeps(context: Any) -> None:
+    from or1_megatron.selftest.checks import engines
+
+    engines.sleep(context)
+
+
+def layers_of_one_kind(context: Any) -> None:
+    from or1_megatron.selftest.checks import layers
+
+    apart = layers.difference(context, ("own", "own"))
+    context.measure("all", apart.log_prob + apart.gradient)
 
 
 def main() -> int:
