@@ -146,7 +146,7 @@ def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank:
     if rank == 0:
         network = load_network(model)
         samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
-        store.set(key, pickle.dumps(samples))
+        store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub knows str alone
         for name in {case.aggregation for case in cases}:
             by_response = name == "response_mean"
             expected[name] = transformers_numbers(network, samples, judged, model.dtype, by_response)

@@ -6,7 +6,6 @@ The command doctor calls checks in its own process; the self-test gives a proces
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from or1_megatron.errors import Or1Error
-from or1_megatron.selftest.provenance import ROOT, device, installed
+from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, installed, printed
 
 CheckStatus = Literal["passed", "failed", "not possible", "not started"]
 
@@ -114,12 +113,12 @@ class Context:
 
     @cached_property
     def machine(self) -> CheckedMachine:
-        """The GPUs, or two processes on CPU. Imports torch."""
+        """The GPUs, or two processes on CPU. Imports torch, and takes no GPU's memory."""
         import torch
 
         if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            machine = CheckedMachine(True, min(self.devices or count, count), f"{count} x {device()}")
+            count, listed = torch.cuda.device_count(), printed(GPU_QUERY) or "GPU"
+            machine = CheckedMachine(True, min(self.devices or count, count), f"{count} x {listed.splitlines()[0]}")
         else:
             machine = CheckedMachine(False, self.devices or 2, device())
         self.outcome.machine = machine.name

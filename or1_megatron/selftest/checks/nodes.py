@@ -48,40 +48,35 @@ def nodes(context: Context) -> None:
     """Gather and compare; every node comes to the same result."""
     cuda = context.machine.cuda
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    mine = {
-        "facts": facts(),
-        "host": socket.gethostname(),
-        "results": _results(),
-    }  # first: a chosen interface may differ
-    choose_gloo_interface()
+    mine = {"facts": facts(), "host": socket.gethostname(), "results": _results()}
+    choose_gloo_interface()  # after the facts: the nodes may choose different ones
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=DEADLINE_S))
     count = dist.get_world_size()
     everyone: list[Any] = [None] * count
     dist.all_gather_object(everyone, mine)
-    names = [f"node {index} ({each['host']})" for index, each in enumerate(everyone)]
+    names = [f"node {index} ({node['host']})" for index, node in enumerate(everyone)]
     (context.out / "nodes.json").write_text(json.dumps(dict(zip(names, everyone, strict=True)), indent=1))
     skew_s, exchange_s = clocks()
     context.measure("nodes", count)
-    context.measure("hosts", len({each["host"] for each in everyone}), at_least=count)
+    context.measure("hosts", len({node["host"] for node in everyone}), at_least=count)
     context.require("clocks apart", skew_s, "s", at_most=2.0)
     context.measure("smallest message to all and back", exchange_s * 1e3, "ms")
     context.measure("all-gather over gloo, from each node", all_gather_gb_s("cpu"), "GB/s")
     if cuda:
         name, expected = "all-gather over NCCL, one GPU of each node", network_gb_s(torch.cuda.get_device_name())
         context.measure(f"{name}, from each node", all_gather_gb_s("cuda"), "GB/s", at_least=expected)
-    found = differences([each["facts"] for each in everyone], names)
-    found += differences([each["results"] for each in everyone], names)
-    context.require("facts that differ between nodes", len(found), at_most=0)
+    apart = [line for kind in ("facts", "results") for line in differences([node[kind] for node in everyone], names)]
+    context.require("facts that differ between nodes", len(apart), at_most=0)
     dist.destroy_process_group()
-    if found:
-        more = f"; and {len(found) - _SHOWN} more in nodes.json" if len(found) > _SHOWN else ""
-        raise CheckFailed("; ".join(found[:_SHOWN]) + more)
+    if apart:
+        more = f"; and {len(apart) - _SHOWN} more in nodes.json" if len(apart) > _SHOWN else ""
+        raise CheckFailed("; ".join(apart[:_SHOWN]) + more)
 
 
 def _results() -> dict[str, str]:
     """Return how the checks before this one ended here."""
     ended = os.environ.get(RESULTS, "")
-    return {f"check {name}": status for name, _, status in (each.partition("=") for each in ended.split(",")) if name}
+    return {f"check {name}": status for name, _, status in (pair.partition("=") for pair in ended.split(",")) if name}
 
 
 def clocks(rounds: int = 10) -> tuple[float, float]:
@@ -124,7 +119,7 @@ def all_gather_gb_s(device: str) -> float:
 
 def facts() -> dict[str, str]:
     """Return what this node is, by name."""
-    found = {
+    named = {
         "Python": platform.python_version(),
         "kernel": platform.release(),
         "commit": commit(),
@@ -133,17 +128,17 @@ def facts() -> dict[str, str]:
         "/dev/shm": _size("/dev/shm"),
     }
     for distribution in importlib.metadata.distributions():
-        found[f"package {distribution.metadata['Name'].lower()}"] = distribution.version
+        named[f"package {distribution.metadata['Name'].lower()}"] = distribution.version
     for name, value in os.environ.items():
         if name.startswith(_PREFIXES) and name not in _NOT_COMPARED:
-            found[f"environment {name}"] = value
+            named[f"environment {name}"] = value
     folders = {"the working directory": os.getcwd(), "Python's packages": sys.prefix, "/tmp": tempfile.gettempdir()}
     folders |= {name: os.environ[name] for name in _FOLDERS if os.environ.get(name)}
     for name, folder in folders.items():
         if name != "/tmp":
-            found[f"path of {name}"] = folder
-        found[f"mount of {name}"] = mount_of(folder)
-    return found
+            named[f"path of {name}"] = folder
+        named[f"mount of {name}"] = mount_of(folder)
+    return named
 
 
 def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
@@ -153,15 +148,15 @@ def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> lis
         nodes: the facts of each.
         names: of the nodes.
     """
-    found = []
+    lines = []
     for key in sorted(set().union(*nodes)):
         values = [node.get(key) for node in nodes]
         usual = Counter(values).most_common(1)[0][0]
         others = [f"{_said(value)} on {name}" for name, value in zip(names, values, strict=True) if value != usual]
         if others:
             where = ", ".join(name for name, value in zip(names, values, strict=True) if value == usual)
-            found.append(f"{key}: {_said(usual)} on {where}; {'; '.join(others)}")
-    return found
+            lines.append(f"{key}: {_said(usual)} on {where}; {'; '.join(others)}")
+    return lines
 
 
 def _said(value: str | None) -> str:
@@ -189,8 +184,8 @@ def _digest(folder: Path) -> str:
 
 
 def _gpus() -> str:
-    counts = Counter((printed(GPU_QUERY) or "none").split("\n"))
-    return "; ".join(f"{count} x {line}" for line, count in counts.items())
+    counts = Counter((printed(GPU_QUERY) or "").splitlines())
+    return "; ".join(f"{count} x {line}" for line, count in counts.items()) or "none"
 
 
 def _size(folder: str) -> str:
