@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference, trained_by
+from or1_megatron.parallel.parity import Numbers, compare, measure, reference, trained_by
 from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
@@ -26,16 +26,6 @@ from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import read_hf_config
 
 _RANK_WAIT_S: Final = 1800.0
-
-
-@dataclass(frozen=True)
-class LayoutDifference:
-    """One layout's differences from the reference."""
-
-    name: str
-    micro_batches: int
-    """On each rank."""
-    difference: Deviation
 
 
 def load_network(model: ModelConfig) -> Any:
@@ -130,8 +120,10 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
         stop_process_group()
 
 
-def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[LayoutDifference]:
-    """Do one rank's part in the measurement of a task's layouts; rank 0 yields the difference of each.
+def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
+    """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
+
+    A row has ``name``, ``micro_batches`` (of a rank), and ``difference``, a ``Deviation`` from the reference.
 
     Args:
         task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and if it is not the
@@ -161,4 +153,5 @@ def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank:
             error.add_note(f"layout '{case.name}', rank {rank}")
             raise
         if numbers is not None:
-            yield LayoutDifference(case.name, numbers.micro_batches, compare(numbers, expected[case.aggregation]))
+            difference = asdict(compare(numbers, expected[case.aggregation]))
+            yield {"name": case.name, "micro_batches": numbers.micro_batches, "difference": difference}

@@ -6,65 +6,61 @@ from collections.abc import Sequence
 from typing import Final
 
 from or1_megatron.errors import UserError
-from or1_megatron.selftest.one_check import Check
+from or1_megatron.selftest.one_check import CHECKS_PACKAGE, Check
 
-_CHECKS: Final = "or1_megatron.selftest.checks."
-_MACHINE: Final = _CHECKS + "machine"
+_MACHINE: Final = CHECKS_PACKAGE + "machine"
 _ENGINES: Final = ("megatron", "ray", "vllm")
 
 CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "packages",
         "the packages are there, fit together and have the versions that the tests ran with",
-        _MACHINE,
         "requirements/cpu.lock",
+        module=_MACHINE,
         quick=True,
     ),
     Check(
         "gpus",
         "the driver, CUDA, NCCL and Transformer Engine can be used",
-        _MACHINE,
         "requirements/gpu.lock",
+        module=_MACHINE,
         quick=True,
     ),
     Check(
         "confinement",
         "a program starts in each tier of the sandbox, and can be limited",
-        _MACHINE,
         "or1_megatron/verify/sandbox/sandbox.py",
+        module=_MACHINE,
         quick=True,
     ),
     Check(
         "host",
         "cores, memory, shared memory and disk suffice for the quickstart",
-        _MACHINE,
         "or1_megatron/runtime/host_memory.py",
+        module=_MACHINE,
         quick=True,
     ),
     Check(
         "ports",
         "processes can meet over the loopback device, and no other Ray is in the way",
-        _MACHINE,
         "or1_megatron/rollout/cluster.py",
+        module=_MACHINE,
         quick=True,
     ),
     Check(
         "devices",
         "the devices are there and healthy, and their links carry what such devices carry",
-        _CHECKS + "devices",
         "or1_megatron/selftest/checks/devices.py",
     ),
     Check(
         "kernels",
         "the fused head computes what float64 computes, in the time that its matrix products take",
-        _CHECKS + "kernels",
         "or1_megatron/kernels/head.py",
         limit_s=210.0,
     ),
     Check(
         "layouts",
         "Megatron computes what transformers computes, at every layout that the devices allow, in fp32 and bf16",
-        _CHECKS + "layouts",
         "or1_megatron/parallel/parity.py",
         ("megatron",),
         limit_s=240.0,
@@ -72,50 +68,45 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "layers",
         "Transformer Engine's layers compute what ours compute",
-        _CHECKS + "layers",
         "or1_megatron/parallel/layers.py",
         ("cuda", "transformer-engine", "megatron"),
     ),
     Check(
         "checkpoint",
         "a run that is killed continues from what it saved, at another layout",
-        _CHECKS + "checkpoint",
         "or1_megatron/parallel/checkpoint.py",
         ("megatron",),
     ),
     Check(
         "offload",
         "the trainer's state goes to the host and comes back to the bit, and the device's memory comes free",
-        _CHECKS + "offload",
         "or1_megatron/parallel/offload.py",
         ("megatron",),
     ),
     Check(
         "transports",
         "every transport of the handoff that the devices allow brings every byte from rank to rank",
-        _CHECKS + "transports",
         "or1_megatron/handoff/transport/links.py",
     ),
     Check(
         "handoff",
         "engines hold the policy's weights after a handoff by every transport: checksums, and the log-prob probe",
-        _CHECKS + "engines",
         "or1_megatron/handoff/shard/trainer.py",
         _ENGINES,
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "engines",
     ),
     Check(
         "sleep",
         "engines that sleep free the device's memory, and compute the same after they wake",
-        _CHECKS + "engines",
         "or1_megatron/trainer/synced_policy.py",
         ("cuda", *_ENGINES),
         limit_s=180.0,
+        module=CHECKS_PACKAGE + "engines",
     ),
     Check(
         "log-probs",
         "the log-probs of what an engine samples are the policy's",
-        _CHECKS + "log_probs",
         "or1_megatron/rollout/engine.py",
         _ENGINES,
         limit_s=180.0,
@@ -123,30 +114,28 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "sandbox",
         "an untrusted program runs, and is confined, in each tier of the sandbox",
-        _CHECKS + "sandbox",
         "or1_megatron/verify/sandbox/sandbox.py",
         limit_s=60.0,
     ),
     Check(
         "train",
         "the quickstart trains on the devices: engines colocated with the trainer",
-        _CHECKS + "training",
         "or1_megatron/trainer/run.py",
         (*_ENGINES, "math-verify", "examples"),
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "training",
     ),
     Check(
         "train-separate",
         "the quickstart trains on the devices: engines on devices of their own",
-        _CHECKS + "training",
         "or1_megatron/trainer/placement.py",
         ("2 devices", "cuda", *_ENGINES, "math-verify", "examples"),
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "training",
     ),
     Check(
         "throughput",
         "a policy of 0.5B and 1.5B trains at the speed that the device's matrix products allow",
-        _CHECKS + "throughput",
         "or1_megatron/parallel/policy.py",
         ("megatron",),
         limit_s=240.0,
@@ -155,7 +144,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "nodes",
         "the nodes agree on versions, commit, environment, mounts and time, and reach each other",
-        _CHECKS + "nodes",
         "or1_megatron/selftest/checks/nodes.py",
         ("several nodes",),
         limit_s=600.0,

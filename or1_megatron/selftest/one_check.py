@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from or1_megatron.errors import Or1Error
 from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, installed, printed
 
+CHECKS_PACKAGE: Final = "or1_megatron.selftest.checks."
 CheckStatus = Literal["passed", "failed", "not possible", "not started"]
 
 
@@ -33,13 +34,13 @@ class Check:
 
     name: str
     proves: str
-    module: str
-    """Has the function that makes the check: its name is the check's, with underscores."""
     look_at: str
     """The file to look at when it fails."""
     needs: tuple[str, ...] = ()
     """Names of ``NEEDS``."""
     limit_s: float = 120.0
+    module: str = ""
+    """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
     quick: bool = False
     """Starts nothing heavy: ``or1 doctor`` makes it, too."""
     only_long: bool = False
@@ -47,7 +48,8 @@ class Check:
 
     def __call__(self, context: Context) -> None:
         """Make the check in this process; imports this check's module alone."""
-        getattr(importlib.import_module(self.module), self.name.replace("-", "_"))(context)
+        function = self.name.replace("-", "_")
+        getattr(importlib.import_module(self.module or CHECKS_PACKAGE + function), function)(context)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
+
+from pydantic_core import to_json
 
 from or1_megatron.selftest.one_check import Check, CheckOutcome, CheckStatus, shown
 
@@ -39,24 +40,13 @@ class Report:
     def write(self, out: Path) -> None:
         """Write ``selftest.json`` and ``selftest.md``, each in one move, so that a kill never leaves half of one."""
         names = [check.name for check in self.checks]
-        values = {**asdict(self), "machine": self.machine, "checks": names}
+        values = {**vars(self), "machine": self.machine, "checks": names}
         values["finished"] = len(self.outcomes) == len(names)
-        whole = json.dumps(_finite(values), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        for name, text in (("selftest.json", whole), ("selftest.md", page(self))):
+        whole = to_json(values, indent=1, inf_nan_mode="strings")  # which every reader of JSON takes
+        for name, content in (("selftest.json", whole), ("selftest.md", page(self).encode())):
             aside = out / f".{name}.partial"
-            aside.write_text(text)
+            aside.write_bytes(content)
             aside.replace(out / name)
-
-
-def _finite(content: Any) -> Any:
-    """Return the content with NaN and infinity as words, which every reader of JSON takes."""
-    if isinstance(content, float) and content - content != 0:
-        return str(content)
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return [_finite(value) for value in content]
-    return content
 
 
 def page(report: Report) -> str:

@@ -88,7 +88,10 @@ def run_checks(
     )
     end_s = time.monotonic() + 60.0 * minutes
     settings = {"devices": devices, "long": long, "nodes": nodes}
-    with _stopped_by_signals(), _scratch() as scratch:
+    temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
+    with _stopped_by_signals(), temporary as folder:
+        scratch = Path(folder)  # a short path: Ray's sockets lie below it
+        scratch.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
         for check in checks:
             left_s = end_s - time.monotonic()
             environment: dict[str, str] = {}
@@ -162,17 +165,6 @@ def end_children() -> None:
             except psutil.NoSuchProcess:  # it has just ended
                 continue
         psutil.wait_procs(children, timeout=5.0)
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """Make a folder for all that the checks write. Its path is short: Ray's sockets lie below it."""
-    folder = Path(tempfile.mkdtemp(prefix="or1-", dir="/tmp"))
-    folder.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from or1_megatron.selftest.known_checks import CHECKS
+from or1_megatron.selftest.one_check import CHECKS_PACKAGE
 from tools.gpu_lock import read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,11 @@ def test_the_wheels_are_of_tested_versions_and_complete() -> None:
     assert "typing-extensions" in pins()
 
 
-MODULES = {check.module for check in CHECKS if set(check.needs) <= {"cuda", "megatron"}}
+MODULES = {
+    check.module or CHECKS_PACKAGE + check.name.replace("-", "_")
+    for check in CHECKS
+    if set(check.needs) <= {"cuda", "megatron"}
+}
 PROGRAMS = f"""
 import importlib
 import or1_megatron.commands.app

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def main() -> None:
         probe = {"sequences": sequences, "longest": longest, "seed": 1}
         task = {**probe, "model": {"hf": model, "dtype": "float32"}, "layouts": compared}
         task |= dict(zip(("objective", "args"), objective, strict=False))
-        told[name] = {row.name: asdict(row) for row in measure_on_ranks(task, name, store, rank)}
+        told[name] = {row["name"]: row for row in measure_on_ranks(task, name, store, rank)}
         for layout in exported:
             export(Path(model), layout, folder / layout.replace(" ", "_"), store, rank)
     if rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def main() -> None:
             "longest": 40,
             "seed": 1,
         }
-        told["parity"][name] = {row.name: asdict(row) for row in measure_on_ranks(task, name, store, rank)}
+        told["parity"][name] = {row["name"]: row for row in measure_on_ranks(task, name, store, rank)}
         for layout in exported:
             family_worker.export(Path(model), layout, into / layout.replace(" ", "_"), store, rank)
     told["handoff"] = handed_off(Path(plan["handoff"]), store)

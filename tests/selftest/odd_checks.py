@@ -72,7 +72,8 @@ def layers_of_one_kind(context: Any) -> None:
 def main() -> int:
     checks = []
     for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
-        checks.append(Check(name, f"that it {name}", "odd_checks", "odd_checks.py", limit_s=float(limit or 600)))
+        of_check = {"module": "odd_checks", "limit_s": float(limit or 600)}
+        checks.append(Check(name, f"that it {name}", "odd_checks.py", **of_check))
     return len(run_checks(checks, Path(sys.argv[1])).ended("failed"))
 
 

@@ -68,7 +68,7 @@ def test_figures_and_last_lines_are_kept(odd: Any) -> None:
     assert "about to crash" in crashed["last_lines"]
     assert passed["last_lines"] == []
     assert passed["figures"]["speed of light"]["met"] and not passed["figures"]["patience"]["met"]
-    assert passed["figures"]["darkness"]["value"] == "nan"  # JSON has no such number
+    assert passed["figures"]["darkness"]["value"] == "NaN"  # JSON has no such number
     assert "speed of light" in (odd[1] / "logs" / "passes.log").read_text()
 
 
@@ -109,9 +109,7 @@ def test_signal_leaves_the_report_and_nothing_else(number: signal.Signals, tmp_p
 def test_without_time_left_a_check_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not failed, and the page does not send anyone to its code."""
     monkeypatch.setattr(run_checks, "_stopped_by_signals", nullcontext)  # would end the other tests' processes
-    report = run_checks.run_checks(
-        [Check("late", "that it comes late", "odd_checks", "odd_checks.py")], tmp_path, minutes=0.0
-    )
+    report = run_checks.run_checks([Check("late", "that it comes late", "odd_checks.py")], tmp_path, minutes=0.0)
     assert (report.ended("not started"), report.ended("failed")) == (["late"], [])
     text = (tmp_path / "selftest.md").read_text()
     assert "0 passed, 0 failed, 0 not possible, 1 not started" in text

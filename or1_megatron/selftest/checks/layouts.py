@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -131,8 +130,8 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
         tolerance: multiplies ``TOLERANCE``.
 
     Returns:
-        The ranks' exit status, and for each task a ``LayoutDifference`` per layout that was measured before they ended,
-        with ``beyond``: a sentence for each difference that exceeds its bound.
+        The ranks' exit status, and for each task a row (``measure_on_ranks``) per layout that was measured before they
+        ended, with ``beyond``: a sentence for each difference that exceeds its bound.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
     cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
@@ -154,8 +153,8 @@ def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     store, rank, _ = next(dist.rendezvous("env://"))
     measured: list[list[dict[str, Any]]] = [[] for _ in given["tasks"]]
     for number, task in enumerate(given["tasks"]):
-        for layout in measure_on_ranks(task, f"task {number}", store, rank):
-            measured[number].append(asdict(layout))
+        for row in measure_on_ranks(task, f"task {number}", store, rank):
+            measured[number].append(row)
             note(measured)
 
 
