@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -54,10 +52,18 @@ def check_parity(
         check_driver()
         from or1_megatron.config.schema import ModelConfig
 
-        probe = {"sequences": sequences, "longest": longest, "seed": seed}
-        judged = {"objective": objective, "args": parameters(args or ())}
-        settings = ModelConfig(hf=model, dtype=dtype)
-        code = measure_layouts(settings, layouts or (), Console(), tolerance=tolerance, out=out, **probe, **judged)
+        code = measure_layouts(
+            ModelConfig(hf=model, dtype=dtype),
+            layouts or (),
+            Console(),
+            tolerance=tolerance,
+            out=out,
+            sequences=sequences,
+            longest=longest,
+            seed=seed,
+            objective=objective,
+            args=parameters(args or ()),
+        )
     raise typer.Exit(code)
 
 
@@ -66,13 +72,13 @@ def parameters(given: Iterable[str]) -> dict[str, Any]:
     from or1_megatron.config.base import ConfigError
     from or1_megatron.config.yaml_reader import read_value
 
-    found = {}
+    values = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ConfigError(f"--arg {text}: expected NAME=VALUE")
-        found[name] = read_value(value, f"--arg {text}")
-    return found
+        values[name] = read_value(value, f"--arg {text}")
+    return values
 
 
 def measure_layouts(
@@ -82,15 +88,12 @@ def measure_layouts(
     *,
     tolerance: float = 1.0,
     out: Path | None = None,
-    objective: str = "clipped",
-    args: Mapping[str, Any] = MappingProxyType({}),
-    **probe: int,
+    **settings: Any,
 ) -> int:
     """Measure layouts, print a table, and return the exit status: 0 when all agree with the reference.
 
     Args:
-        layouts, objective, args, probe: as in ``task_of``. Nothing is measured of an objective with a fault, which is
-            named.
+        layouts, settings: as in ``task_of``. Nothing is measured of an objective with a fault, which is named.
         tolerance: multiplies ``TOLERANCE``.
         out: where to write the numbers as JSON.
 
@@ -100,13 +103,12 @@ def measure_layouts(
     from or1_megatron.rl.objectives.check import faults, probe_objective
     from or1_megatron.selftest.checks.layouts import differences, task_of
 
-    wrong = list(faults(probe_objective(model.dtype, objective, args)))
+    task = task_of(model, layouts, lambda sentence: console.print(f"left out: {sentence}", style="yellow"), **settings)
+    wrong = list(faults(probe_objective(model.dtype, task["objective"], task["args"])))
     for line in wrong:
-        console.print(f"objective {objective}: {line}", style="red", soft_wrap=True)
+        console.print(f"objective {task['objective']}: {line}", style="red", soft_wrap=True)
     if wrong:
         return 1
-    leave_out = partial(_left_out, console)
-    task = task_of(model, layouts, objective=objective, args=args, leave_out=leave_out, **probe)
     status, (rows,) = differences([task], tolerance)
     show(rows, model.dtype, tolerance, console)
     if out is not None:
@@ -118,10 +120,6 @@ def measure_layouts(
     if missing:
         console.print(f"not measured: {', '.join(missing)}", style="red")
     return status or int(bool(missing) or any(row["beyond"] for row in rows))
-
-
-def _left_out(console: Console, sentence: str) -> None:
-    console.print(f"left out: {sentence}", style="yellow")
 
 
 def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, console: Console) -> None:

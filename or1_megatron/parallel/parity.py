@@ -216,14 +216,14 @@ class Deviation:
     parameters_at: str
 
 
-def compare(found: Numbers, expected: Numbers) -> Deviation:
-    gradient, gradient_at = _worst(found.gradient, expected.gradient)
-    parameters, parameters_at = _worst(found.moved, expected.moved)
+def compare(measured: Numbers, expected: Numbers) -> Deviation:
+    gradient, gradient_at = _worst(measured.gradient, expected.gradient)
+    parameters, parameters_at = _worst(measured.moved, expected.moved)
     return Deviation(
-        log_prob=_largest(found.log_probs, expected.log_probs),
-        entropy=_largest(found.entropies, expected.entropies),
-        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, expected.losses, strict=True)),
-        grad_norm=_maximum(abs(a - b) / b for a, b in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        log_prob=_largest(measured.log_probs, expected.log_probs),
+        entropy=_largest(measured.entropies, expected.entropies),
+        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(measured.losses, expected.losses, strict=True)),
+        grad_norm=_maximum(abs(a - b) / b for a, b in zip(measured.grad_norms, expected.grad_norms, strict=True)),
         gradient=gradient,
         gradient_at=gradient_at,
         parameters=parameters,
@@ -231,8 +231,8 @@ def compare(found: Numbers, expected: Numbers) -> Deviation:
     )
 
 
-def _largest(found: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
-    return _maximum(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(found, expected, strict=True))
+def _largest(measured: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
+    return _maximum(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(measured, expected, strict=True))
 
 
 def _maximum(values: Iterable[float]) -> float:
@@ -240,7 +240,7 @@ def _maximum(values: Iterable[float]) -> float:
     return float(np.max(list(values)))
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return (largest relative difference, the tensor's name); NaN counts as infinite.
 
     A tensor with a norm below a thousandth of the largest is compared relative to that thousandth: its own is rounding.
@@ -249,7 +249,7 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
     floor = 1e-3 * max(norms.values())
     worst, where = 0.0, ""
     for name, tensor in expected.items():
-        difference = float((found[name] - tensor).norm()) / max(norms[name], floor)
+        difference = float((measured[name] - tensor).norm()) / max(norms[name], floor)
         difference = float("inf") if difference != difference else difference
         if difference >= worst:
             worst, where = difference, name

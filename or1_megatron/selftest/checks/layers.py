@@ -33,9 +33,9 @@ def difference(context: Context, kinds: tuple[LayerKind, LayerKind]) -> Deviatio
         settings = ModelConfig(hf=model, dtype="bfloat16")
         batch = batch_of(LENGTHS, 1024, 1000)
         layout = ParallelConfig(layers=kind, micro_batch_tokens=1024)
-        found = measure(settings, layout, mesh, batch, range(len(LENGTHS)), OBJECTIVE)
-        assert found is not None  # this is rank 0
-        numbers.append(found)
+        of_kind = measure(settings, layout, mesh, batch, range(len(LENGTHS)), OBJECTIVE)
+        assert of_kind is not None  # this is rank 0
+        numbers.append(of_kind)
         torch.cuda.empty_cache()
     stop_process_group()
     return compare(numbers[1], numbers[0])

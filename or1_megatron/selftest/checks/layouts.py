@@ -44,6 +44,8 @@ TOLERANCE: Final = {
 
 In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded weights. What three steps move is less
 than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
+DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
+"""Of a task: how many sequences its probe has, of up to how many tokens, and the arguments of ``probe_objective``."""
 _WORDS: Final = {"log_prob": "log-prob", "gradient": "gradient, relative", "entropy": "entropy"}
 
 
@@ -87,40 +89,32 @@ def default_layouts(longest: int) -> tuple[str, ...]:
 def task_of(
     model: ModelConfig,
     layouts: Sequence[str] = (),
-    *,
-    sequences: int = 24,
-    longest: int = 48,
-    seed: int = 1,
-    objective: str = "clipped",
-    args: Mapping[str, Any] | None = None,
     leave_out: Callable[[str], None] = lambda sentence: None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Return what ranks measure (``measure_on_ranks``).
 
     Args:
         layouts: what to measure (``parallel_layouts.parse_layout``); one that the model does not allow is an error.
             Empty: ``default_layouts``, of which those that the model does not allow are left out.
-        sequences: in the probe, of up to ``longest`` tokens each.
-        objective, args: as in ``probe_objective``.
         leave_out: is called with a sentence for each layout that is left out.
+        settings: in the place of ``DEFAULTS``.
 
     Raises:
         LayoutError, ModelError: a layout cannot work; the model cannot be read.
     """
+    task = {**DEFAULTS, **settings, "model": model.model_dump(mode="json"), "layouts": []}
     hf = read_hf_config(model.hf)
     check_weight_files(model.hf, hf)
-    names = []
-    for name in layouts or default_layouts(longest):
-        conflicts = "; ".join(layout_conflicts(parse_layout(name, longest).parallel, Shape.of(hf)))
+    for name in layouts or default_layouts(task["longest"]):
+        conflicts = "; ".join(layout_conflicts(parse_layout(name, task["longest"]).parallel, Shape.of(hf)))
         if conflicts and layouts:
             raise LayoutError(f"layout '{name}' cannot work: {conflicts}")
         if conflicts:
             leave_out(f"{name}: {conflicts}")
         else:
-            names.append(name)
-    probe = {"sequences": sequences, "longest": longest, "seed": seed}
-    judged = {"objective": objective, "args": dict(args or {})}
-    return {"model": model.model_dump(mode="json"), "layouts": names, **probe, **judged}
+            task["layouts"].append(name)
+    return task
 
 
 def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[int, list[list[dict[str, Any]]]]:

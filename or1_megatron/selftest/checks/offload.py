@@ -64,13 +64,13 @@ def rates(mover: Offload, piece_bytes: int, rounds: int) -> dict[str, list[tuple
     device, host = ("cuda", "host") if torch.cuda.is_available() else ("cpu", "cpu")
     ways = (("offload", mover.offload, (device, host)), ("restore", mover.restore, (host, device)))
     things: tuple[Thing, ...] = ("parameters", "optimizer")
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_move: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for thing, (way, move, ends) in product(things, ways):
             seconds, moved = timed(partial(move, thing))
             plain = copy_gb_per_s(*ends, piece_bytes, times=3)
-            found.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, plain))
-    return found
+            by_move.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, plain))
+    return by_move
 
 
 def offload(context: Context) -> None:
