@@ -22,9 +22,7 @@ from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, 
 from or1_megatron.kernels.statistics import Scores, merge
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
 from or1_megatron.selftest.checks.kernels import (
-    CASES as NORMAL_CASES,
-)
-from or1_megatron.selftest.checks.kernels import (
+    NORMAL_CASES,
     HeadCase,
     HeadNumbers,
     fp32_bounds,

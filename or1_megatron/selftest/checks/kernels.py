@@ -81,7 +81,7 @@ def normal_case(
     return HeadCase(x.to(dtype), weight.to(dtype), targets, a, c, temperature, vocabulary)
 
 
-CASES: Final[dict[str, dict[str, Any]]] = {
+NORMAL_CASES: Final[dict[str, dict[str, Any]]] = {
     "tails everywhere": {"tokens": 301, "hidden": 136, "vocabulary": 5003},
     "temperature 0.6": {"tokens": 256, "hidden": 128, "vocabulary": 4096, "temperature": 0.6},
     "one token": {"tokens": 1, "hidden": 64, "vocabulary": 777},
@@ -108,12 +108,12 @@ def against_float64(context: Context, epilogue: str) -> None:
     """Compare all cases, in both modes, with float64; in fp32 relative to what rounding explains (``fp32_bounds``)."""
     device = "cuda" if context.machine.cuda else "cpu"
     for mode in MODES:
-        cases = [replace(normal_case(**case, device=device), mode=mode) for case in CASES.values()]
+        cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
         explained, gradients = torch.tensor([differences(case, epilogue) for case in cases]).amax(0).tolist()
         name = f"{mode}, {epilogue}"
         context.require(f"{name}: log-prob and entropy, fp32, error / what rounding explains", explained, at_most=1.0)
         context.require(f"{name}: gradients relative to their norm, fp32", gradients, at_most=1e-4)
-        case = normal_case(**CASES["tails everywhere"], dtype=torch.bfloat16, device=device)
+        case = normal_case(**NORMAL_CASES["tails everywhere"], dtype=torch.bfloat16, device=device)
         scores, gradients = differences(replace(case, mode=mode), epilogue)
         context.require(f"{name}: log-prob and entropy, bf16", scores, at_most=1e-3)
         context.require(f"{name}: gradients relative to their norm, bf16", gradients, at_most=1e-2)
