@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class Or1Error(Exception):
-    """Base of every exception that or1_verify and or1_megatron define.
-
-    Only ``selftest.run.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
-    """
+    """Base of every exception that or1_verify and or1_megatron define."""
 
 
 class UserError(Or1Error):

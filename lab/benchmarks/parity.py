@@ -15,8 +15,9 @@ from pathlib import Path
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.commands.check_parity import TOLERANCE, default_layouts, measure_layouts
+from or1_megatron.commands.check_parity import measure_layouts
 from or1_megatron.config.schema import ModelConfig
+from or1_megatron.selftest.checks.layouts import TOLERANCE, default_layouts
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 MORE = ("PP2 layers=3+1", "TP2 PP2 SP distopt", "full", "selective", "one_pass", "PP2 VPP2 one_pass overlap")

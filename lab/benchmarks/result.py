@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.selftest.figures import figure as figure
-from or1_megatron.selftest.figures import shown as shown
+from or1_megatron.selftest.one_check import figure as figure
+from or1_megatron.selftest.one_check import shown as shown
 from or1_megatron.selftest.provenance import ROOT as ROOT
 from or1_megatron.selftest.provenance import commit, device, versions
 

@@ -1,19 +1,11 @@
-"""`or1 check-parity`: does every layout compute what one plain process computes, on the user's own model?
-
-The ranks (``parallel.check_parity``) are started once, as many as the largest layout takes. This process reads what
-they measured and compares it with the tolerances.
-"""
+"""`or1 check-parity`: the self-test's check of layouts (``selftest.checks.layouts``) on the user's own model."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,31 +16,6 @@ from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import ModelConfig
-
-
-TOLERANCE: Final = {
-    "float32": {
-        "log_prob": 1e-5,
-        "entropy": 1e-5,
-        "loss": 1e-5,
-        "grad_norm": 1e-4,
-        "gradient": 1e-4,
-        "parameters": 1e-3,
-    },
-    "bfloat16": {
-        "log_prob": 0.25,
-        "entropy": 0.25,
-        "loss": 0.01,
-        "grad_norm": 0.1,
-        "gradient": 0.15,
-    },
-}
-"""Largest tolerated difference of each kind (``parallel.parity.Deviation``).
-
-In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded weights. What three steps move is less
-than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
-
-_GRACE_S: Final = 10.0
 
 
 def check_parity(
@@ -89,11 +56,11 @@ def check_parity(
             ModelConfig(hf=model, dtype=dtype),
             layouts or (),
             Console(),
+            tolerance=tolerance,
+            out=out,
             sequences=sequences,
             longest=longest,
             seed=seed,
-            tolerance=tolerance,
-            out=out,
             objective=objective,
             args=parameters(args or ()),
         )
@@ -105,31 +72,13 @@ def parameters(given: Iterable[str]) -> dict[str, Any]:
     from or1_megatron.config.base import ConfigError
     from or1_megatron.config.yaml_reader import read_value
 
-    found = {}
+    values = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ConfigError(f"--arg {text}: expected NAME=VALUE")
-        found[name] = read_value(value, f"--arg {text}")
-    return found
-
-
-def default_layouts(longest: int) -> tuple[str, ...]:
-    """Return each kind of parallelism, two mixtures, other rows and another order; ``longest`` is in tokens."""
-    kinds = ("1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt", "TP2 PP2", "TP2 CP2")
-    return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
-
-
-@dataclass(frozen=True)
-class LayoutResult:
-    """One line of the table."""
-
-    name: str
-    micro_batches: int
-    difference: Mapping[str, Any]
-    """A ``parallel.parity.Deviation``."""
-    beyond: tuple[str, ...]
-    """A sentence for each difference that exceeds its bound."""
+        values[name] = read_value(value, f"--arg {text}")
+    return values
 
 
 def measure_layouts(
@@ -137,92 +86,49 @@ def measure_layouts(
     layouts: Sequence[str],
     console: Console,
     *,
-    sequences: int = 24,
-    longest: int = 48,
-    seed: int = 1,
     tolerance: float = 1.0,
     out: Path | None = None,
-    objective: str = "clipped",
-    args: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> int:
     """Measure layouts, print a table, and return the exit status: 0 when all agree with the reference.
 
     Args:
-        layouts: what to measure (``parallel_layouts.parse_layout``); one that the model does not allow is an error.
-            Empty: ``default_layouts``, of which those that the model does not allow are named and left out.
-        sequences: in the probe, of up to ``longest`` tokens each.
+        layouts, settings: as in ``task_of``. Nothing is measured of an objective with a fault, which is named.
         tolerance: multiplies ``TOLERANCE``.
         out: where to write the numbers as JSON.
-        objective, args: as in ``probe_objective``. Nothing is measured of an objective with a fault, which is named.
 
     Raises:
         ConfigError, LayoutError, ModelError: before any rank starts.
     """
     from or1_megatron.rl.objectives.check import faults, probe_objective
-    from or1_megatron.sizing.conflicts import layout_conflicts
-    from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
-    from or1_megatron.weights.families import read_hf_config
-    from or1_megatron.weights.files import check_weight_files
-    from or1_megatron.weights.shape import Shape
+    from or1_megatron.selftest.checks.layouts import differences, task_of
 
-    wrong = list(faults(probe_objective(model.dtype, objective, args)))
+    task = task_of(model, layouts, lambda sentence: console.print(f"left out: {sentence}", style="yellow"), **settings)
+    wrong = list(faults(probe_objective(model.dtype, task["objective"], task["args"])))
     for line in wrong:
-        console.print(f"objective {objective}: {line}", style="red", soft_wrap=True)
+        console.print(f"objective {task['objective']}: {line}", style="red", soft_wrap=True)
     if wrong:
         return 1
-    hf = read_hf_config(model.hf)
-    check_weight_files(model.hf, hf)
-    names, ranks = [], 1
-    for name in layouts or default_layouts(longest):
-        case = parse_layout(name, longest)
-        conflicts = "; ".join(layout_conflicts(case.parallel, Shape.of(hf)))
-        if conflicts and layouts:
-            raise LayoutError(f"layout '{name}' cannot work: {conflicts}")
-        if conflicts:
-            console.print(f"left out: {name}: {conflicts}", style="yellow")
-        else:
-            names.append(name)
-            ranks = max(ranks, case.parallel.ranks)
-    task = {"model": model.model_dump(mode="json"), "objective": objective, "args": dict(args), "layouts": names}
-    status, found = _measure({**task, "sequences": sequences, "longest": longest, "seed": seed}, ranks)
-    rows = [LayoutResult(**row, beyond=tuple(beyond(row["difference"], model.dtype, tolerance))) for row in found]
+    status, (rows,) = differences([task], tolerance)
     show(rows, model.dtype, tolerance, console)
     if out is not None:
-        out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        out.write_text(json.dumps(rows, indent=1))
     for row in rows:
-        for line in row.beyond:
-            console.print(f"{row.name}: {line}", style="red", soft_wrap=True)
-    missing = names[len(rows) :]
+        for line in row["beyond"]:
+            console.print(f"{row['name']}: {line}", style="red", soft_wrap=True)
+    missing = task["layouts"][len(rows) :]
     if missing:
         console.print(f"not measured: {', '.join(missing)}", style="red")
-    return status or int(bool(missing) or any(row.beyond for row in rows))
+    return status or int(bool(missing) or any(row["beyond"] for row in rows))
 
 
-def _measure(task: Mapping[str, Any], ranks: int) -> tuple[int, list[dict[str, Any]]]:
-    """Run the ranks; return (their exit status, what they measured before they ended)."""
-    from or1_megatron.runtime.launch import run_ranks
-
-    with tempfile.TemporaryDirectory(prefix="or1-parity-") as folder:
-        todo, found = Path(folder, "task.json"), Path(folder, "found.json")
-        todo.write_text(json.dumps(task))
-        os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
-        status = run_ranks(
-            "or1_megatron.parallel.check_parity",
-            [str(todo), str(found)],
-            ranks=ranks,
-            threads_per_rank=1,
-            grace_s=_GRACE_S,
-            task="the comparison",
-            advice=".",
-        )
-        return status, json.loads(found.read_text()) if found.is_file() else []
-
-
-def show(rows: Sequence[LayoutResult], dtype: str, tolerance: float, console: Console) -> None:
+def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, console: Console) -> None:
     """Print the largest differences of each kind from transformers + torch."""
+    from or1_megatron.selftest.checks.layouts import TOLERANCE, kind_in_words
+
     kinds = TOLERANCE[dtype]
     title = f"Largest difference from transformers + torch ({dtype})"
-    bounds = [f"{_shown(kind)}\n≤ {bound * tolerance:.0e}" for kind, bound in kinds.items()]
+    bounds = [f"{kind_in_words(kind)}\n≤ {bound * tolerance:.0e}" for kind, bound in kinds.items()]
     table = Table(
         Column("layout\n", no_wrap=True),
         Column("rows\nper rank", justify="right"),
@@ -234,23 +140,7 @@ def show(rows: Sequence[LayoutResult], dtype: str, tolerance: float, console: Co
         padding=(0, 2, 0, 0),
     )
     for row in rows:
-        values = [f"{row.difference[kind]:.1e}" for kind in kinds]
-        table.add_row(row.name, str(row.micro_batches), *values, "differs" if row.beyond else "equal")
+        values = [f"{row['difference'][kind]:.1e}" for kind in kinds]
+        table.add_row(row["name"], str(row["micro_batches"]), *values, "differs" if row["beyond"] else "equal")
     console.width = max(console.width, 110)  # a pipe's 80 columns would cut the figures
     console.print(table)
-
-
-def _shown(kind: str) -> str:
-    return {"log_prob": "log-prob", "parameters": "3 steps"}.get(kind, kind.replace("_", " "))
-
-
-def beyond(difference: Mapping[str, Any], dtype: str, tolerance: float) -> Iterator[str]:
-    """Yield a sentence for each difference (a ``Deviation``) that exceeds its bound, with the worst tensor's name."""
-    for kind, bound in TOLERANCE[dtype].items():
-        value = difference[kind]
-        if not value <= bound * tolerance:
-            where = difference.get(f"{kind}_at", "")
-            yield (
-                f"{_shown(kind)}{' of ' + where if where else ''} differs by {value:.2e}; "
-                f"expected at most {bound * tolerance:.0e}"
-            )

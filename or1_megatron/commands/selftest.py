@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,7 @@ from or1_megatron.commands.errors import explained
 from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
-    from or1_megatron.selftest.context import CheckOutcome
-    from or1_megatron.selftest.registry import Check
+    from or1_megatron.selftest.one_check import Check, CheckOutcome
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -42,9 +42,9 @@ def selftest(
     """
     console = Console(highlight=False)
     with explained():
+        from or1_megatron.selftest.known_checks import chosen
         from or1_megatron.selftest.meeting import extra_process, meet
-        from or1_megatron.selftest.registry import chosen
-        from or1_megatron.selftest.run import Interrupted, run_checks
+        from or1_megatron.selftest.run_checks import run_checks
 
         wanted = chosen(checks or (), long)
         if list_checks:
@@ -55,39 +55,43 @@ def selftest(
         if extra_process(os.environ):
             return
         check_driver()
-        meeting = meet(nodes)
-        folder = out if nodes == 1 else out / f"node_{meeting.node}"
+        meeting = meet(nodes) if nodes > 1 else {}
+        folder = out / f"node_{meeting['RANK']}" if meeting else out
         try:
             report = run_checks(
                 wanted,
                 folder,
                 meeting=meeting,
+                nodes=nodes,
                 devices=devices,
                 long=long,
                 minutes=minutes,
-                tell=lambda check, outcome: _tell(console, check, outcome),
+                tell=partial(_tell, console),
             )
-        except Interrupted as stop:
+        except SystemExit:  # a signal
             console.print(f"stopped; what was found until then: {folder / 'selftest.md'}", soft_wrap=True)
-            raise typer.Exit(128 + stop.number) from None
+            raise
     console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
-    if report.failed:
-        console.print(f"[red]failed: {', '.join(report.failed)}[/]", soft_wrap=True)
-    if report.not_started:
-        console.print(f"[yellow]not started, for lack of time: {', '.join(report.not_started)}[/]", soft_wrap=True)
-    raise typer.Exit(1 if report.failed or report.not_started else 0)
+    failed, not_started = report.ended("failed"), report.ended("not started")
+    if failed:
+        console.print(f"[red]failed: {', '.join(failed)}[/]", soft_wrap=True)
+    if not_started:
+        console.print(f"[yellow]not started, for lack of time: {', '.join(not_started)}[/]", soft_wrap=True)
+    raise typer.Exit(1 if failed or not_started else 0)
 
 
 def _tell(console: Console, check: Check, outcome: CheckOutcome) -> None:
-    from or1_megatron.selftest.figures import shown
+    from or1_megatron.selftest.one_check import shown
+    from or1_megatron.selftest.report_page import WITH_REASON
 
     seconds = f"  {outcome.seconds:.1f} s" if outcome.seconds else ""
-    reason = f"  {outcome.reason}" if outcome.status in ("not possible", "not started") else ""
+    reason = f"  {outcome.reason}" if outcome.status in WITH_REASON else ""
     console.print(f"{check.name:16}{_MARKS[outcome.status]}{seconds}{reason}", soft_wrap=True)
     for name, entry in outcome.figures.items():
-        limit = f"  (expected {entry['limit']})" if "limit" in entry else ""
-        style = None if entry.get("met", True) else "red" if entry.get("required") else "yellow"
-        line = f"    {name}: {shown(entry['value'], entry['unit'])}{limit}"
+        remark = f"expected {entry['limit']}" if "limit" in entry else entry.get("follows", "")
+        as_expected = entry.get("met", entry.get("status", "ok") == "ok")
+        style = None if as_expected else "red" if entry.get("required") else "yellow"
+        line = f"    {name}: {shown(entry['value'], entry['unit'])}{f'  ({remark})' if remark else ''}"
         console.print(line, style=style, soft_wrap=True, markup=False)
     if outcome.status == "failed":
         console.print(f"    {outcome.reason}. Look at {check.look_at}.", style="red", soft_wrap=True, markup=False)

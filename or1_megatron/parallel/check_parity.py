@@ -1,18 +1,13 @@
-"""One rank of `or1 check-parity`: measures the layouts, each in a world of the first ranks.
+"""One rank of `or1 check-parity`: measures layouts, each in a world of the first ranks.
 
 Rank 0 computes the reference with transformers and torch's own AdamW, and compares every layout's numbers with it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
-import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +17,7 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference, trained_by
+from or1_megatron.parallel.parity import Numbers, compare, measure, reference, trained_by
 from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
@@ -31,21 +26,6 @@ from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import read_hf_config
 
 _RANK_WAIT_S: Final = 1800.0
-
-
-@dataclass(frozen=True)
-class LayoutDifference:
-    """One layout's differences from the reference."""
-
-    name: str
-    micro_batches: int
-    """On each rank."""
-    difference: Deviation
-
-
-def objective_of(task: Mapping[str, Any]) -> Objective:
-    """Return a task's objective."""
-    return probe_objective(task["model"]["dtype"], task.get("objective", "clipped"), task.get("args", {}))
 
 
 def load_network(model: ModelConfig) -> Any:
@@ -106,10 +86,7 @@ def transformers_numbers(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
     """Compute the reference of layouts in ``dtype``."""
-    device = next(network.parameters()).device
-    parameters = dict(network.named_parameters())
-    trained = trained_by(dtype)
-    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, judged, trained, by_response)
+    numbers = reference(network, samples, judged, trained_by(dtype), by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
@@ -128,11 +105,11 @@ def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return named
 
 
-def _measure_case(case: Case, model: ModelConfig, judged: Objective, probe: Path, world: SubWorld) -> Numbers | None:
+def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, world: SubWorld) -> Numbers | None:
     start_process_group(_RANK_WAIT_S, world)
     try:
         mesh = build_mesh(case.parallel, seed=1)
-        samples: list[Sample] = pickle.loads(probe.read_bytes())  # rank 0 joins this world after it has written it
+        samples: list[Sample] = pickle.loads(world.store.get(key))  # rank 0 joins this world after it has set it
         order = case.order(len(samples))
         layout = batch_layout(case.parallel, read_hf_config(model.hf))
         longest = max(sample.response_ids.size for sample in samples)
@@ -143,62 +120,38 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, probe: Path
         stop_process_group()
 
 
-def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Aggregation, Numbers]:
-    """Write the probe, and compute the reference's numbers for each aggregation that a layout asks for."""
-    network = load_network(model)
-    samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
-    probe.write_bytes(pickle.dumps(samples))
-    asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
-    judged = objective_of(task)
-    return {
-        name: transformers_numbers(network, samples, judged, model.dtype, name == "response_mean") for name in asked
-    }
+def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
+    """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
 
-
-def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[LayoutDifference]:
-    """Do one rank's part in the measurement of a task's layouts; rank 0 yields what it finds for each.
+    A row has ``name``, ``micro_batches`` (of a rank), and ``difference``, a ``Deviation`` from the reference.
 
     Args:
         task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and if it is not the
             recipe's ``objective`` (a name) and ``args``.
-        folder: one for each task and store; the probe is written there.
+        key: of the probe in the store, another one for each task.
         store: of all ranks.
     """
-    model, probe = ModelConfig(**task["model"]), folder / "probe.pickle"
-    expected = _record(model, task, probe) if rank == 0 else None
-    for number, name in enumerate(task["layouts"]):
-        case = parse_layout(name, task["longest"])
+    model = ModelConfig(**task["model"])
+    judged = probe_objective(model.dtype, task.get("objective", "clipped"), task.get("args", {}))
+    cases = [parse_layout(name, task["longest"]) for name in task["layouts"]]
+    expected: dict[Aggregation, Numbers] = {}
+    if rank == 0:
+        network = load_network(model)
+        samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
+        store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub knows str alone
+        for name in {case.aggregation for case in cases}:
+            by_response = name == "response_mean"
+            expected[name] = transformers_numbers(network, samples, judged, model.dtype, by_response)
+        del network
+    for number, case in enumerate(cases):
         if rank >= case.parallel.ranks:
             continue
         try:
-            world = SubWorld(case.parallel.ranks, store, f"{folder}/{number}")
-            found = _measure_case(case, model, objective_of(task), probe, world)
+            world = SubWorld(case.parallel.ranks, store, f"{key}/{number}")
+            numbers = _measure_case(case, model, judged, key, world)
         except Exception as error:
-            error.add_note(f"layout '{name}', rank {rank}")
+            error.add_note(f"layout '{case.name}', rank {rank}")
             raise
-        if expected is not None and found is not None:
-            yield LayoutDifference(name, found.micro_batches, compare(found, expected[case.aggregation]))
-
-
-def main() -> int:
-    """Measure under torchrun; rank 0 writes each layout's numbers as JSON when it has them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", type=Path)
-    parser.add_argument("found", type=Path)
-    arguments = parser.parse_args()
-    task = json.loads(arguments.task.read_text())
-    torch.set_num_threads(1)
-    store, rank, _ = next(dist.rendezvous("env://"))
-    measured = []
-    try:
-        for layout in measure_on_ranks(task, arguments.task.parent, store, rank):
-            measured.append(asdict(layout))
-            arguments.found.write_text(json.dumps(measured))
-    except Exception:
-        print(traceback.format_exc(), file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if numbers is not None:
+            difference = asdict(compare(numbers, expected[case.aggregation]))
+            yield {"name": case.name, "micro_batches": numbers.micro_batches, "difference": difference}

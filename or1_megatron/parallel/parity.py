@@ -8,8 +8,9 @@ however parameters and gradients are cut, the distributed optimizer included.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,34 +119,29 @@ def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float) 
 
 
 def reference(
-    forward: Callable[[Tensor], Tensor],
-    parameters: Mapping[str, Tensor],
-    samples: Sequence[Sample],
-    objective: Objective,
-    trained: OptimizerConfig,
-    by_response: bool = False,
+    network: Any, samples: Sequence[Sample], objective: Objective, trained: OptimizerConfig, by_response: bool = False
 ) -> Numbers:
     """Compute the same with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
 
     Args:
-        forward: maps token ids [1, L] to logits [1, L, V].
-        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place and restored.
+        network: of transformers; its parameters are trained in place and restored.
         trained: ``trained_by`` of the layouts' dtype.
         by_response: take the mean over responses of their token means, instead of the mean over tokens.
     """
+    parameters = dict(network.named_parameters())
     start = {name: p.detach().clone() for name, p in parameters.items()}
-    options = {"betas": (trained.beta1, trained.beta2), "weight_decay": trained.weight_decay}
-    optimizer = torch.optim.AdamW(list(parameters.values()), lr=trained.lr, eps=trained.eps, **options)  # type: ignore[arg-type]
+    betas = (trained.beta1, trained.beta2)
+    optimizer = torch.optim.AdamW(network.parameters(), trained.lr, betas, trained.eps, trained.weight_decay)
     scores: list[tuple[Tensor, Tensor]] = []
     gradient: dict[str, Tensor] = {}
     losses, norms = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        of_samples = [_score(forward, sample, objective.temperature) for sample in samples]
+        of_samples = [_score(network, sample, objective.temperature) for sample in samples]
         scores = scores or [(log_probs.detach(), entropies.detach()) for log_probs, entropies in of_samples]
         loss = _mean_loss(of_samples, samples, objective, by_response)
         loss.backward()
-        gradient = gradient or {name: _gradient_of(p) for name, p in parameters.items()}
+        gradient = gradient or {name: p.grad.float().cpu().clone() for name, p in parameters.items()}
         losses.append(float(loss))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), trained.clip_grad)))
         optimizer.step()
@@ -157,15 +153,10 @@ def reference(
     return Numbers(log_probs, entropies, losses, norms, gradient, moved)
 
 
-def _gradient_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.detach().float().cpu().clone()
-
-
-def _score(forward: Callable[[Tensor], Tensor], sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-probs, entropies) of a sample's counted tokens."""
     ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))
-    logits = forward(ids[None])[0]
+    logits = network(ids[None].to(network.device)).logits[0]
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)[len(sample.prompt_ids) - 1 : len(ids) - 1]
     mask = torch.from_numpy(sample.loss_mask).to(log_p.device)
     chosen = log_p.gather(1, ids[len(sample.prompt_ids) :, None].to(log_p.device))[:, 0]
@@ -193,11 +184,11 @@ def _inputs(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
     """Return the objective's inputs for the samples' counted tokens, end to end."""
 
     def pick(name: str) -> Tensor | None:
-        of_each = [getattr(sample, name) for sample in samples]
-        if of_each[0] is None:
+        recorded = [getattr(sample, name) for sample in samples]
+        if recorded[0] is None:
             return None
-        found = [values[sample.loss_mask] for values, sample in zip(of_each, samples, strict=True)]
-        return torch.from_numpy(np.concatenate(found)).to(like.device)
+        counted = [values[sample.loss_mask] for values, sample in zip(recorded, samples, strict=True)]
+        return torch.from_numpy(np.concatenate(counted)).to(like.device)
 
     advantages = [np.full(int(sample.loss_mask.sum()), sample.advantage, dtype=np.float32) for sample in samples]
     return TokenInputs(
@@ -226,14 +217,14 @@ class Deviation:
     parameters_at: str
 
 
-def compare(found: Numbers, expected: Numbers) -> Deviation:
-    gradient, gradient_at = _worst(found.gradient, expected.gradient)
-    parameters, parameters_at = _worst(found.moved, expected.moved)
+def compare(measured: Numbers, expected: Numbers) -> Deviation:
+    gradient, gradient_at = _worst(measured.gradient, expected.gradient)
+    parameters, parameters_at = _worst(measured.moved, expected.moved)
     return Deviation(
-        log_prob=_largest(found.log_probs, expected.log_probs),
-        entropy=_largest(found.entropies, expected.entropies),
-        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, expected.losses, strict=True)),
-        grad_norm=_maximum(abs(a - b) / b for a, b in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        log_prob=_largest(measured.log_probs, expected.log_probs),
+        entropy=_largest(measured.entropies, expected.entropies),
+        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(measured.losses, expected.losses, strict=True)),
+        grad_norm=_maximum(abs(a - b) / b for a, b in zip(measured.grad_norms, expected.grad_norms, strict=True)),
         gradient=gradient,
         gradient_at=gradient_at,
         parameters=parameters,
@@ -241,8 +232,8 @@ def compare(found: Numbers, expected: Numbers) -> Deviation:
     )
 
 
-def _largest(found: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
-    return _maximum(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(found, expected, strict=True))
+def _largest(measured: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
+    return _maximum(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(measured, expected, strict=True))
 
 
 def _maximum(values: Iterable[float]) -> float:
@@ -250,7 +241,7 @@ def _maximum(values: Iterable[float]) -> float:
     return float(np.max(list(values)))
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return (largest relative difference, the tensor's name); NaN counts as infinite.
 
     A tensor with a norm below a thousandth of the largest is compared relative to that thousandth: its own is rounding.
@@ -259,7 +250,7 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
     floor = 1e-3 * max(norms.values())
     worst, where = 0.0, ""
     for name, tensor in expected.items():
-        difference = float((found[name] - tensor).norm()) / max(norms[name], floor)
+        difference = float((measured[name] - tensor).norm()) / max(norms[name], floor)
         difference = float("inf") if difference != difference else difference
         if difference >= worst:
             worst, where = difference, name

@@ -1,6 +1,5 @@
-"""``or1 selftest``: what a user runs first on a new machine or cluster.
+"""The checks of a machine: ``or1 doctor``, ``or1 selftest``, ``or1 check-parity`` and the tests marked gpu.
 
-``registry`` lists the checks, ``run`` runs each in a process of its own, ``one`` is that process,
-``page`` writes what they found.
-The checks call what training calls; a file of ``checks`` holds a few of them.
+``known_checks`` lists them, ``one_check`` says what a check is and makes one, ``run_checks`` gives each a process and
+``report_page`` writes the report. The checks call what training calls; a file of ``checks`` has a few of them.
 """

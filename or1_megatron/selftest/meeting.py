@@ -1,11 +1,10 @@
-"""Which of several nodes this is, and where they meet: torchrun, Slurm or examples/launch.sh's environment say it."""
+"""This node's number among several, and where they meet: torchrun, Slurm or examples/launch.sh's environment say it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from or1_verify.errors import UserError
 
@@ -13,28 +12,17 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """This node's place. ``environment``: what ``torch.distributed`` needs to meet, one process per node."""
-
-    node: int
-    nodes: int
-    environment: Mapping[str, str]
-
-
 def extra_process(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun or Slurm started more than one process on this node, and this is not its first."""
     return environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")) != "0"
 
 
-def meet(nodes: int, environment: Mapping[str, str] = os.environ) -> Meeting:
-    """Return where this node stands among ``nodes``.
+def meet(nodes: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what ``torch.distributed`` needs to meet, with one process per node: RANK is the node's number.
 
     Raises:
         UserError: the environment does not say it, or says something else.
     """
-    if nodes == 1:
-        return Meeting(0, 1, {})
     kept = {name: value for name, value in environment.items() if name.startswith("TORCHELASTIC_")}
     if "GROUP_RANK" in environment:  # torchrun
         node, count = environment["GROUP_RANK"], environment["GROUP_WORLD_SIZE"]
@@ -53,12 +41,11 @@ def meet(nodes: int, environment: Mapping[str, str] = os.environ) -> Meeting:
         )
     if int(count) != nodes:
         raise UserError(f"--nodes {nodes}, but it was started on {count} nodes")
-    here = {"RANK": node, "WORLD_SIZE": count, "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": port}
-    return Meeting(int(node), nodes, {**kept, **here})
+    return {**kept, "RANK": node, "WORLD_SIZE": count, "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what torchrun told this process: the checks start worlds of their own."""
+    """Return the environment without torchrun's variables for this process: the checks start worlds of their own."""
     return {
         name: value
         for name, value in environment.items()

@@ -96,26 +96,3 @@ def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
         zeros, ones = np.zeros(length - prompt, dtype=np.float32), np.ones(length - prompt, dtype=np.bool_)
         samples.append(Sample(ids[:prompt], ids[prompt:], float(rng.normal()), ones, zeros))
     return samples
-
-
-def long_responses(total_tokens: int, cap_tokens: int) -> list[int]:
-    """Return log-normal lengths like those of long-CoT rollouts, with a sum of ``total_tokens``."""
-    rng = np.random.default_rng(1)
-    sigma = 0.8
-    lengths: list[int] = []
-    while (left := total_tokens - sum(lengths)) > 16:
-        drawn = rng.lognormal(np.log(cap_tokens / 4) - sigma**2 / 2, sigma)
-        lengths.append(int(min(max(drawn, 16), cap_tokens, left)))
-    return lengths
-
-
-def flops(shape: str, lengths: list[int]) -> float:
-    """Count the operations of forward and backward without recomputation: 6 per weight of a matrix product and
-    token, and causal attention, 6 L^2 per layer and query width for a sequence of L tokens."""
-    s = SHAPES[shape]
-    width = s["hidden_size"]
-    shared = width * s["num_key_value_heads"] // s["num_attention_heads"]  # of keys, of values
-    layer = 2 * width * (width + shared) + 3 * width * s["intermediate_size"]
-    weights = s["num_hidden_layers"] * layer + s["vocab_size"] * width
-    attention = sum(6.0 * length * length * width * s["num_hidden_layers"] for length in lengths)
-    return 6.0 * weights * sum(lengths) + attention

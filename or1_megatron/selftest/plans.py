@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.selftest.context import CheckedMachine
+from or1_megatron.selftest.one_check import CheckedMachine
 from or1_megatron.selftest.provenance import ROOT
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
@@ -51,13 +51,13 @@ _PARTS_OF_OTHERS: Final = {"1 selective", "1 distopt", "TP2", "PP2", "DP2", "DP2
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
     """Return the layouts of one device; those of two that cut one axis; and every way to use all devices."""
-    found = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
+    names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
-        found += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]
-        found += ["DP2", "DP2 distopt", "DP2 distopt overlap", "DP2 overlap_gather"]
+        names += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]
+        names += ["DP2", "DP2 distopt", "DP2 distopt overlap", "DP2 overlap_gather"]
     if devices > 2:
-        found += [name for name in _mixtures(devices) if name not in found]
-    return found if cuda else [name for name in found if name not in _PARTS_OF_OTHERS]
+        names += [name for name in _mixtures(devices) if name not in names]
+    return names if cuda else [name for name in names if name not in _PARTS_OF_OTHERS]
 
 
 def _mixtures(devices: int) -> Iterator[str]:
@@ -92,11 +92,11 @@ def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[s
     """Return (trainer ranks, engines, transports) by placement. On CPU the placements differ in nothing."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
-    found = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
+    placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
     if devices > 1:
-        found["colocated"][2].append("cuda_ipc")
-        found["separate"] = (devices // 2, devices // 2, ["nccl", "cuda_ipc"])
-    return found
+        placements["colocated"][2].append("cuda_ipc")
+        placements["separate"] = (devices // 2, devices // 2, ["nccl", "cuda_ipc"])
+    return placements
 
 
 def _tensor_ranks(ranks: int) -> int:

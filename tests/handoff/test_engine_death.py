@@ -24,7 +24,6 @@ from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Request, Sampling
-from or1_verify.config import VerifyConfig
 
 PROBE = probe_tokens(len(WORDS), 48)
 TIMEOUT_S = 240.0

@@ -15,22 +15,21 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from head_cases import (
-    NORMAL_CASES,
-    Found,
-    check_normal,
-    in_both_modes,
-    oracle,
-    random_case,
-    relative,
-    run,
-    run_interpreted,
-)
+from head_cases import in_both_modes, random_case, run_interpreted
 
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.statistics import Scores, merge
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
-from or1_megatron.selftest.checks.kernels import fp32_bounds
+from or1_megatron.selftest.checks.kernels import (
+    NORMAL_CASES,
+    HeadCase,
+    HeadNumbers,
+    fp32_bounds,
+    normal_case,
+    oracle,
+    relative,
+    run_head,
+)
 
 CASES = in_both_modes(
     {
@@ -47,7 +46,7 @@ CASES = in_both_modes(
 )
 
 
-def check(found: Found, true: Found) -> None:
+def check(found: HeadNumbers, true: HeadNumbers) -> None:
     """The bounds for fp32 inputs."""
     assert found.log_probs.shape == true.log_probs.shape
     if len(true.log_probs):
@@ -59,25 +58,19 @@ def check(found: Found, true: Found) -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HeadNumbers]:
     pytest.importorskip("triton")
     return run_interpreted(CASES, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_torch_equals_float64(name: str) -> None:
-    check(run(CASES[name]), oracle(CASES[name]))
+    check(run_head(CASES[name]), oracle(CASES[name]))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_triton_equals_float64(name: str, interpreted: dict[str, Found]) -> None:
+def test_triton_equals_float64(name: str, interpreted: dict[str, HeadNumbers]) -> None:
     check(interpreted[name], oracle(CASES[name]))
-
-
-@pytest.mark.parametrize("name", NORMAL_CASES)
-def test_normal_inputs_stay_within_the_bounds_of_fp32(name: str) -> None:
-    """The cases and bounds that `or1 selftest kernels` has too, with the weight's gradient in main_grad."""
-    check_normal(run(NORMAL_CASES[name], into_main_grad=True), NORMAL_CASES[name])
 
 
 def tf32(values: torch.Tensor) -> torch.Tensor:
@@ -87,8 +80,8 @@ def tf32(values: torch.Tensor) -> torch.Tensor:
 
 def test_the_bounds_of_fp32_exclude_tf32() -> None:
     """Matrix products in TF32, the likeliest way to lose digits on a GPU, miss both bounds by twice or more."""
-    case = NORMAL_CASES["tails everywhere, recompute"]
-    found, true = run(replace(case, hidden=tf32(case.hidden), weight=tf32(case.weight))), oracle(case)
+    case = normal_case(**NORMAL_CASES["tails everywhere"])
+    found, true = run_head(replace(case, hidden=tf32(case.hidden), weight=tf32(case.weight))), oracle(case)
     of_log_probs, of_entropies = fp32_bounds(case.hidden, case.weight[: case.true_vocab_size], case.temperature)
     assert (found.log_probs.double() - true.log_probs).abs().max() > 2 * of_log_probs
     assert (found.entropies.double() - true.entropies).abs().max() > 2 * of_entropies
@@ -98,7 +91,7 @@ def test_the_bounds_of_fp32_exclude_tf32() -> None:
 def test_bfloat16_inputs_lose_nothing_in_between(mode: str) -> None:
     """Scores as if all were fp32; gradients are rounded to bf16 (2^-9) once, at the end."""
     case = replace(random_case(37, 101, dtype=torch.bfloat16), mode=mode)
-    found, true = run(case), oracle(case)
+    found, true = run_head(case), oracle(case)
     assert (found.log_probs.double() - true.log_probs).abs().max() <= 1e-5
     assert (found.entropies.double() - true.entropies).abs().max() <= 1e-5
     assert found.of_hidden.dtype == found.of_weight.dtype == torch.bfloat16
@@ -199,12 +192,12 @@ CUT = in_both_modes(
 )
 
 
-def run_on_a_rank() -> dict[str, Found]:
+def run_on_a_rank() -> dict[str, HeadNumbers]:
     rank, found = dist.get_rank(), {}
     for name, case in CUT.items():
         shard = VocabularyShard(16 * rank, case.true_vocab_size, dist.group.WORLD)
-        mine = replace(case, weight=case.weight[16 * rank : 16 * (rank + 1)])
-        found[name] = Found(*(tensor.detach() for tensor in run(mine, shard=shard)))
+        mine: HeadCase = replace(case, weight=case.weight[16 * rank : 16 * (rank + 1)])
+        found[name] = HeadNumbers(*(tensor.detach() for tensor in run_head(mine, shard=shard)))
     return found
 
 
@@ -216,7 +209,7 @@ def test_tensor_parallel_equals_whole() -> None:
         first, second = (found[name] for found in both)
         assert torch.equal(first.log_probs, second.log_probs)
         assert torch.equal(first.entropies, second.entropies)
-        whole = Found(
+        whole = HeadNumbers(
             first.log_probs,
             first.entropies,
             first.of_hidden + second.of_hidden,

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import Case, oracle, random_case
+from head_cases import random_case
 from torch import Tensor
 
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.selftest.checks.kernels import HeadCase, oracle
 
 ROWS, WIDTH = 96, 24
 SHARD = VocabularyShard(0, ROWS)
@@ -55,11 +56,11 @@ class Model(torch.nn.Module):
         if output is None:
             self.output.zero_out_wgrad = True  # as Megatron marks a tied embedding on one stage
 
-    def forward(self, case: Case) -> Tensor:
+    def forward(self, case: HeadCase) -> Tensor:
         return torch.nn.functional.embedding(case.targets.flip(0), self.embedding) @ self.matrix
 
 
-def loss_of(model: Any, case: Case, mode: str) -> Tensor:
+def loss_of(model: Any, case: HeadCase, mode: str) -> Tensor:
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
         return log_probs @ case.a[part] + entropies @ case.c[part], {}
 
@@ -69,7 +70,7 @@ def loss_of(model: Any, case: Case, mode: str) -> Tensor:
     return pointwise(*log_probs_and_entropies(*arguments, budget_bytes=case.budget_bytes), slice(None))[0]
 
 
-def expected(parameters: list[Tensor], tied: bool, cases: list[Case]) -> list[Tensor]:
+def expected(parameters: list[Tensor], tied: bool, cases: list[HeadCase]) -> list[Tensor]:
     """Gradients in float64 by plain autograd; the tied one is the sum of both uses."""
     leaves = [parameter.detach().double().requires_grad_() for parameter in parameters]
     embedding, matrix, output = leaves if not tied else (*leaves, leaves[0])
@@ -106,7 +107,7 @@ def test_main_grad_holds_every_gradient(ddp: Any, mode: str, overlap: bool, tied
             assert (parameter.main_grad - gradient).norm() <= 1e-5 * gradient.norm()
 
 
-def with_main_grad(case: Case) -> Tensor:
+def with_main_grad(case: HeadCase) -> Tensor:
     weight: Any = case.weight.clone().requires_grad_()
     weight.main_grad = torch.ones(weight.shape)
     weight.grad_added_to_main_grad = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def compare_and_export(cases: dict[str, dict[str, Any]], folder: Path) -> dict[s
         probe = {"sequences": 12, "longest": 40, "seed": 1}
         task = {**probe, **case, "model": {"hf": str(case["model"]), "dtype": "float32"}}
         exported = task.pop("export", [])
-        rows[name] = {row.name: asdict(row) for row in measure_on_ranks(task, folder / name, store, rank)}
+        rows[name] = {row["name"]: row for row in measure_on_ranks(task, name, store, rank)}
         for layout in exported:
             export(case["model"], layout, folder / name / layout.replace(" ", "_"), store, rank)
     return rows

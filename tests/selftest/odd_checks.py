@@ -1,27 +1,27 @@
-"""Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
+"""Checks that pass, fail, crash, hang and leave a process behind, and parts of those that need a GPU; as a script, a
+self-test of those that it is given.
 
 odd_checks.py OUT NAME[=LIMIT_S] ...
-odd_checks.py TASK.json: makes one of them, as ``or1_megatron.selftest.one`` makes the real ones.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.selftest.context import CheckedMachine, NotPossible
-from or1_megatron.selftest.meeting import Meeting
-from or1_megatron.selftest.registry import Check
-from or1_megatron.selftest.run import Interrupted, run_checks
+from or1_megatron.selftest.one_check import Check, NotPossible
+from or1_megatron.selftest.run_checks import run_checks
 
 
 def passes(context: Any) -> None:
     context.require("speed of light", 3e8, "m/s", at_least=2e8)
     context.measure("patience", 1.0, "s", at_least=5.0)
+    context.measure("darkness", math.nan)
 
 
 def falls_short(context: Any) -> None:
@@ -30,6 +30,11 @@ def falls_short(context: Any) -> None:
 
 def not_here(context: Any) -> None:
     raise NotPossible("the moon is not full")
+
+
+def lacks(context: Any) -> None:
+    context.find("compass", "none", "look at the sun")
+    context.find("map", "torn", "nobody can start", stops=True)
 
 
 def raises(context: Any) -> None:
@@ -51,34 +56,25 @@ def hangs(context: Any) -> None:
     time.sleep(3600)
 
 
-CHECKS = {
-    "crashes": crashes,
-    "falls-short": falls_short,
-    "hangs": hangs,
-    "not-here": not_here,
-    "passes": passes,
-    "raises": raises,
-}
+def sleeps(context: Any) -> None:
+    from or1_megatron.selftest.checks import engines
+
+    engines.sleep(context)
+
+
+def layers_of_one_kind(context: Any) -> None:
+    from or1_megatron.selftest.checks import layers
+
+    apart = layers.difference(context, ("own", "own"))
+    context.measure("all", apart.log_prob + apart.gradient)
 
 
 def main() -> int:
-    from or1_megatron.selftest import one, run
-
-    if sys.argv[1].endswith(".json"):
-        one.check_function = CHECKS.__getitem__
-        return one.main()
-    out = Path(sys.argv[1])
     checks = []
     for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
-        checks.append(Check(name, f"that it {name}", "odd_checks.py", limit_s=float(limit or 600)))
-    run._ONE_CHECK = "odd_checks"
-    # the machine's devices are not asked for: that would import torch
-    run._Runner.machine = lambda self: CheckedMachine(False, 2, "a machine")  # type: ignore[method-assign]
-    try:
-        report = run_checks(checks, out, meeting=Meeting(0, 1, {}), tell=lambda check, outcome: None)
-    except Interrupted as stop:
-        return 128 + stop.number
-    return len(report.failed)
+        of_check = {"module": "odd_checks", "limit_s": float(limit or 600)}
+        checks.append(Check(name, f"that it {name}", "odd_checks.py", **of_check))
+    return len(run_checks(checks, Path(sys.argv[1])).ended("failed"))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ Not proven here: a GPU's figures and branches beyond their plans; the whole run 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
+import math
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
 from or1_megatron.handoff.backend_check import check_choice
-from or1_megatron.selftest.context import CheckedMachine, CheckOutcome, Context, unmet
-from or1_megatron.selftest.one import check_function
+from or1_megatron.selftest.known_checks import CHECKS, chosen
+from or1_megatron.selftest.one_check import CheckedMachine, CheckOutcome, Context, lacking
 from or1_megatron.selftest.plans import (
     SHAPES,
     handoff_config,
@@ -32,7 +30,6 @@ from or1_megatron.selftest.plans import (
     transports_for,
 )
 from or1_megatron.selftest.provenance import ROOT
-from or1_megatron.selftest.registry import CHECKS, chosen, lacking
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
 from or1_megatron.weights.shape import Shape
@@ -41,36 +38,30 @@ from or1_verify.errors import UserError
 GPUS = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def context(machine: CheckedMachine, folder: Path) -> tuple[Context, CheckOutcome]:
-    outcome = CheckOutcome("a check", "failed")
-    return Context(machine, folder, folder, False, outcome, folder / "outcome.json"), outcome
+def context_of(cuda: bool, devices: int) -> Context:
+    given = Context(CheckOutcome("a check", "failed"))
+    given.machine = CheckedMachine(cuda, devices, "")
+    return given
 
 
-def test_registry() -> None:
-    """Every check's function, and the file to look at, are there. Read: importing Megatron would alter this process."""
-    imports = {
-        case.pattern.value.value: case.body[0]
-        for case in ast.walk(ast.parse(inspect.getsource(check_function)))
-        if isinstance(case, ast.match_case) and isinstance(case.pattern, ast.MatchValue)
-    }
-    assert list(imports) == [check.name for check in CHECKS]
+def test_every_check_has_its_function_and_the_file_to_look_at() -> None:
+    """Read: importing Megatron would alter this process."""
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         assert (ROOT / check.look_at).is_file(), check.look_at
-        line = imports[check.name]
-        assert line.names[0].name == check.name.replace("-", "_")
-        source = (ROOT / line.module.replace(".", "/")).with_suffix(".py").read_text()
-        assert f"\ndef {line.names[0].name}(context: Context) -> None:" in source
-    with pytest.raises(KeyError, match="kernel"):
-        check_function("kernel")
+        function = check.name.replace("-", "_")
+        module = check.module or f"or1_megatron.selftest.checks.{function}"
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+        assert f"\ndef {function}(context: Context) -> None:" in source
 
 
 def test_choice_by_name_and_what_a_machine_lacks() -> None:
     assert "throughput" not in [check.name for check in chosen((), long=False)]
     assert [check.name for check in chosen(("sandbox", "kernels"), long=False)] == ["kernels", "sandbox"]
-    with pytest.raises(UserError, match="no check 'kernel'; there are: devices, kernels,"):
+    with pytest.raises(UserError, match="no check 'kernel'; there are: packages, gpus,"):
         chosen(("kernel",), long=False)
     by_name = {check.name: check for check in CHECKS}
-    cpu, one, two = CheckedMachine(False, 2, ""), CheckedMachine(True, 1, ""), CheckedMachine(True, 2, "")
+    cpu, one, two = context_of(False, 2), context_of(True, 1), context_of(True, 2)
     assert lacking(by_name["sleep"], cpu) == "there is no GPU"
     assert lacking(by_name["train-separate"], one) == "there is one device"
     assert lacking(by_name["train-separate"], two) == "" == lacking(by_name["handoff"], one)
@@ -108,8 +99,8 @@ def test_layouts_use_all_devices_and_suit_the_model(devices: int) -> None:
 def test_layouts_on_cpu_cut_every_axis() -> None:
     parallel = [parse_layout(name, 256).parallel for name in layouts_for(False, 2)]
     for axis in ("tensor", "pipeline", "context"):
-        assert {getattr(each, axis) for each in parallel} == {1, 2}, axis
-    assert any(each.ranks == 2 and each.tensor * each.pipeline * each.context == 1 for each in parallel)  # data
+        assert {getattr(cut, axis) for cut in parallel} == {1, 2}, axis
+    assert any(cut.ranks == 2 and cut.tensor * cut.pipeline * cut.context == 1 for cut in parallel)  # data
     assert set(layouts_for(False, 2)) < set(layouts_for(True, 2))
 
 
@@ -149,13 +140,13 @@ def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -
     assert config.parallel.ranks + (engines if placement == "separate" else 0) <= devices
 
 
-def test_kernels_pass_and_a_wrong_head_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_pass_and_a_wrong_head_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant adds 1e-3 to every log-prob of the recomputing head; the figures that see it are named."""
     from or1_megatron.selftest.checks import kernels
 
-    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
+    given = context_of(False, 2)
     kernels.against_float64(given, "torch")
-    assert outcome.figures and not unmet(outcome.figures)
+    assert given.outcome.figures and not given.outcome.wrong
     right = kernels.log_probs_and_entropies
 
     def wrong(*arguments: Any, **options: Any) -> Any:
@@ -164,10 +155,9 @@ def test_kernels_pass_and_a_wrong_head_fails(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(kernels, "log_probs_and_entropies", wrong)
     kernels.against_float64(given, "torch")
-    (first, *_) = unmet(outcome.figures)
+    (first, *_) = given.outcome.wrong
     assert first.startswith("recompute, torch: log-prob and entropy, fp32, error / what rounding explains is ")
-    assert not any(line.startswith("one_pass") for line in unmet(outcome.figures))
-    assert json.loads((tmp_path / "outcome.json").read_text()) == asdict(outcome) | {"last_lines": []}
+    assert not any(line.startswith("one_pass") for line in given.outcome.wrong)
 
 
 @pytest.mark.parametrize(
@@ -188,30 +178,29 @@ def test_training_is_judged_by_its_metrics(apart: float, steps: int, wrong: list
     rows += [{"time/step": 3.0, "mismatch/mean_abs": apart}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "summary.json").write_text('{"finished": true, "accuracy_before": 0.5, "accuracy_after": null}')
-    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
+    given = context_of(False, 2)
     note(given, tmp_path, 5, 1e-4)
-    assert set(wrong) <= set(unmet(outcome.figures))
-    assert bool(wrong) == bool(unmet(outcome.figures))
+    outcome = given.outcome
+    assert set(wrong) <= set(outcome.wrong) and bool(wrong) == bool(outcome.wrong)
     assert outcome.figures["median step"]["value"] == 1.0 and "accuracy after" not in outcome.figures
 
 
-def test_sandbox_that_confines_nothing_fails(tmp_path: Path) -> None:
+def test_sandbox_that_confines_nothing_fails() -> None:
     """The tier "weak" runs programs with their user's rights to files; the check sees that."""
     from or1_megatron.selftest.checks.sandbox import one_tier
     from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
     from or1_verify.sandbox.sandbox import Sandbox
 
-    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
+    given = context_of(False, 2)
     try:
         with Sandbox(SandboxLimits(cpu_s=30.0, wall_s=60.0), "weak") as opened:
             one_tier(given, "weak", opened)
     except SandboxUnavailable as error:
         pytest.skip(str(error))
-    assert unmet(outcome.figures) == ["weak: the host's files cannot be read is no, expected yes"]
+    assert given.outcome.wrong == ["weak: the host's files cannot be read is no, expected yes"]
 
 
-def test_not_a_number_is_not_met(tmp_path: Path) -> None:
-    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
-    given.require("difference", float("nan"), at_most=1.0)
-    assert unmet(outcome.figures) == ["difference is nan, expected ≤ 1.000"]
-    assert json.loads((tmp_path / "outcome.json").read_text())["figures"]["difference"]["value"] == "nan"
+def test_not_a_number_is_not_met() -> None:
+    given = context_of(False, 2)
+    given.require("difference", math.nan, at_most=1.0)
+    assert given.outcome.wrong == ["difference is nan, expected ≤ 1.000"]

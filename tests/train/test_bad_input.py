@@ -32,7 +32,6 @@ from waiting import PATIENCE_S
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
-from or1_megatron.data.rows import DataError
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.policy import export_hf
@@ -41,6 +40,7 @@ from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
 from or1_megatron.trainer.prompts import load_prompts
+from or1_verify.problems.rows import DataError
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +21,10 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.runtime.run_folder import CheckpointKeeper
-from or1_megatron.selftest.context import CheckFailed, Context
 from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
+from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
-from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.selftest.process import MODULE, on_ranks, write_task
 from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
 
 LENGTHS: Final = [60, 33, 48, 17, 64, 25, 40, 52]
@@ -35,26 +36,25 @@ def checkpoint(context: Context) -> None:
     before, after = save_and_load_layouts(context.machine.devices)
     folder = context.folder / "checkpoints"
     folder.mkdir()
-    went_on, resumed = context.folder / "went_on.json", context.folder / "resumed.json"
-    save_and_kill([str(model), before, str(folder), str(went_on)], parse_layout(before, ROW_TOKENS).parallel.ranks)
-    arguments = ["load", str(model), after, str(folder), str(resumed)]
-    ranks = parse_layout(after, ROW_TOKENS).parallel.ranks
-    on_ranks("or1_megatron.selftest.checks.checkpoint", arguments, ranks, f"loading at '{after}'")
-    expected, found = json.loads(went_on.read_text()), json.loads(resumed.read_text())
-    step = found["step"]
+    task = {"model": str(model), "folder": str(folder)}
+    expected = save_and_kill({**task, "layout": before}, parse_layout(before, ROW_TOKENS).parallel.ranks)
+    ranks, function = parse_layout(after, ROW_TOKENS).parallel.ranks, "or1_megatron.selftest.checks.checkpoint:load"
+    resumed = on_ranks(function, {**task, "layout": after}, ranks, f"loading at '{after}'")
+    step = resumed["step"]
     context.measure("saved at", before)
     context.measure("loaded at", after)
     context.measure("loaded the checkpoint of step", step)
-    pairs = zip(expected["updates"][step : step + 2], found["updates"], strict=True)
+    pairs = zip(expected[step : step + 2], resumed["updates"], strict=True)
     apart = max(abs(a - b) / max(abs(a), 1e-3) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
     context.require("loss and gradient norm of the next two updates, relative difference", apart, at_most=1e-3)
 
 
-def save_and_kill(arguments: list[str], ranks: int) -> None:
-    """Start ranks that save and train on, and kill them once they have written what the training came to."""
+def save_and_kill(task: Mapping[str, Any], ranks: int) -> list[list[float]]:
+    """Start ranks that save and train on, and kill them once they have noted their updates, which it returns."""
+    function = "or1_megatron.selftest.checks.checkpoint:save"
+    arguments = ["-m", MODULE, function, *write_task(Path(task["folder"]).parent, task)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    module = ["-m", "or1_megatron.selftest.checks.checkpoint", "save", *arguments]
-    launcher = subprocess.Popen([*command, *module], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launcher = subprocess.Popen([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
     written = Path(arguments[-1])
     try:
         while not written.is_file():
@@ -65,17 +65,21 @@ def save_and_kill(arguments: list[str], ranks: int) -> None:
         for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
             process.kill()
         launcher.wait()
+    updates: list[list[float]] = json.loads(written.read_text())
+    return updates
 
 
 class CheckpointRank:
     """One rank's policy at a layout."""
 
-    def __init__(self, model: str, layout: str) -> None:
-        parallel: ParallelConfig = parse_layout(layout, ROW_TOKENS).parallel
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        torch.set_num_threads(1)
+        parallel: ParallelConfig = parse_layout(task["layout"], ROW_TOKENS).parallel
         start_process_group(DEADLINE_S)
         self.mesh = build_mesh(parallel, seed=1)
-        settings = ModelConfig(hf=Path(model), dtype="float32")
+        settings = ModelConfig(hf=Path(task["model"]), dtype="float32")
         self.policy = MegatronPolicy(settings, parallel, OptimizerConfig(lr=1e-3, eps=1e-3), self.mesh)
+        self.keeper = CheckpointKeeper(Path(task["folder"]), 2, False)
         self._batch = pack(samples_of(LENGTHS, 1000), batch_layout(parallel, self.policy.hf))
 
     def update(self) -> list[float]:
@@ -85,42 +89,28 @@ class CheckpointRank:
         return [report.sums["loss"] / tokens, report.grad_norm]
 
 
-def save(model: str, layout: str, folder: Path, out: Path) -> None:
-    """Save after two updates; go on; save again after four; write what six came to, and wait to be killed."""
-    rank = CheckpointRank(model, layout)
-    keeper = CheckpointKeeper(folder, 2, False)
+def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Save after two updates; go on; save again after four; note the results of six, and wait to be killed."""
+    rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
-    saver.save(keeper.folder_for(2), {"step": 2})
+    saver.save(rank.keeper.folder_for(2), {"step": 2})
     updates += [rank.update(), rank.update()]
     saver.finish(wait=True)
-    saver.save(keeper.folder_for(4), {"step": 4})  # may or may not be whole when the kill comes
+    saver.save(rank.keeper.folder_for(4), {"step": 4})  # may or may not be whole when the kill comes
     updates += [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
-        aside = out.with_suffix(".partial")
-        aside.write_text(json.dumps({"updates": updates}))
-        aside.rename(out)
+        note(updates)
     time.sleep(600)
 
 
-def load(model: str, layout: str, folder: Path, out: Path) -> None:
+def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     """Load the newest checkpoint that is intact, and update twice."""
-    rank = CheckpointRank(model, layout)
-    newest: list[Any] = [CheckpointKeeper(folder, 2, False).newest_intact() if rank.mesh.rank == 0 else None]
+    rank = CheckpointRank(task)
+    newest: list[Any] = [rank.keeper.newest_intact() if rank.mesh.rank == 0 else None]
     torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
     state = checkpoints.load(rank.policy, newest[0], digests=False)
     updates = [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
-        out.write_text(json.dumps({"step": state["step"], "updates": updates}))
+        note({"step": state["step"], "updates": updates})
     stop_process_group()
-
-
-def main() -> int:
-    what, model, layout, folder, out = sys.argv[1:]
-    torch.set_num_threads(1)
-    {"save": save, "load": load}[what](model, layout, Path(folder), Path(out))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,20 +4,18 @@ all-reduce. On CPU, processes stand for devices, and nothing is known of what to
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import subprocess
-import sys
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from or1_megatron.config.hardware import hardware_of
-from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import DEADLINE_S
-from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.selftest.process import on_ranks
 from or1_megatron.selftest.timing import copy_gb_per_s, matmul_tflops, mean_seconds
 
 _SHARE: Final = {"compute": 0.65, "memory": 0.75, "host": 0.6, "link": 0.6}
@@ -71,14 +69,12 @@ def pairs(context: Context, size: int) -> None:
 
 def all_reduce(context: Context, size: int) -> None:
     """Sum over all devices, NCCL on GPUs and gloo on CPU: right, and how fast."""
-    found = context.folder / "all_reduce.json"
     ranks = context.machine.devices
-    on_ranks("or1_megatron.selftest.checks.devices", [str(size), str(found)], ranks, "the all-reduce")
-    told = json.loads(found.read_text())
-    context.require("all-reduce: the sum is right", told["right"])
+    summed = on_ranks("or1_megatron.selftest.checks.devices:one_rank", {"size": size}, ranks, "the all-reduce")
+    context.require("all-reduce: the sum is right", summed["right"])
     card = hardware_of(torch.cuda.get_device_name()) if context.machine.cuda else None
     expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
-    rate = 2 * (ranks - 1) / ranks * size / told["seconds"] / 1e9  # what a ring carries in each direction
+    rate = 2 * (ranks - 1) / ranks * size / summed["seconds"] / 1e9  # what a ring carries in each direction
     context.measure(f"all-reduce over {ranks}, bus bandwidth", rate, "GB/s", at_least=expected)
 
 
@@ -87,25 +83,19 @@ def topology() -> None:
     subprocess.run(["nvidia-smi", "topo", "-m"], check=False)
 
 
-def main() -> int:
-    """One rank of the all-reduce."""
-    size, found = int(sys.argv[1]), Path(sys.argv[2])
+def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Sum as one rank; rank 0 notes whether the sum is right, and its seconds."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=DEADLINE_S))
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), "cuda" if cuda else "cpu"
-    values = torch.full((size // 4,), float(rank + 1), device=device)
+    values = torch.full((task["size"] // 4,), float(rank + 1), device=device)
     dist.all_reduce(values)
     right = bool((values == ranks * (ranks + 1) / 2).all())
     values.zero_()
     dist.barrier()
     seconds = mean_seconds(lambda: dist.all_reduce(values))
     if rank == 0:
-        found.write_text(json.dumps({"right": right, "seconds": seconds}))
+        note({"right": right, "seconds": seconds})
     dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

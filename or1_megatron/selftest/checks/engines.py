@@ -6,13 +6,10 @@ engines as a run does; before each handoff the weights change, so that old ones 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,10 +24,10 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineGroup
 from or1_megatron.rollout.pool import EnginePlace, EnginePool
-from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
-from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.selftest.process import on_ranks
 from or1_megatron.selftest.timing import free_bytes
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.sizing.parallel_layouts import batch_layout
@@ -44,39 +41,38 @@ _RUN: Final = "selftest"
 def handoff(context: Context) -> None:
     placements = placements_for(context.machine.cuda, context.machine.devices)
     for placement, (ranks, engines, transports) in placements.items():
-        for name, found in run(context, placement, ranks, engines, transports).items():
+        for name, handed in run(context, placement, ranks, engines, transports).items():
             what = f"{placement}, {name}: largest log-prob difference, engine and policy, fp32"
-            context.require(what, found["probe"], "nats", at_most=1e-3)
-            context.measure(f"{placement}, {name}: bytes sent", found["bytes"])
-            context.measure(f"{placement}, {name}: second handoff", found["seconds"], "s")
+            context.require(what, handed["probe"], "nats", at_most=1e-3)
+            context.measure(f"{placement}, {name}: bytes sent", handed["bytes"])
+            context.measure(f"{placement}, {name}: second handoff", handed["seconds"], "s")
 
 
 def sleep(context: Context) -> None:
     """Let engines sleep on the trainer's GPUs, as before an update, and bring them back."""
     devices = context.machine.devices
     transports = placements_for(context.machine.cuda, devices)["colocated"][2][:1]
-    told = run(context, "colocated", devices, devices, transports, sleep=True)["sleep"]
-    context.require("memory that came free / memory that the engines took", told["freed"], "share", at_least=0.7)
-    context.measure("memory that the engines took", told["held_gib"], "GiB per device")
+    slept = run(context, "colocated", devices, devices, transports, sleep=True)["sleep"]
+    context.require("memory that came free / memory that the engines took", slept["freed"], "share", at_least=0.7)
+    context.measure("memory that the engines took", slept["held_gib"], "GiB per device")
     reserve_gib = ENGINE_RESERVE_BYTES / 2**30  # what `or1 plan` expects
-    context.measure("memory that they keep while they sleep", told["kept_gib"], "GiB per device", at_most=reserve_gib)
-    context.require("largest log-prob difference after waking, fp32", told["probe"], "nats", at_most=1e-3)
-    context.measure("to sleep", told["sleep_s"], "s")
-    context.measure("to wake, with a handoff", told["wake_s"], "s")
+    context.measure("memory that they keep while they sleep", slept["kept_gib"], "GiB per device", at_most=reserve_gib)
+    context.require("largest log-prob difference after waking, fp32", slept["probe"], "nats", at_most=1e-3)
+    context.measure("to sleep", slept["sleep_s"], "s")
+    context.measure("to wake, with a handoff", slept["wake_s"], "s")
 
 
 def run(
     context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
 ) -> dict[str, Any]:
-    """Start trainer ranks with engines; return what they found, by transport."""
+    """Start trainer ranks with engines; return their measurements, by transport."""
     model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
-    task, found = context.folder / f"{placement}.json", context.folder / f"{placement}_found.json"
-    task.write_text(json.dumps({"config": config.model_dump(mode="json"), "transports": transports, "sleep": sleep}))
-    on_ranks("or1_megatron.selftest.checks.engines", [str(task), str(found)], ranks, f"the handoff ({placement})")
-    told: dict[str, Any] = json.loads(found.read_text())
-    return told
+    task = {"config": config.model_dump(mode="json"), "transports": transports, "sleep": sleep}
+    function = "or1_megatron.selftest.checks.engines:one_rank"
+    measured: dict[str, Any] = on_ranks(function, task, ranks, f"the handoff ({placement})")
+    return measured
 
 
 class EngineRank:
@@ -182,9 +178,8 @@ def start_engines(config: Config, places: Sequence[EnginePlace] | None, stack: E
     return pool.control(config.handoff.timeout_s)
 
 
-def main() -> int:
-    """One trainer rank: TASK FOUND."""
-    task = json.loads(Path(sys.argv[1]).read_text())
+def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Hand off, or sleep and wake, as one trainer rank; rank 0 has the engines and notes the measurements."""
     config = Config.model_validate(task["config"])
     lead = os.environ["RANK"] == "0"
     engines: EngineGroup | None = None
@@ -202,13 +197,8 @@ def main() -> int:
         mesh, policy = stack.enter_context(trainer_rank(config))
         rank = EngineRank(config, mesh, policy, engines)
         if task["sleep"]:
-            found = {"sleep": rank.sleep_and_wake(task["transports"][0], held)}
+            measured = {"sleep": rank.sleep_and_wake(task["transports"][0], held)}
         else:
-            found = {transport: rank.over(transport) for transport in task["transports"]}
+            measured = {transport: rank.over(transport) for transport in task["transports"]}
         if lead:
-            Path(sys.argv[2]).write_text(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            note(measured)

@@ -7,8 +7,9 @@ import torch
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.parity import Deviation, compare, measure
-from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.checks.layouts import TOLERANCE, kind_in_words
 from or1_megatron.selftest.models import OBJECTIVE, batch_of, one_rank, random_qwen2
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import small_shape
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
@@ -17,13 +18,10 @@ LENGTHS = [900, 257, 64, 511, 30, 700]
 
 def layers(context: Context) -> None:
     """Compare; the bounds are those of bf16 in ``or1 check-parity``."""
-    found = difference(context, ("own", "transformer_engine"))
-    context.require("log-prob", found.log_prob, at_most=0.25)
-    context.require("entropy", found.entropy, at_most=0.25)
-    context.require("loss", found.loss, at_most=0.01)
-    context.require("gradient norm, relative", found.grad_norm, at_most=0.1)
-    context.require("gradient, relative", found.gradient, at_most=0.15)
-    context.measure("the tensor whose gradient differs most", found.gradient_at)
+    apart = difference(context, ("own", "transformer_engine"))
+    for kind, bound in TOLERANCE["bfloat16"].items():
+        context.require(kind_in_words(kind), getattr(apart, kind), at_most=bound)
+    context.measure("the tensor whose gradient differs most", apart.gradient_at)
 
 
 def difference(context: Context, kinds: tuple[LayerKind, LayerKind]) -> Deviation:
@@ -35,9 +33,9 @@ def difference(context: Context, kinds: tuple[LayerKind, LayerKind]) -> Deviatio
         settings = ModelConfig(hf=model, dtype="bfloat16")
         batch = batch_of(LENGTHS, 1024, 1000)
         layout = ParallelConfig(layers=kind, micro_batch_tokens=1024)
-        found = measure(settings, layout, mesh, batch, range(len(LENGTHS)), OBJECTIVE)
-        assert found is not None  # this is rank 0
-        numbers.append(found)
+        of_kind = measure(settings, layout, mesh, batch, range(len(LENGTHS)), OBJECTIVE)
+        assert of_kind is not None  # this is rank 0
+        numbers.append(of_kind)
         torch.cuda.empty_cache()
     stop_process_group()
     return compare(numbers[1], numbers[0])

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +20,10 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.pool import engine_env
-from or1_megatron.selftest.context import CheckFailed, Context
 from or1_megatron.selftest.models import add_tokenizer, one_rank, random_qwen2
+from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import small_shape
+from or1_megatron.selftest.process import MODULE, write_task
 from or1_megatron.types import Prompt, Request, Sample, Sampling
 from or1_verify.types import Message, Problem
 
@@ -40,15 +41,13 @@ def log_probs(context: Context) -> None:
         models[dtype] = random_qwen2(small_shape(context.machine.cuda), folder, getattr(torch, dtype))
         add_tokenizer(models[dtype])
     for dtype, sampled in samples(context, models).items():
-        differences = np.abs(
-            np.concatenate(policy_log_probs(models[dtype], dtype, sampled))
-            - np.concatenate([np.array(each["log_probs"]) for each in sampled])
-        )
+        of_engine = np.concatenate([np.array(response["log_probs"]) for response in sampled])
+        differences = np.abs(np.concatenate(policy_log_probs(models[dtype], dtype, sampled)) - of_engine)
         kind, bound = _BOUND[dtype]
         short = "fp32" if dtype == "float32" else "bf16"
         context.measure(f"{short}: sampled tokens", int(differences.size))
-        found = {"largest": float(differences.max()), "mean": float(differences.mean())}
-        context.require(f"{short}: {kind} difference of a token's log-prob", found[kind], "nats", at_most=bound)
+        value = float(differences.max() if kind == "largest" else differences.mean())
+        context.require(f"{short}: {kind} difference of a token's log-prob", value, "nats", at_most=bound)
 
 
 def samples(context: Context, models: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
@@ -56,19 +55,19 @@ def samples(context: Context, models: Mapping[str, Path]) -> dict[str, list[dict
 
     On CPU the engines run at the same time: most of it is their start.
     """
-    module, cuda = "or1_megatron.selftest.checks.log_probs", context.machine.cuda
+    function, cuda = "or1_megatron.selftest.checks.log_probs:one_engine", context.machine.cuda
     environment = {**os.environ, **engine_env(rollout_config(cuda), (), not cuda)}
-    outs = {dtype: context.folder / f"{dtype}.json" for dtype in models}
-    engines = {}
+    engines, results = {}, dict[str, str]()
     for dtype, model in models.items():
-        command = [sys.executable, "-P", "-m", module, str(model), dtype, str(outs[dtype])]
+        todo, results[dtype] = write_task(model.parent, {"model": str(model), "dtype": dtype})
+        command = [sys.executable, "-P", "-m", MODULE, function, todo, results[dtype]]
         engines[dtype] = subprocess.Popen(command, env=environment)
         if cuda:  # one device has no room for two
             engines[dtype].wait()
     for dtype, engine in engines.items():
-        if engine.wait() or not outs[dtype].is_file():
+        if engine.wait():
             raise CheckFailed(f"the engine ({dtype}) ended with {engine.returncode}; its messages are in the log")
-    return {dtype: json.loads(out.read_text()) for dtype, out in outs.items()}
+    return {dtype: json.loads(Path(result).read_text()) for dtype, result in results.items()}
 
 
 def rollout_config(cuda: bool) -> RolloutConfig:
@@ -79,22 +78,24 @@ def rollout_config(cuda: bool) -> RolloutConfig:
 
 def policy_log_probs(model: Path, dtype: Any, sampled: list[dict[str, Any]]) -> list[np.ndarray[Any, Any]]:
     """Return the policy's log-prob of each sampled token."""
-    from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
+    from or1_megatron.parallel.policy import MegatronPolicy, unpack_scores
 
     layout = ParallelConfig(micro_batch_tokens=2 * _MODEL_TOKENS)
     mesh = one_rank()
     policy = MegatronPolicy(ModelConfig(hf=model, dtype=dtype), layout, OptimizerConfig(), mesh)
     samples = [
         Sample(
-            prompt_ids=np.array(each["prompt"], dtype=np.int32),
-            response_ids=np.array(each["tokens"], dtype=np.int32),
+            prompt_ids=np.array(response["prompt"], dtype=np.int32),
+            response_ids=np.array(response["tokens"], dtype=np.int32),
             advantage=0.0,
-            loss_mask=np.ones(len(each["tokens"]), dtype=np.bool_),
+            loss_mask=np.ones(len(response["tokens"]), dtype=np.bool_),
         )
-        for each in sampled
+        for response in sampled
     ]
     batch = pack(samples, BatchLayout(1, 2 * _MODEL_TOKENS, 2))
-    return list(WholePolicy(policy).score(batch, 1.0).log_probs)
+    scored = policy.score(batch.ranks[0], 1.0)
+    assert scored is not None  # this is the last stage
+    return list(unpack_scores(batch.ranks, [scored], batch.sample_count).log_probs)
 
 
 def requests(vocabulary: int) -> list[Request]:
@@ -108,26 +109,18 @@ def requests(vocabulary: int) -> list[Request]:
     return made
 
 
-def main() -> int:
-    """Sample with one engine: MODEL DTYPE OUT."""
+def one_engine(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Sample with one engine; note prompts, tokens and log-probs."""
     from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 
-    model, dtype, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    config = rollout_config(torch.cuda.is_available())
-    engine = VllmEngine(EngineSettings(0, model, dtype, _MODEL_TOKENS, config))  # type: ignore[arg-type]
+    model, config = Path(task["model"]), rollout_config(torch.cuda.is_available())
+    engine = VllmEngine(EngineSettings(0, model, task["dtype"], _MODEL_TOKENS, config))
     sent = requests(json.loads((model / "config.json").read_text())["vocab_size"])
     engine.submit(sent)
     prompts = {request.seed: request.prompt.token_ids.tolist() for request in sent}
-    found: list[dict[str, Any]] = []
+    sampled: list[dict[str, Any]] = []
     while engine.pending:
-        for each in engine.step():
-            told = {"tokens": each.token_ids.tolist(), "log_probs": each.log_probs.tolist()}
-            found.append({"prompt": prompts[each.seed], **told})
-    out.write_text(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # vLLM's threads need not be waited for
+        for done in engine.step():
+            scored = {"tokens": done.token_ids.tolist(), "log_probs": done.log_probs.tolist()}
+            sampled.append({"prompt": prompts[done.seed], **scored})
+    note(sampled)

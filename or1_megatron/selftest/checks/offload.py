@@ -16,8 +16,8 @@ import torch
 from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.timing import copy_gb_per_s, free_bytes, seconds_of
 
 PIECE_BYTES = 1 << 30
@@ -64,13 +64,13 @@ def rates(mover: Offload, piece_bytes: int, rounds: int) -> dict[str, list[tuple
     device, host = ("cuda", "host") if torch.cuda.is_available() else ("cpu", "cpu")
     ways = (("offload", mover.offload, (device, host)), ("restore", mover.restore, (host, device)))
     things: tuple[Thing, ...] = ("parameters", "optimizer")
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_move: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for thing, (way, move, ends) in product(things, ways):
             seconds, moved = timed(partial(move, thing))
             plain = copy_gb_per_s(*ends, piece_bytes, times=3)
-            found.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, plain))
-    return found
+            by_move.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, plain))
+    return by_move
 
 
 def offload(context: Context) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from or1_megatron.selftest.context import Context, NotPossible
+from or1_megatron.selftest.one_check import Context, NotPossible
 from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 

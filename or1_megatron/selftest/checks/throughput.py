@@ -12,21 +12,16 @@ import statistics
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.parallel.mesh import Mesh, stop_process_group
-from or1_megatron.selftest.context import Context
-from or1_megatron.selftest.models import (
-    OBJECTIVE,
-    batch_of,
-    flops,
-    long_responses,
-    make_policy,
-    one_rank,
-    random_qwen2,
-)
+from or1_megatron.rl.packing import SequenceCost
+from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.timing import matmul_tflops, seconds_of
+from or1_megatron.weights.shape import Shape
 
 ROW_TOKENS: Final = 16384
 VARIANTS: Final = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
@@ -42,17 +37,28 @@ def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: 
         return policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)
 
     seconds = [seconds_of(update) for _ in range(1 + updates)]
-    return {"seconds": statistics.median(seconds[1:]), "peak_bytes": torch.cuda.max_memory_allocated()}
+    shape = Shape.of(policy.hf)
+    cost = SequenceCost.of_decoder(shape.multiplied_weights, shape.attention_width)
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "flops": 3 * sum(cost.linear * length + cost.quadratic * length**2 for length in lengths),
+    }
 
 
 def lengths_of(row_tokens: int) -> list[int]:
-    """Return the lengths of the sequences of one update, which fill four rows of so many tokens."""
-    return long_responses(4 * row_tokens * 15 // 16, row_tokens)
+    """Return the lengths of the sequences of one update, which fill four rows of so many tokens: log-normal, like
+    those of long-CoT rollouts."""
+    rng, sigma, lengths = np.random.default_rng(1), 0.8, list[int]()
+    while (left := 4 * row_tokens * 15 // 16 - sum(lengths)) > 16:
+        drawn = rng.lognormal(np.log(row_tokens / 4) - sigma**2 / 2, sigma)
+        lengths.append(int(min(max(drawn, 16), row_tokens, left)))
+    return lengths
 
 
-def note(context: Context, name: str, measured: dict[str, Any], work: float, tokens: int, matmul: float) -> None:
-    """Note one row of the table; ``work`` in FLOPs per update, ``matmul`` in TFLOP/s."""
-    rate = work / measured["seconds"] / 1e12
+def note(context: Context, name: str, measured: dict[str, Any], tokens: int, matmul: float) -> None:
+    """Note one row of the table; ``matmul`` in TFLOP/s."""
+    rate = measured["flops"] / measured["seconds"] / 1e12
     context.measure(f"{name}: update", measured["seconds"], "s")
     context.measure(f"{name}: tokens per second", tokens / measured["seconds"])
     context.measure(f"{name}: model FLOPs / a matrix product's", rate / matmul, "share")
@@ -82,5 +88,5 @@ def throughput(context: Context) -> None:
             torch.cuda.empty_cache()
             if measured is not None:
                 matmul = (before + matmul_tflops(size)) / 2
-                note(context, name, measured, flops(shape, lengths), sum(lengths), matmul)
+                note(context, name, measured, sum(lengths), matmul)
     stop_process_group()

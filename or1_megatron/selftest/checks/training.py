@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import QUICKSTART, training_values
 
 

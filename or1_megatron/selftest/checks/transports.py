@@ -7,12 +7,11 @@ vLLM. On one GPU all ranks share it: ``cuda_ipc`` alone. With several: ``nccl``,
 
 from __future__ import annotations
 
-import json
-import subprocess
+import os
 import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from or1_megatron.handoff.shard.transfer import Transfer
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
-from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import DEADLINE_S, transports_for
+from or1_megatron.selftest.process import on_ranks
 from or1_megatron.selftest.timing import copy_gb_per_s
 from or1_megatron.weights.holdings import Holding
 
@@ -65,73 +65,45 @@ def device_of(rank: int, trainers: int, transport: str) -> str:
     return "cuda"
 
 
-def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
-    """A process. Trainer rank 0 writes the seconds of each handoff; an engine rank with wrong bytes exits with 1."""
+def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
+    """Send or receive as one rank. Rank 0 notes the seconds of each handoff; one that receives wrong bytes fails."""
     transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
-    world, rows = trainers + engines, settings["rows"]
+    world, rows, rank = trainers + engines, settings["rows"], int(os.environ["RANK"])
     device = device_of(rank, trainers, transport)
-    store = join_store("127.0.0.1", port, DEADLINE_S)
+    store = join_store("127.0.0.1", settings["port"], DEADLINE_S)
     status = StatusStore(store, f"rank {rank}", DEADLINE_S)
     plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
     group: Any = open_group(store, rank, world, DEADLINE_S)
     links = Links.open(transport, group, store, rank, world, trainers, DEADLINE_S)
     transfer = Transfer(plan, rank, links, status)
     start, stop = rows * rank // trainers, rows * (rank + 1) // trainers
-    own: dict[str, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    names = {f"t{index}": index for index in range(settings["tensors"])}
+    if rank < trainers:
+        held = {name: rows_of(index, start, stop, device) for name, index in names.items()}
+    else:
+        held = {name: torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device) for name in names}
     seconds: list[float] = []
-    for index in range(settings["tensors"]):
-        if rank < trainers:
-            own[f"t{index}"] = rows_of(index, start, stop, device)
-        else:
-            found[f"t{index}"] = torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
     for handoff in range(1, HANDOFFS + 1):
         group.barrier().wait()
         started = time.perf_counter()
         if rank < trainers:
-            transfer.send(lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
+            transfer.send(lambda n, b: held[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
             for shipment, message, _ in transfer.receive():
-                for each in unpack(shipment, message, handoff):
-                    each.verify()
-                    found[each.slice.name][slice(*each.slice.box[0])].copy_(each.values)
+                for part in unpack(shipment, message, handoff):
+                    part.verify()
+                    held[part.slice.name][slice(*part.slice.box[0])].copy_(part.values)
             links.free_buffers()
         group.barrier().wait()
         seconds.append(time.perf_counter() - started)
-    for index in range(settings["tensors"] if rank >= trainers else 0):
-        for source in range(trainers):
-            low, high = rows * source // trainers, rows * (source + 1) // trainers
-            if not torch.equal(found[f"t{index}"][low:high], rows_of(index, low, high, device)):
-                sys.exit(f"engine rank {rank - trainers}: t{index} of trainer rank {source} is not what was sent")
+    received = names if rank >= trainers else {}
+    for (name, index), source in product(received.items(), range(trainers)):
+        low, high = rows * source // trainers, rows * (source + 1) // trainers
+        if not torch.equal(held[name][low:high], rows_of(index, low, high, device)):
+            sys.exit(f"engine rank {rank - trainers}: {name} of trainer rank {source} is not what was sent")
     if rank == 0:
-        Path(settings["out"]).write_text(json.dumps(seconds))
+        note(seconds)
     transfer.close()
-
-
-def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: int, bucket_bytes: int) -> list[float]:
-    """Seconds of each handoff but the first, every byte compared.
-
-    Raises:
-        CheckFailed: a rank failed, or received other bytes than were sent.
-    """
-    store = open_store("127.0.0.1", DEADLINE_S)
-    with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"transport": transport, "trainers": trainers, "engines": engines}
-        settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes, "out": f"{folder}/seconds.json"}
-        command = [sys.executable, "-P", "-m", "or1_megatron.selftest.checks.transports"]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(store.port), json.dumps(settings)])
-            for rank in range(trainers + engines)
-        ]
-        try:
-            states = [rank.wait(2 * DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(states):
-            raise CheckFailed(f"{transport}: the ranks ended with {states}; their messages are in the log")
-        seconds: list[float] = json.loads(Path(settings["out"]).read_text())
-        return seconds[1:]
 
 
 def transports(context: Context) -> None:
@@ -142,17 +114,10 @@ def transports(context: Context) -> None:
     context.measure("copy on the device", copy_gb_per_s(here, here, size), "GB/s")
     for kind in transports_for(cuda, devices):
         ranks = max(1, devices // 2) if kind == "nccl" or not cuda else devices
-        seconds = hand_off(kind, ranks, ranks, tensors, rows, bucket_bytes)
+        store = open_store("127.0.0.1", DEADLINE_S)  # not torchrun's: a handoff's has an address that others can join
+        settings: dict[str, Any] = {"transport": kind, "trainers": ranks, "engines": ranks, "port": store.port}
+        settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes}
+        _, *seconds = on_ranks("or1_megatron.selftest.checks.transports:one_rank", settings, 2 * ranks, kind)
         name = f"{kind}, {ranks} trainer ranks to {ranks} engine ranks"
         context.require(f"{name}: every byte arrived", bool(seconds))
         context.measure(f"{name}: to each engine rank", size / min(seconds) / 1e9, "GB/s")
-
-
-def main() -> int:
-    """One rank: RANK PORT SETTINGS."""
-    one_rank(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

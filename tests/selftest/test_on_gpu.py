@@ -1,4 +1,4 @@
-"""The checks of ``or1 selftest`` on a GPU: what one shows without vLLM and Ray, and with them what they can.
+"""The checks of ``or1 selftest`` on a GPU: those that it can make without vLLM and Ray, and with them the others.
 
 Not proven here: speeds (a check does not fail on them).
 """
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.selftest.registry import CHECKS
+from or1_megatron.selftest.known_checks import chosen
 
 pytestmark = pytest.mark.gpu
-NAMES = [check.name for check in CHECKS if not check.only_long]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [check.name for check in chosen((), long=False)])
 def test_check(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "or1_megatron.commands.app", "selftest", name, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

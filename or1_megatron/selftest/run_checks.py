@@ -1,0 +1,191 @@
+"""Runs the checks one after another, each in a process of its own that is ended with all that it started.
+
+This process adopts what its children leave behind (it is their subreaper), so that it can find and end it. It imports
+no torch: it must hold no memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import psutil
+
+from or1_megatron.selftest.meeting import without_torchrun
+from or1_megatron.selftest.one_check import Check, CheckOutcome
+from or1_megatron.selftest.process import MODULE, write_task
+from or1_megatron.selftest.provenance import ROOT, commit, versions
+from or1_megatron.selftest.report_page import Report
+from or1_verify.child_process import describe_exit
+
+RESULTS: Final = "OR1_SELFTEST_RESULTS"
+"""Environment variable: how the checks before that of the nodes ended here."""
+_PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
+_LAST_LINES: Final = 15
+_LEAST_S: Final = 5.0
+"""A check is not started with less time than this."""
+_SLOWEST_NODE_S: Final = 60.0
+"""The meeting of the nodes waits so much longer than this node's time."""
+
+SETTINGS: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as under Megatron
+    # Triton's products of fp32 are TF32 by default, vLLM's attention in Triton among them. The policy's are not.
+    "TRITON_F32_DEFAULT": "ieee",
+}
+"""Environment of every check."""
+
+
+def run_checks(
+    checks: Sequence[Check],
+    out: Path,
+    *,
+    meeting: Mapping[str, str] | None = None,
+    nodes: int = 1,
+    devices: int | None = None,
+    long: bool = False,
+    minutes: float = 10.0,
+    tell: Callable[[Check, CheckOutcome], None] = lambda check, outcome: None,
+) -> Report:
+    """Run the checks; after each, write ``selftest.json`` and ``selftest.md`` in ``out``. Main thread only.
+
+    Args:
+        out: made if it is not there; ``logs/<check>.log`` holds what each printed.
+        meeting: the environment in which the nodes meet (``meeting.meet``).
+        devices: at most so many GPUs; on CPU, so many processes.
+        minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
+            which is meant for 10 minutes in all, grows with them.
+        tell: called after each check.
+
+    Raises:
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. Nothing that was started is left.
+    """
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    report = Report(
+        command=" ".join(["or1", *sys.argv[1:]]),
+        commit=commit(),
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        host=socket.gethostname(),
+        versions=versions(),
+        checks=list(checks),
+    )
+    end_s = time.monotonic() + 60.0 * minutes
+    settings = {"devices": devices, "long": long, "nodes": nodes}
+    temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
+    with _stopped_by_signals(), temporary as folder:
+        scratch = Path(folder)  # a short path: Ray's sockets lie below it
+        scratch.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
+        for check in checks:
+            left_s = end_s - time.monotonic()
+            environment: dict[str, str] = {}
+            if nodes > 1 and "several nodes" in check.needs:
+                left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
+                ended = [f"{outcome.name}={outcome.status}" for outcome in report.outcomes]
+                environment = {**(meeting or {}), RESULTS: ",".join(ended)}
+            if left_s < _LEAST_S:
+                outcome = CheckOutcome(check.name, "not started", "no time was left (--minutes)")
+            else:
+                limit_s = min(check.limit_s * minutes / 10.0, left_s)
+                outcome = _run(check, settings, limit_s, scratch, out, environment)
+            report.outcomes.append(outcome)
+            report.write(out)
+            tell(check, outcome)
+    return report
+
+
+def _run(
+    check: Check, settings: Mapping[str, Any], limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]
+) -> CheckOutcome:
+    """Make one check in a process of its own, and end all that it started. ``more``: of its environment."""
+    folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
+    files = folder / "files"
+    files.mkdir(parents=True)
+    task = {"check": asdict(check), "settings": settings, "folder": str(files), "out": str(out)}
+    todo, result = write_task(folder, {**task, "parent": os.getpid()})
+    started_s = time.monotonic()
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, "or1_megatron.selftest.one_check:perform", todo, result],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(scratch) | more,
+            start_new_session=True,  # Ctrl-C comes to this process, which ends the check
+        )
+        try:
+            status: int | None = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_children()
+    noted = json.loads(Path(result).read_text()) if Path(result).is_file() else None
+    shutil.rmtree(folder, ignore_errors=True)
+    outcome = CheckOutcome(**noted) if noted else CheckOutcome(check.name, "failed")
+    outcome.seconds = round(time.monotonic() - started_s, 2)
+    if status is None:
+        outcome.status, outcome.reason = "failed", f"it took longer than {limit_s:.0f} s and was ended"
+    elif status or noted is None:
+        outcome.status, outcome.reason = "failed", f"its process ended: {describe_exit(status)}"
+    if outcome.status == "failed":
+        lines = log.read_text(errors="replace").splitlines()
+        outcome.last_lines = tuple(line[:300] for line in lines[-_LAST_LINES:])
+    return outcome
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """Return the checks' environment. Files that a check leaves in its temporary folder go with ``scratch``."""
+    environment = {**without_torchrun(os.environ), **SETTINGS, "TMPDIR": str(scratch)}
+    path = [str(ROOT), environment.get("PYTHONPATH", "")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def end_children() -> None:
+    """Kill all processes below this one, those included whose parents have ended, and wait until they are gone."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:  # it has just ended
+                continue
+        psutil.wait_procs(children, timeout=5.0)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise SystemExit on a signal; adopt orphans, and end all processes at the end."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def ignore() -> None:
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        ignore()  # once is enough
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, stop) for number in handled}
+    try:
+        yield
+    finally:
+        ignore()
+        end_children()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
