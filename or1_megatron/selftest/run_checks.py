@@ -126,7 +126,7 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(scratch) | more,
+            env={**_environment(scratch), **more},
             start_new_session=True,  # Ctrl-C comes to this process, which ends the check
         )
         try:

@@ -161,7 +161,9 @@ def run_head(
     return HeadNumbers(log_probs, entropies, x.grad, w.main_grad - 1.0 if into_main_grad else w.grad)
 
 
-def head_loss(mode: str, given: tuple[Any, ...], pointwise: Pointwise, **options: Any) -> Tensor:
+def head_loss(
+    mode: str, given: tuple[Tensor, Tensor, Tensor, float, VocabularyShard], pointwise: Pointwise, **options: Any
+) -> Tensor:
     """Return the loss of the fused head; ``given``: hidden states, weight, targets, temperature and shard."""
     if mode == "one_pass":
         return one_pass_loss(*given, pointwise, **options)[0]
@@ -240,8 +242,8 @@ class TimedInputs:
         options: Any = {"dtype": torch.bfloat16, "device": device}
         self.size = size
         self.hidden = torch.randn(size.tokens, size.hidden, **options).requires_grad_()
-        self.weight: Any = (torch.randn(size.vocabulary, size.hidden, **options) * 0.02).requires_grad_()
-        self.weight.main_grad = torch.zeros(size.vocabulary, size.hidden, device=device)
+        self.weight = (torch.randn(size.vocabulary, size.hidden, **options) * 0.02).requires_grad_()
+        self.weight.main_grad = torch.zeros(size.vocabulary, size.hidden, device=device)  # type: ignore[attr-defined]
         self.targets = torch.randint(size.vocabulary, (size.tokens,), device=device)
         self.advantages = torch.randn(size.tokens, device=device)
         self.shard = VocabularyShard(0, size.vocabulary)

@@ -78,7 +78,7 @@ def rollout_config(cuda: bool) -> RolloutConfig:
 
 def policy_log_probs(model: Path, dtype: Any, sampled: list[dict[str, Any]]) -> list[np.ndarray[Any, Any]]:
     """Return the policy's log-prob of each sampled token."""
-    from or1_megatron.parallel.policy import MegatronPolicy, unpack_scores
+    from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 
     layout = ParallelConfig(micro_batch_tokens=2 * _MODEL_TOKENS)
     mesh = one_rank()
@@ -93,9 +93,7 @@ def policy_log_probs(model: Path, dtype: Any, sampled: list[dict[str, Any]]) -> 
         for response in sampled
     ]
     batch = pack(samples, BatchLayout(1, 2 * _MODEL_TOKENS, 2))
-    scored = policy.score(batch.ranks[0], 1.0)
-    assert scored is not None  # this is the last stage
-    return list(unpack_scores(batch.ranks, [scored], batch.sample_count).log_probs)
+    return list(WholePolicy(policy).score(batch, 1.0).log_probs)
 
 
 def requests(vocabulary: int) -> list[Request]:
