@@ -15,11 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from or1_megatron.errors import PartLost
@@ -100,7 +99,8 @@ def start_ray(address: str | None, run_id: str) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
-        context = ray.init(**options) if address else _start_here(options)
+        with _patient_start():
+            context = ray.init(**options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
             raise RayDidNotStart(
@@ -120,18 +120,26 @@ def start_ray(address: str | None, run_id: str) -> None:
         reap_run(run_id)
 
 
-def _start_here(options: dict[str, Any]) -> Any:
-    """Start Ray; once more when its raylet died at the start or was too slow, without what the first start left."""
-    driver = psutil.Process()
-    others = driver.children(recursive=True)
+@contextlib.contextmanager
+def _patient_start() -> Iterator[None]:
+    """Give Ray's raylet as long as ``START_WAITS`` to register; Ray itself gives it 30 s, which no setting changes."""
+    get_node = ray._private.services.get_node
+
+    def registered(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + float(START_WAITS["RAY_raylet_start_wait_time_s"])
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
+
+    ray._private.services.get_node = registered
     try:
-        return ray.init(**options)
-    except Exception as error:
-        logger.warning("Ray did not start (%s); another try", error)
-    for process in set(driver.children(recursive=True)) - set(others):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    return ray.init(**options)
+        yield
+    finally:
+        ray._private.services.get_node = get_node
 
 
 def check_ray(every_s: float = 0.0) -> None:

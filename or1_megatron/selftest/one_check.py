@@ -156,6 +156,8 @@ class Context:
 
     def _note(self, name: str, entry: dict[str, Any]) -> None:
         self.outcome.figures[name] = entry
+        if "status" not in entry:  # facts are shown as a table
+            print(f"{name}: {shown(entry['value'], entry['unit'])} {entry.get('limit', '')}", flush=True)
         self.note(asdict(self.outcome))
 
 

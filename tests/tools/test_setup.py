@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -299,7 +300,7 @@ def test_the_driver_check_with_a_driver_of_each_age(tmp_path: Path) -> None:
             (folder / "c.c").write_text(f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\n")
             subprocess.run([compiler, "-shared", "-o", folder / "libcuda.so.1", folder / "c.c"], check=True)
         env = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
-        command = ["python3", "-S", "-", "13.0.3.0"]
+        command = [sys.executable, "-S", "-", "13.0.3.0"]
         done = subprocess.run(command, input=program, env=env, capture_output=True, text=True, check=False)
         found[version] = (done.returncode, done.stderr)
     assert found[13000] == (0, "")

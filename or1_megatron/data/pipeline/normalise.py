@@ -17,7 +17,7 @@ from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
-CODE = ("data/pipeline/normalise.py", "data/layouts.py", "data/files.py", "data/rows.py")
+CODE = ("data/pipeline/normalise.py", "data/files.py", "or1_verify/problems")
 UNUSABLE = "unusable_row"
 """The reason in the ledger of a row that is left out here."""
 
