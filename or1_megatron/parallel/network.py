@@ -72,7 +72,7 @@ RowScores = tuple[Float32Array, Float32Array]
 def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]] | None:
     """Gather [2, C] per micro-batch as [DP][micro-batches] on rank 0; None elsewhere. Collective over all ranks.
 
-    Of a replica, the first tensor- and context-parallel rank of the last stage reports.
+    The first tensor- and context-parallel rank of a replica's last stage reports.
     """
     reports = mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
     local = mesh.data_rank, [tuple(both.numpy()) for both in scored] if reports else None

@@ -458,7 +458,7 @@ sys.exit(run_ranks("or1_port_rank", [], ranks=2, threads_per_rank=None, grace_s=
 """
 PORT_RANK = """
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
-start_process_group(30)
+start_process_group(300)
 stop_process_group()
 """
 

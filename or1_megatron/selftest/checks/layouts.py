@@ -45,7 +45,7 @@ TOLERANCE: Final = {
 In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded weights. What three steps move is less
 than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
-"""Of a task: how many sequences its probe has, of up to how many tokens, and the arguments of ``probe_objective``."""
+"""A task's number of sequences, their most tokens, the seed, and the arguments of ``probe_objective``."""
 _WORDS: Final = {"log_prob": "log-prob", "gradient": "gradient, relative", "entropy": "entropy"}
 
 
