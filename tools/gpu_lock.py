@@ -36,6 +36,7 @@ _HEAD_ENGINE: Final = """\
 # transformer-engine-torch is a source package: a C++ compiler compiles it against the installed torch. CUDA_HOME and
 # CPATH, set as in tools/setup.sh, name the headers of gpu.lock's CUDA, cuDNN and NCCL: no toolkit is needed. Without
 # NVTE_PYTORCH_FORCE_BUILD the build looks for a finished one on the network first; there is none for this torch.
+# NVTE_NO_LOCAL_VERSION: within a git repository, such as .venv's, the build adds that commit to its version.
 # --no-build-isolation: an isolated build takes the newest torch.
 # --no-deps: its metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.
 """

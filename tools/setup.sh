@@ -168,6 +168,8 @@ install_transformer_engine() {
   local nvidia
   nvidia=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
   say "building Transformer Engine (minutes; MAX_JOBS says how many files at once)"
+  # Its version would have this repository's commit in it, and pip refuses one that the lock does not name.
+  NVTE_NO_LOCAL_VERSION=1 \
   CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
     pip_install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
 }
