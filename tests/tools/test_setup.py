@@ -39,7 +39,7 @@ TOOLS = (
 # A Python of version $VERSION that notes its calls. Its pip installs by making the folder of a package.
 PYTHON = """#!/usr/bin/env bash
 venv=$(dirname "$(dirname "$0")") site=$(dirname "$(dirname "$0")")/lib/python3/site-packages
-echo "$*" >>"$SAID"
+echo "${NVTE_NO_LOCAL_VERSION:+as released: }$*" >>"$SAID"
 case "$*" in
   *version_info*) echo "@VERSION@" ;;
   --version) echo "Python @VERSION@.0" ;;
@@ -240,6 +240,8 @@ def test_gpu_set_up(machine: Machine) -> None:
     *packages, engine, own = machine.installed()
     assert pins(packages) == lock("gpu.lock")
     assert engine == "--no-deps --no-build-isolation -r requirements/transformer_engine.lock"
+    # pip refuses a build whose version has this clone's commit in it
+    assert re.search(rf"^as released: .*{re.escape(engine)}$", machine.said.read_text(), re.MULTILINE)
     assert own == "--no-deps --no-build-isolation -e ."
     assert machine.said.read_text().splitlines()[-1] == "doctor"
     machine.setup("gpu", **gpu)
