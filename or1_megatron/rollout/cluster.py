@@ -99,7 +99,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
-        with _patient_start():
+        with _patient_start() if address is None else contextlib.nullcontext():
             context = ray.init(**options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
@@ -122,11 +122,11 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Give Ray's raylet as long as ``START_WAITS`` to register; Ray itself gives it 30 s, which no setting changes."""
+    """Give Ray's raylet as long as ``START_WAITS``, from now, to register; Ray gives it 30 s, which no setting changes."""
     get_node = ray._private.services.get_node
+    deadline = time.monotonic() + float(START_WAITS["RAY_raylet_start_wait_time_s"])
 
     def registered(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + float(START_WAITS["RAY_raylet_start_wait_time_s"])
         while True:
             try:
                 return get_node(gcs_address, node_id)
