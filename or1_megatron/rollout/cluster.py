@@ -122,7 +122,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Give Ray's raylet as long as ``START_WAITS``, from now, to register; Ray gives it 30 s, which no setting changes."""
+    """Give Ray's raylet as long as ``START_WAITS``, from now, to register: Ray gives it 30 s, always."""
     get_node = ray._private.services.get_node
     deadline = time.monotonic() + float(START_WAITS["RAY_raylet_start_wait_time_s"])
 
