@@ -166,9 +166,15 @@ def _ranks_here(config: Config, nodes: Nodes | None) -> int:
 
 def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None) -> int:
     """Run this node's ranks, and again after what can be mended; return the exit code for the shell."""
+    from or1_megatron.checkpoint.memory_folder import (
+        bring_part,
+        bring_to_disk,
+        memory_folder,
+        newest_saved,
+        remove_parts,
+    )
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
-    from or1_megatron.runtime.memory_folder import bring_part, bring_to_disk, memory_folder, remove_parts
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts, signals_leave
     from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
@@ -218,7 +224,8 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
 
     if nodes is not None and nodes.rank > 0:
         return follow(nodes)
-    return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
+    saved = partial(newest_saved, folder.checkpoints)
+    return Restarts(folder, config.run.max_restarts, saved).run(attempt, leave_memory)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

@@ -13,6 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import resolved_yaml
 from or1_megatron.config.schema import Config
@@ -26,7 +29,6 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.report.console.run import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
@@ -38,9 +40,8 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.launch import threads_of_rank
-from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
 from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
+from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.timers import StepTimer

@@ -15,8 +15,8 @@ import ranks
 import torch.distributed as dist
 from recorded_run import STAGES, Run
 
+from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.rl.ports import Begin
 
 

@@ -24,20 +24,20 @@ import ranks
 import torch
 from rich.console import Console
 
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.commands.replay import differ, repeat_update
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
-from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import build_mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpError, DumpStore, read_dump, write_dump
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.sizing.parallel_layouts import LayoutError, batch_layout
+from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
 from or1_megatron.types import Batch, Sample, TokenScores, UpdateReport
 
 SEEN = UpdateReport({"loss": 4.0}, 8, 2.0, 1e-6, False, 0.0, 0.0)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from or1_megatron.checkpoint.manifest import write_manifest
 from or1_megatron.interfaces import Objective, Stopped, TokenInputs
-from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
     AdvantagedGroup,

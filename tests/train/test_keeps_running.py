@@ -20,8 +20,8 @@ import pytest
 from training import ROOT, Training, faults, process_of, read_rows, wait_for_rows
 from waiting import wait_until
 
+from or1_megatron.checkpoint.memory_folder import memory_folder
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
-from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.nodes import _free_port
 from or1_megatron.runtime.run_folder import RunFolder
 

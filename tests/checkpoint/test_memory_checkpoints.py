@@ -14,8 +14,8 @@ import ranks
 import torch.distributed as dist
 from recorded_run import RecordedRollouts, Run
 
-from or1_megatron.parallel import saver, shard_files
-from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
+from or1_megatron.checkpoint import saver, shard_files
+from or1_megatron.checkpoint.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
 
 MOMENTS = {"write": 3, "manifest": 3, "after": 5}
 """The newest whole checkpoint after the kill."""

@@ -7,6 +7,7 @@ tensor and where they lie. A reader may ask for any slices; it reads those on di
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from or1_megatron.runtime.manifest import FileEntry
+from or1_megatron.checkpoint.manifest import FileEntry
 from or1_verify.errors import UserError
 
 _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and write
@@ -151,7 +152,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 
 def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
-    """Write ``.metadata``, which makes one checkpoint of the ranks' files."""
+    """Write ``.metadata``, which makes one checkpoint of the ranks' files, and what Megatron's loader asks for."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for stored in written:
@@ -164,6 +165,7 @@ def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
         place = _StorageInfo(stored.file, stored.offset, stored.length)
         results.append(WriteResult(MetadataIndex(part.key, offset), stored.length, place))
     FileSystemWriter(folder, sync_files=True).finish(Metadata(tensors), [results])
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
 def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:

@@ -16,11 +16,16 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from or1_megatron.parallel import node_copies, saver
-from or1_megatron.parallel.checkpoint import load
-from or1_megatron.runtime import memory_folder
-from or1_megatron.runtime.memory_folder import bring_part, bring_to_disk, make_memory_folder, memory_keeper, part_folder
-from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.checkpoint import memory_folder, node_copies, saver
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.loader import load
+from or1_megatron.checkpoint.memory_folder import (
+    bring_part,
+    bring_to_disk,
+    make_memory_folder,
+    memory_keeper,
+    part_folder,
+)
 
 
 def lose_a_node(model: Path, folder: Path, lost: int) -> dict[str, Any]:

@@ -23,11 +23,11 @@ import pytest
 import ranks
 import torch
 
-from or1_megatron.parallel import checkpoint, shard_files
+from or1_megatron.checkpoint import loader, shard_files
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.parallel.mesh import start_process_group
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import local_shards
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 KILLS = 80
 STEPS = 60
@@ -78,7 +78,7 @@ class Life:
         keeper = CheckpointKeeper(folder, keep_last=2, keep_best=True, keep_every_steps=7)
         keeper.clean()
         newest = keeper.newest_intact()
-        step = 0 if newest is None else int(checkpoint.load(self.policy, newest)["step"])
+        step = 0 if newest is None else int(loader.load(self.policy, newest)["step"])
         self.tell({"resumed": step, "same": self.digest() == digests[step]})
         saver = CheckpointSaver(self.policy)
         while step < STEPS:

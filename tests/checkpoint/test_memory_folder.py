@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.runtime import memory_folder
-from or1_megatron.runtime.manifest import check_manifest, write_manifest
-from or1_megatron.runtime.memory_folder import (
+from or1_megatron.checkpoint import memory_folder
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.manifest import check_manifest, write_manifest
+from or1_megatron.checkpoint.memory_folder import (
     bring_part,
     bring_to_disk,
     make_memory_folder,
@@ -19,7 +20,6 @@ from or1_megatron.runtime.memory_folder import (
     remove_memory_folder,
     remove_parts,
 )
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
 @pytest.fixture(autouse=True)

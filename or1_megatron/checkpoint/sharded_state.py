@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import or1_megatron.parallel  # noqa: F401  # the CPU device layer comes before Megatron
+
+# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -24,8 +27,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.shard_files import LocalShard, TensorSlice
 from or1_megatron.weights.decoder import unfused_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -2,7 +2,7 @@
 
 A folder holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments; ``shard_files``), ``common.pt``
 (step counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and ``manifest.json``
-(``runtime.manifest``). ``saver`` writes it.
+(``manifest``). ``saver`` writes it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest
+from or1_megatron.checkpoint.saver import COMMON, RANDOM, CheckpointError, restore_random_state
+from or1_megatron.checkpoint.shard_files import read_shards
+from or1_megatron.checkpoint.sharded_state import local_shards, set_optimizer_step
 from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.saver import COMMON, RANDOM, CheckpointError, restore_random_state
-from or1_megatron.parallel.shard_files import read_shards
-from or1_megatron.parallel.sharded_state import local_shards, set_optimizer_step
-from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest
 from or1_megatron.runtime.run_folder import LOOP_STATE
 
 

@@ -33,19 +33,19 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
+from or1_megatron.checkpoint.keeper import put_in_place
+from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
+from or1_megatron.checkpoint.memory_folder import SHARED_MEMORY, drop_older_parts, part_folder
+from or1_megatron.checkpoint.node_copies import copy_to_next_node, file_name
+from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
+from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.lockstep import LockstepError, raise_together
-from or1_megatron.parallel.node_copies import copy_to_next_node, file_name
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import FileEntry, write_manifest
-from or1_megatron.runtime.memory_folder import SHARED_MEMORY, drop_older_parts, part_folder
-from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE, put_in_place
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE
 from or1_megatron.runtime.world import ranks_per_node
 
 log = logging.getLogger(__name__)
@@ -275,7 +275,6 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     done = [part for part in parts if isinstance(part, _RankFile)]
     aside = _aside(job.folder)
     write_metadata(aside, [written for part in done for written in part.slices])
-    save_config(CheckpointingConfig("torch_dist"), str(aside))
     for name, content in ((COMMON, dict(job.common)), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so
         torch.save(content, buffer)

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper, put_in_place
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
-from or1_megatron.runtime.run_folder import CheckpointKeeper, put_in_place, step_of
+from or1_megatron.runtime.run_folder import step_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,12 @@ def memory_keeper(checkpoints: Path) -> CheckpointKeeper | None:
     """
     folder = memory_folder(checkpoints)
     return None if folder is None else CheckpointKeeper(folder, keep_last=1, keep_best=False)
+
+
+def newest_saved(checkpoints: Path) -> str:
+    """Say which checkpoint of a run is the newest that is complete, on disk or in memory, and where."""
+    newest = CheckpointKeeper(checkpoints, 1, False, memory=memory_keeper(checkpoints)).newest()
+    return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)} in {newest.parent}"
 
 
 def remove_memory_folder(checkpoints: Path) -> None:
