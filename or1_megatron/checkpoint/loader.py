@@ -42,7 +42,6 @@ def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             problem = CheckpointError(str(error))
     raise_together(policy.mesh, problem)
-    policy.sync_parameters()  # or a gather still under way would overwrite what is loaded
     common = torch.load(folder / COMMON)
     read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])

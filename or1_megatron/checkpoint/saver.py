@@ -138,7 +138,6 @@ class CheckpointSaver:
             folder = part_folder(folder, node)
             if self._mesh.rank % per_node == 0:
                 drop_older_parts(folder)
-        self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
         job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses, in_pieces)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from or1_megatron.errors import AgreedError, PartLost
@@ -205,23 +203,18 @@ class Lockstep:
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
         mesh = self._mesh
-        if mesh.world == 1:
-            assert per_replica is not None
-            return per_replica[0]
         leader = mesh.replica_leaders[mesh.data_rank]
-        packed: torch.Tensor | None = None
+        packed: list[Any] = [None]
         if mesh.rank == 0:
             assert per_replica is not None
-            blobs = [_pack(payload) for payload in per_replica]
-            for destination, blob in zip(mesh.replica_leaders[1:], blobs[1:], strict=True):
-                _send(blob, destination, mesh.control)
-            packed = blobs[0]
+            packed = [pack(per_replica[0])]
+            for destination, payload in zip(mesh.replica_leaders[1:], per_replica[1:], strict=True):
+                dist.send_object_list([pack(payload)], destination, mesh.control)
         elif mesh.rank == leader:
-            packed = _receive(0, mesh.control)
+            dist.recv_object_list(packed, 0, mesh.control)
         if dist.get_world_size(mesh.replica) > 1:
-            packed = _broadcast(packed, leader, mesh.replica)
-        assert packed is not None
-        return unpack(packed.numpy().tobytes())
+            dist.broadcast_object_list(packed, leader, mesh.replica)
+        return unpack(packed[0])
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
@@ -260,29 +253,3 @@ def _shared_store(mesh: Mesh) -> dist.TCPStore:
         host, port = address[0]
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return store
-
-
-def _pack(payload: Any) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(pack(payload), dtype=np.uint8).copy())
-
-
-def _send(blob: torch.Tensor, destination: int, group: dist.ProcessGroup) -> None:
-    dist.send(torch.tensor([blob.numel()]), destination, group=group)
-    dist.send(blob, destination, group=group)
-
-
-def _receive(source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, source, group=group)
-    blob = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(blob, source, group=group)
-    return blob
-
-
-def _broadcast(blob: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = torch.tensor([blob.numel() if blob is not None else 0])
-    dist.broadcast(size, source, group=group)
-    if blob is None:
-        blob = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(blob, source, group=group)
-    return blob

@@ -171,16 +171,13 @@ class Offload:
     def offload(self, *things: Thing) -> int:
         """Free these on the device, in the order given; return the bytes moved, 0 for what was away already.
 
-        The optimizer has master weights and moments; without master weights (fp32 training) moments only. Collective
-        for parameters with ``overlap_param_gather``: a gather that is under way ends first.
+        The optimizer has master weights and moments; without master weights (fp32 training) moments only.
         """
         moved = 0
         for thing in things:
             if thing in self.away:
                 continue
-            if thing == "parameters":
-                finish_parameter_gather(self._chunks)
-            elif thing == "gradients":
+            if thing == "gradients":
                 self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
             moved += self._held[thing].take(self.storages(thing))
         return moved
@@ -200,13 +197,6 @@ class Offload:
         inner = [one.optimizer for one in chained if one.optimizer is not None]
         models = {storage._cdata for storage in self.storages("parameters")}  # or views of them: not the optimizer's
         return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
-
-
-def finish_parameter_gather(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Wait for the gather of updated parameters, where it overlaps with other work; collective."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:

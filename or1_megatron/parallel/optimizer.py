@@ -104,7 +104,6 @@ def build_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_param_gather=parallel.overlap_param_gather,
         ),
         chunks,
         config_overrides={},

@@ -21,7 +21,7 @@ from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
-from or1_megatron.parallel.offload import Offload, finish_parameter_gather
+from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.parallel.stragglers import slowest
@@ -103,11 +103,6 @@ class MegatronPolicy:
         )
         return report, gather_scores(self.mesh, [scored for _, scored in found])
 
-    def sync_parameters(self) -> None:
-        """Finish gathering the parameters that the last step updated, before they are read; collective."""
-        if "parameters" not in self.host.away:
-            finish_parameter_gather(self.chunks)
-
     def _step(self, loss: float) -> tuple[float, bool]:
         """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
         self.optimizer.prepare_grads()
@@ -160,7 +155,6 @@ def _data_parallel(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=bucket,
     )
     layout = None
@@ -241,7 +235,6 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
-    policy.sync_parameters()
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # to the end in any case: the other ranks send all of theirs

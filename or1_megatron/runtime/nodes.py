@@ -183,7 +183,7 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> Iterator[None]:
+    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
         """Within the block, on a thread: call ``ask_ranks`` once the attempt has failed on another node, then
         ``kill_ranks`` if the block still runs after ``_GRACE_S``."""
         over = threading.Event()
@@ -214,7 +214,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> None:
+    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):

@@ -32,7 +32,6 @@ def policy_verbs(
         "score": policy.score,
         "update": policy.update_and_score,
         "restart_optimizer": partial(restart_optimizer, policy),
-        "sync_parameters": policy.sync_parameters,
         "check_replicas": partial(check_replicas, policy),
         "offload": policy.host.offload,
         "restore": policy.host.restore,

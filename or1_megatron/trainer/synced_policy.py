@@ -132,7 +132,6 @@ class SyncedPolicy(PolicyDriver):
         if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "optimizer", "gradients")
         self._pass_devices("handoff")
-        self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
         while True:
             try:

@@ -46,7 +46,7 @@ LAYOUTS = [
     "PP2 VPP2",
     "PP2 layers=3+1",
     "CP2 distopt shuffled response_mean",
-    "DP2 distopt overlap_gather buckets20000",
+    "DP2 distopt buckets20000",
     "TP2 PP2 SP distopt",
     "full",
     "one_pass",
@@ -95,9 +95,9 @@ MIXED = [
     "TP2 PP2 VPP2 SP one_pass",
     "CP2 PP2 VPP2 full",
     "CP2 DP2 distopt selective",
-    "TP2 DP2 SP distopt one_pass overlap_gather",
+    "TP2 DP2 SP distopt one_pass overlap",
     "PP4 layers=1+1+1+1",
-    "PP2 VPP2 DP2 overlap_gather",
+    "PP2 VPP2 DP2 distopt overlap",
 ]
 """Several kinds at once, on up to eight ranks."""
 
