@@ -1,8 +1,5 @@
 """The folder of a run's checkpoints in shared memory, which outlives the run's processes but not the node.
 
-With trainer ranks on several nodes, each node has a folder with a part of each checkpoint (``saver``). Those of nodes
-other than 0 have the node's number behind the name. Ranks do not load parts: the launchers bring them to the disk.
-
 Its name is new for each run; the link ``in_memory`` among the checkpoints on disk leads to it. So a run folder that was
 made anew, or copied, never finds the checkpoints of another run.
 """
@@ -14,7 +11,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -69,92 +65,40 @@ def remove_memory_folder(checkpoints: Path) -> None:
     (checkpoints / _LINK).unlink(missing_ok=True)
 
 
-def bring_to_disk(keeper: CheckpointKeeper, others: Callable[[str], None] | None = None) -> bool:
-    """Bring the newest checkpoint in memory to the disk, if it is newer than those there; delete those in memory.
+def bring_to_disk(keeper: CheckpointKeeper) -> None:
+    """Copy the newest checkpoint in memory to the disk, if it is newer than those there; delete those in memory.
 
     Only the process that holds the run's lock may call this. If the disk does not take it, all stays in memory, with a
-    warning, and the result is False.
-
-    Args:
-        others: where each node has a part: has the other nodes call ``bring_part`` for a checkpoint's name, and returns
-            when they have. Then only the newest checkpoint is tried: what one lacks, the one before it lacks, too.
+    warning.
     """
     on_disk = max((step_of(path) or 0 for path in keeper.complete()), default=-1)
     saved = [] if keeper.memory is None else keeper.memory.complete()
-    newer = [path.name for path in reversed(saved) if (step_of(path) or 0) > on_disk]
     try:
-        for name in newer if others is None else newer[:1]:
-            if _put_together(keeper.folder, name, others):
+        for newest in reversed([path for path in saved if (step_of(path) or 0) > on_disk]):
+            if _copy_intact(newest, keeper.folder / newest.name):
                 break
     except (OSError, CheckpointUnreadable) as error:
         kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
         log.warning(kept, memory_folder(keeper.folder), error)
-        return False
+        return
     remove_memory_folder(keeper.folder)
-    return True
 
 
-def _put_together(checkpoints: Path, name: str, others: Callable[[str], None] | None) -> bool:
-    """Make a checkpoint on disk of its files in memory, of all nodes; return whether it is whole. Raises OSError."""
-    aside = checkpoints / (name + PARTIAL_SUFFIX)
+def _copy_intact(in_memory: Path, on_disk: Path) -> bool:
+    """Copy a checkpoint to the disk if it is intact; return whether it is. Raises OSError."""
+    aside = on_disk.with_name(on_disk.name + PARTIAL_SUFFIX)
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    bring_part(checkpoints, name)
-    if others is not None:
-        others(name)
+    shutil.copytree(in_memory, aside)
     try:
         check_manifest(aside)
     except CheckpointDamaged as why:
         log.warning("%s. It was in memory, and is lost", why)
         shutil.rmtree(aside, ignore_errors=True)
         return False
-    sync(aside)
-    put_in_place(aside, checkpoints / name)
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    put_in_place(aside, on_disk)
     return True
-
-
-def part_folder(folder: Path, node: int) -> Path:
-    """Return where ``node`` has its part of the checkpoint that is ``folder`` on node 0."""
-    return folder.parent.with_name(folder.parent.name + _node_suffix(node)) / folder.name
-
-
-def bring_part(checkpoints: Path, name: str, node: int = 0) -> None:
-    """Copy a node's files of a checkpoint in memory to where node 0 puts it together, unless they are there.
-
-    Raises OSError.
-    """
-    aside = checkpoints / (name + PARTIAL_SUFFIX)
-    for part in _parts(checkpoints, node):
-        for file in [*part.glob(f"{name}/*"), *part.glob(f"{name}{PARTIAL_SUFFIX}/*")]:
-            if aside.is_dir() and not (aside / file.name).exists():
-                copy = aside / f"{file.name}.{node}"
-                shutil.copyfile(file, copy)
-                sync(copy)
-                copy.rename(aside / file.name)
-
-
-def drop_older_parts(next_one: Path) -> None:
-    """Delete all but the newest of a node's checkpoints in memory, before the next one is written."""
-    others = [path for path in next_one.parent.glob("step_*") if not path.name.startswith(next_one.name)]
-    for path in sorted(others)[:-1]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_parts(checkpoints: Path, node: int) -> None:
-    """Delete a node's parts of the run's checkpoints in memory."""
-    for part in _parts(checkpoints, node):
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _parts(checkpoints: Path, node: int) -> list[Path]:
-    if node == 0:
-        return [folder] if (folder := memory_folder(checkpoints)) is not None else []
-    found = SHARED_MEMORY.glob(f"{_prefix(checkpoints)}*{_node_suffix(node)}")
-    return [path for path in found if path.stat().st_uid == os.getuid()]
-
-
-def _node_suffix(node: int) -> str:
-    return f".{node}" if node else ""
 
 
 def _prefix(checkpoints: Path) -> str:

@@ -192,7 +192,7 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
     begin = begin_of(config, folder, whole=True)
     here = ranks_per_node(config.parallel.ranks)
-    if in_memory_bytes(config, planned.shape, here) and (here == config.parallel.ranks or is_launched()):
+    if in_memory_bytes(config, planned.shape, here):
         lacking = None if is_launched() else no_room_in_memory(planned, here)  # `or1 train` has looked
         if lacking is None:
             make_memory_folder(folder.checkpoints)

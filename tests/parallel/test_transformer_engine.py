@@ -1,6 +1,6 @@
 """Transformer Engine's layers as we build them, with a stand-in for it (``te_stand_in``) under Megatron's own wrappers.
 
-Proven: that fused norms, fused RoPE, SwiGLU and weight gradients are wired so that results equal transformers', and that
+Proven: fused norms, fused RoPE, SwiGLU and weight gradients are wired so that results equal transformers', and
 checkpoints, exports and handoffs do not depend on the kind of layers. Not proven: anything of the real package's
 kernels, bfloat16, its context parallelism.
 """
