@@ -66,17 +66,16 @@ def run_ranks(
     threads_per_rank: int | None,
     grace_s: float,
     task: str = "training",
-    advice: str = ".",
 ) -> int:
     """Run ranks as ``launch``; print how they failed, if they did; return the exit code for the shell.
 
     Args:
-        task, advice: words of the message that is printed when a rank fails.
+        task: names the work in the message that is printed when a rank fails.
     """
     ended = launch(module, arguments, ranks=ranks, threads_per_rank=threads_per_rank, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
     if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
-        print(f"or1: {task} stopped: {ended.how}{advice}", file=sys.stderr)
+        print(f"or1: {task} stopped: {ended.how}.", file=sys.stderr)
     return ended.code
 
 
