@@ -81,8 +81,8 @@ class CheckpointKeeper:
             CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
             CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
         """
-        if (found := self._intact_in_memory()) is not None:
-            return found
+        if (in_memory := self.newest_in_memory()) is not None:
+            return in_memory
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
             try:
@@ -104,7 +104,7 @@ class CheckpointKeeper:
             )
         return None
 
-    def _intact_in_memory(self) -> Path | None:
+    def newest_in_memory(self) -> Path | None:
         """Return the newest intact checkpoint in memory if it is newer than all on disk; delete the others there."""
         on_disk = max((step_of(path) or 0 for path in self.complete()), default=-1)
         newest: Path | None = None

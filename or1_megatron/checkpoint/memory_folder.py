@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper, put_in_place
-from or1_megatron.checkpoint.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
+from or1_megatron.checkpoint.manifest import sync
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.run_folder import step_of
 
@@ -66,39 +66,24 @@ def remove_memory_folder(checkpoints: Path) -> None:
 
 
 def bring_to_disk(keeper: CheckpointKeeper) -> None:
-    """Copy the newest checkpoint in memory to the disk, if it is newer than those there; delete those in memory.
+    """Copy the newest intact checkpoint in memory to the disk, if it is newer than those there; delete those in memory.
 
     Only the process that holds the run's lock may call this. If the disk does not take it, all stays in memory, with a
     warning.
     """
-    on_disk = max((step_of(path) or 0 for path in keeper.complete()), default=-1)
-    saved = [] if keeper.memory is None else keeper.memory.complete()
     try:
-        for newest in reversed([path for path in saved if (step_of(path) or 0) > on_disk]):
-            if _copy_intact(newest, keeper.folder / newest.name):
-                break
-    except (OSError, CheckpointUnreadable) as error:
+        if (newest := keeper.newest_in_memory()) is not None:
+            aside = keeper.folder / (newest.name + PARTIAL_SUFFIX)
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(newest, aside)
+            for path in (*aside.iterdir(), aside):
+                sync(path)
+            put_in_place(aside, keeper.folder / newest.name)
+    except OSError as error:
         kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
         log.warning(kept, memory_folder(keeper.folder), error)
         return
     remove_memory_folder(keeper.folder)
-
-
-def _copy_intact(in_memory: Path, on_disk: Path) -> bool:
-    """Copy a checkpoint to the disk if it is intact; return whether it is. Raises OSError."""
-    aside = on_disk.with_name(on_disk.name + PARTIAL_SUFFIX)
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(in_memory, aside)
-    try:
-        check_manifest(aside)
-    except CheckpointDamaged as why:
-        log.warning("%s. It was in memory, and is lost", why)
-        shutil.rmtree(aside, ignore_errors=True)
-        return False
-    for path in (*aside.iterdir(), aside):
-        sync(path)
-    put_in_place(aside, on_disk)
-    return True
 
 
 def _prefix(checkpoints: Path) -> str:

@@ -1,11 +1,11 @@
 """Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
 
-Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
-unbounded, and rank 0's death breaks the connection.
+Ranks wait for the next verb on the store of their process group, which torchrun's agent hosts (rank 0 without an
+agent), never inside a collective: between verbs the wait is unbounded.
 
 A rank that fails in a verb logs its traceback and ends. So does one that has not finished the verb by the deadline, or
-that rank 0's store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which
-log where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
+that the store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which log
+where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
@@ -36,11 +36,11 @@ Verb = Callable[..., Any]
 STOP = "stop"
 
 _ASK_S: Final = 30.0
-"""A rank that waits for a verb asks rank 0's store anew after this time, or half the deadline if that is shorter."""
+"""A rank that waits for a verb asks the store anew after this time, or half the deadline if that is shorter."""
 _UNWIND_S: Final = 120.0
 """A rank that raises its error ends by itself within this time: rank 0 dumps the batch and closes the engines."""
 _LEAVE_S: Final = 5.0
-"""Rank 0, which hosts the store, waits so long for the others to read that the verbs are over."""
+"""Rank 0, which may host the store, waits so long for the others to read that the verbs are over."""
 _GRACE_S: Final = 30.0
 """A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
 
@@ -50,7 +50,7 @@ class LockstepError(PartLost, RuntimeError):
 
 
 class Lockstep:
-    """One rank's end of the lockstep.
+    """One rank's end of the lockstep. A process may make several, one after the other, as all ranks do.
 
     Args:
         verbs: what this rank can execute; the same names on every rank.
@@ -58,6 +58,8 @@ class Lockstep:
         heart: this rank's, which ends it at the deadline.
         note: takes a line on why this rank ends, before it does.
     """
+
+    _made = 0
 
     def __init__(
         self,
@@ -69,7 +71,8 @@ class Lockstep:
     ) -> None:
         self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
         self._heart, self._note = heart, note
-        self._store = _shared_store(mesh)
+        Lockstep._made += 1
+        self._store = dist.PrefixStore(f"lockstep/{Lockstep._made}", _get_default_store().clone())
         self._count = 0
         self._closed = self._broken = False
         if mesh.world > 1:
@@ -120,7 +123,7 @@ class Lockstep:
         process.
 
         Raises:
-            LockstepError: rank 0 is gone.
+            LockstepError: the host of the store is gone.
         """
         while True:
             self._heart.says("waiting for a verb")
@@ -138,7 +141,7 @@ class Lockstep:
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
         ask_s = min(_ASK_S, self._deadline_s / 2)
-        silent = f"rank 0, which hosts the store, has not answered for {self._deadline_s:g} s"
+        silent = f"the host of the store (torchrun's agent, or rank 0) has not answered for {self._deadline_s:g} s"
         while True:
             try:
                 with self._heart.within(self._deadline_s, lambda: self._end(silent)):
@@ -148,7 +151,7 @@ class Lockstep:
                 continue  # rank 0 is rolling out; no news is no failure
             except dist.DistNetworkError as error:
                 self._must_end()
-                raise LockstepError(f"rank {self._mesh.rank}: rank 0 is gone while waiting for a verb") from error
+                raise LockstepError(f"rank {self._mesh.rank}: the store is gone while waiting for a verb") from error
 
     # -- all ranks -----------------------------------------------------------------------------------------------
 
@@ -234,22 +237,3 @@ def _lost_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
     )
-
-
-def _shared_store(mesh: Mesh) -> dist.TCPStore:
-    """Open a TCP store of our own, hosted by rank 0; its address travels over the control group."""
-    address: list[Any] = [None]
-    store: dist.TCPStore | None = None
-    timeout = datetime.timedelta(seconds=60)
-    if mesh.rank == 0:
-        host = "127.0.0.1" if mesh.world == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
-        if host in ("localhost", "127.0.0.1"):
-            host = "127.0.0.1"
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        address = [(host, store.port)]
-    if mesh.world > 1:
-        dist.broadcast_object_list(address, src=0, group=mesh.control)
-    if store is None:
-        host, port = address[0]
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return store

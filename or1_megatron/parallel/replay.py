@@ -31,7 +31,7 @@ def largest_difference(a: tuple[Float32Array, ...], b: tuple[Float32Array, ...])
 
 
 def replay(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Repeat the update of ``dump`` (a folder) on ``weights`` (an HF folder) at ``parallel``; rank 0 notes how it went."""
+    """Repeat the update of ``dump``, a folder, on the HF folder ``weights`` at ``parallel``; rank 0 notes it."""
     warnings.simplefilter("ignore")  # Megatron's warnings would bury the table
     dump, parallel = read_dump(Path(task["dump"])), ParallelConfig.model_validate(task["parallel"])
     model = ModelConfig(hf=Path(task["weights"]), dtype=dump.context["model"]["dtype"])

@@ -36,7 +36,7 @@ def policy_verbs(
         "offload": policy.host.offload,
         "restore": policy.host.restore,
         "save": saver.save,
-        "load": partial(load, policy, digests=False),  # whoever chose it has compared them
+        "load": partial(load, policy),
         "export_hf": partial(export_hf, policy),
     }
     return verbs if reference is None else {**verbs, "score_reference": reference.score}

@@ -109,7 +109,7 @@ def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     rank = CheckpointRank(task)
     newest: list[Any] = [rank.keeper.newest_intact() if rank.mesh.rank == 0 else None]
     torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
-    state = loader.load(rank.policy, newest[0], digests=False)
+    state = loader.load(rank.policy, newest[0])
     updates = [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
         note({"step": state["step"], "updates": updates})
