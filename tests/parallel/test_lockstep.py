@@ -41,7 +41,7 @@ SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "stop 0 between": (
         ["stopped", 1, 1],
         {1, 2},
-        ["the host of the store (torchrun's agent, or rank 0) has not answered for 6 s"],
+        ["rank 0) has not answered for 6 s"],
     ),
 }
 
