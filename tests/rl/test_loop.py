@@ -326,7 +326,7 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
 @pytest.mark.parametrize("killed_in", range(2, 7))
 def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -> None:
     """Checkpoints go to disk after each fourth step, and to memory after the others. The best evaluation is on disk,
-    too. Not proven here: that a checkpoint is whole (tests/checkpoint/test_memory_checkpoints.py)."""
+    too. Not proven here: that a checkpoint is whole (tests/train/test_keeps_running.py)."""
     whole = World(tmp_path / "whole")
     whole.loop.run()
     first = World(tmp_path / "run", every_steps=4, in_memory=True)
