@@ -68,8 +68,8 @@ class CheckpointKeeper:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint without comparing its files; None if there is none."""
-        found = self.complete()[-1:] + (self.memory.complete()[-1:] if self.memory is not None else [])
-        return max(found, key=lambda path: step_of(path) or 0, default=None)
+        newest = self.complete()[-1:] + (self.memory.complete()[-1:] if self.memory is not None else [])
+        return max(newest, key=lambda path: step_of(path) or 0, default=None)
 
     def newest_intact(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
@@ -162,8 +162,8 @@ class CheckpointKeeper:
     def _saved(self) -> list[Path]:
         """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get one; if a file is
         missing, the checkpoint has been damaged since."""
-        found = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
-        return sorted(found, key=lambda path: step_of(path) or 0)
+        saved = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
+        return sorted(saved, key=lambda path: step_of(path) or 0)
 
     def _set_aside(self, folder: Path) -> Path:
         """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""

@@ -43,10 +43,10 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
         for optimizer in policy.optimizer.chained_optimizers:
             optimizer.init_state_fn(optimizer.optimizer)
     places, writers = _places(policy), _Writers()
-    found = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
+    shards = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
     for optimizer in policy.optimizer.chained_optimizers:
-        found += _optimizer_shards(optimizer, places, writers)
-    return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in found]
+        shards += _optimizer_shards(optimizer, places, writers)
+    return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in shards]
 
 
 def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:

@@ -197,10 +197,10 @@ class Lockstep:
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
-        told = [pack(shared)]
+        packed = [pack(shared)]
         if self._mesh.world > 1:
-            dist.broadcast_object_list(told, src=0, group=self._mesh.control)
-        verb_arguments = unpack(told[0])
+            dist.broadcast_object_list(packed, src=0, group=self._mesh.control)
+        verb_arguments = unpack(packed[0])
         return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:

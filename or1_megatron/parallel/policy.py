@@ -82,8 +82,8 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums, late = self._total([sums for sums, _ in found], self._computed_s - started_s)
+        outputs = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
+        sums, late = self._total([sums for sums, _ in outputs], self._computed_s - started_s)
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -101,7 +101,7 @@ class MegatronPolicy:
             slowest_rank=None if late is None else late[0],
             waited_s=0.0 if late is None else late[1],
         )
-        return report, gather_scores(self.mesh, [scored for _, scored in found])
+        return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
     def _step(self, loss: float) -> tuple[float, bool]:
         """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""

@@ -209,8 +209,8 @@ def forward_backward(
 
     Returns, on the last stage, the objective's sums and its log-probs and entropies [2, C] per micro-batch.
     """
-    found = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
-    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, found, strict=bool(found))]
+    outputs = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
+    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, outputs, strict=bool(outputs))]
 
 
 @torch.no_grad()

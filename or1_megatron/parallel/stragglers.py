@@ -19,13 +19,13 @@ def slowest(computed: Sequence[tuple[Hashable, float]]) -> tuple[int, float] | N
     Returns:
         None: no two ranks have the same place.
     """
-    found = []
+    waits = []
     for place in dict.fromkeys(place for place, _ in computed):
         times = sorted((spent_s, rank) for rank, (other, spent_s) in enumerate(computed) if other == place)
         if len(times) > 1:
             last_s, rank = times.pop()
-            found.append((last_s - median(spent_s for spent_s, _ in times), rank))
-    if not found:
+            waits.append((last_s - median(spent_s for spent_s, _ in times), rank))
+    if not waits:
         return None
-    waited_s, rank = max(found)
+    waited_s, rank = max(waits)
     return rank, waited_s

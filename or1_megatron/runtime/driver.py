@@ -47,10 +47,10 @@ def driver_problem(wanted: tuple[int, int] | None = None) -> str:
 
 def torch_cuda() -> tuple[int, int] | None:
     """Return the CUDA version that the installed torch was built for, from its version.py; None for none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    version = Path(next(iter(found.submodule_search_locations)), "version.py")
+    version = Path(next(iter(spec.submodule_search_locations)), "version.py")
     text = version.read_text() if version.exists() else ""
     built = re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)'", text, re.MULTILINE)
     return (int(built[1]), int(built[2])) if built else None
