@@ -24,7 +24,6 @@ from or1_megatron.parallel.network import RowScores, build_network, gather_score
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
-from or1_megatron.parallel.stragglers import slowest
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
@@ -44,7 +43,7 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         config = network.config
-        config.finalize_model_grads_func = self._sum_grads
+        config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Parameters of the whole model, over all ranks."""
         self.chunks = [
@@ -60,8 +59,6 @@ class MegatronPolicy:
         """Moves what this rank holds off its device and back."""
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
-        self._computed_s = 0.0
-        """When this rank's gradients were ready to be summed, by ``time.perf_counter``."""
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """As ``network.score_rows``; collective."""
@@ -83,7 +80,7 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums, late = self._total([sums for sums, _ in outputs], self._computed_s - started_s)
+        sums = self._total([sums for sums, _ in outputs])
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -98,8 +95,6 @@ class MegatronPolicy:
             skipped=skipped,
             forward_backward_s=differentiated_s - started_s,
             optimizer_s=finished_s - differentiated_s,
-            slowest_rank=None if late is None else late[0],
-            waited_s=0.0 if late is None else late[1],
         )
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
@@ -119,26 +114,18 @@ class MegatronPolicy:
         self.sgd_steps += 1
         return grad_norm, False
 
-    def _sum_grads(self, *arguments: Any, **named: Any) -> None:
-        torch.cuda.current_stream().synchronize()  # which the sums wait for in any case
-        self._computed_s = time.perf_counter()
-        finalize_model_grads(*arguments, **named)
+    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Return the objective's sums over all micro-batches of all data-parallel ranks; collective.
 
-    def _total(
-        self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], computed_s: float
-    ) -> tuple[dict[str, float], tuple[int, float] | None]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks, and ``slowest``; collective.
-
-        Names that start with ``max_`` are maxima, the rest sums. ``computed_s``: as in ``slowest``.
+        Names that start with ``max_`` are maxima, the rest sums.
         """
         mesh = self.mesh
         counts = mesh.last_stage and mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        here = local, ((mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank), computed_s)
-        everyone: list[Any] = [here] * mesh.world
+        everyone: list[Any] = [local] * mesh.world
         if mesh.world > 1:
-            dist.all_gather_object(everyone, here, group=mesh.control)
-        return _folded([sums for sums, _ in everyone]), slowest([computed for _, computed in everyone])
+            dist.all_gather_object(everyone, local, group=mesh.control)
+        return _folded(everyone)
 
 
 def _data_parallel(

@@ -294,7 +294,7 @@ class TablePolicy:
                 {name: float("nan") for name in sums}, batch.token_count, float("nan"), 0.3, True, 0.9, 0.1, scores
             )
         self.optimizer.step()
-        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1, scores, slowest_rank=0)
+        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1, scores)
 
     def restart_optimizer(self) -> None:
         self.optimizer.state.clear()
