@@ -19,23 +19,11 @@ logger = logging.getLogger(__name__)
 DAMAGED_SUFFIX: Final = ".damaged"
 """The end of the name of a checkpoint that was set aside because its files are not as they were saved."""
 
-_REPLACED_SUFFIX: Final = ".replaced"
-
 
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Rename the complete checkpoint ``aside`` to ``folder``, and delete a checkpoint that had this name.
-
-    No file system swaps two folders atomically, so the old one is renamed first; after a kill in between, ``clean``
-    renames it back. One of the two always exists.
-    """
-    replaced = folder.with_name(folder.name + _REPLACED_SUFFIX)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
+    """Rename the complete checkpoint ``aside`` to ``folder``, which is not there: a run saves each step once."""
     aside.rename(folder)
     sync(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 class CheckpointKeeper:
@@ -129,33 +117,20 @@ class CheckpointKeeper:
         return target if (target / MANIFEST).is_file() else None
 
     def saved(self, step: int, best: bool) -> None:
-        """Record that the checkpoint of ``step`` is complete, and delete those that need not stay.
-
-        Raises FileNotFoundError if it has no manifest.
-        """
-        folder = self.folder_for(step)
-        if not (folder / MANIFEST).is_file():
-            raise FileNotFoundError(f"checkpoint {folder} has no {MANIFEST}: its save did not complete")
+        """Record that the checkpoint of ``step`` is complete, and delete those that need not stay."""
         if best:
-            self._point_best_at(folder)
+            self._point_best_at(self.folder_for(step))
         self._prune()
 
     def clean(self) -> None:
-        """Clean up after killed saves and deletions: delete partial folders, and rename a replaced folder back if its
-        successor never got the name.
+        """Delete what killed saves and deletions left.
 
         Only the process that holds the run's lock may call this, and not while it saves.
         """
         if self.memory is not None:
             self.memory.clean()
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
-            if path.name.endswith(_REPLACED_SUFFIX):
-                successor = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))
-                if successor.exists():
-                    shutil.rmtree(path)
-                else:
-                    path.rename(successor)
-            elif path.name.endswith(PARTIAL_SUFFIX):
+            if path.name.endswith(PARTIAL_SUFFIX):
                 logger.info("removing %s, left by an interrupted run", path)
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

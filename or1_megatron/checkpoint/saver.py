@@ -113,8 +113,8 @@ class CheckpointSaver:
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
         """Copy parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
 
-        ``folder`` appears whole or not at all, before ``finish`` returns seconds; an older one of that name is
-        replaced. There is one set of buffers, so this first waits for a save that is still being written.
+        ``folder`` appears whole or not at all, before ``finish`` returns seconds. There is one set of buffers, so this
+        first waits for a save that is still being written.
 
         Raises:
             CheckpointError: on every rank, when there is no room for it, or the save before it failed. Earlier

@@ -128,16 +128,11 @@ class Offload:
     Args:
         chunks: this rank's model chunks.
         optimizer: over exactly these; a ChainedOptimizer as Megatron builds it, or a single one.
-
-    Raises:
-        ValueError: the buffers are registered with NCCL (``nccl_ub``), which must not be freed under it.
     """
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, slab_bytes: int = SLAB_BYTES
     ) -> None:
-        if any(chunk.ddp_config.nccl_ub for chunk in chunks):
-            raise ValueError("offload needs buffers that may be freed, but ddp_config.nccl_ub registers them with NCCL")
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._parameters, self._state = HostCopy(slab_bytes), HostCopy(slab_bytes)

@@ -36,9 +36,7 @@ class RunRecord:
             self._wandb = WandbTracker(track.wandb_project, folder.root, folder.root.name, config)
 
     def resumed(self, step: int) -> None:
-        """Discard steps after ``step``, that of the checkpoint. Raises RuntimeError if recording has begun."""
-        if self._trackers is not None:
-            raise RuntimeError(f"record of {self._folder.root}: resumed({step}) came after the first row")
+        """Discard steps after ``step``, that of the checkpoint; before the first row."""
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

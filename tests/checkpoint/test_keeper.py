@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.checkpoint.keeper import CheckpointKeeper, put_in_place
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import CheckpointDamaged, write_manifest
 
 
-def make_checkpoint(keeper: CheckpointKeeper, step: int, manifest: bool = True) -> Path:
+def make_checkpoint(keeper: CheckpointKeeper, step: int) -> Path:
     folder = keeper.folder_for(step)
     folder.mkdir(parents=True)
     (folder / "weights.bin").write_bytes(b"w" * 10)
-    if manifest:
-        write_manifest(folder)
+    write_manifest(folder)
     return folder
 
 
@@ -61,7 +60,7 @@ def test_every_mth_step_stays(tmp_path: Path) -> None:
 
 
 def test_newest_is_complete_and_leftovers_go(tmp_path: Path) -> None:
-    """Kills can leave a partial save, deletion or pointer, and a replacement at any point."""
+    """Kills can leave a partial save, deletion or pointer."""
     keeper = CheckpointKeeper(tmp_path / "checkpoints", keep_last=2, keep_best=True)
     assert keeper.newest() is keeper.newest_intact() is None
     keeper.clean()  # no folder yet: nothing to do
@@ -71,24 +70,9 @@ def test_newest_is_complete_and_leftovers_go(tmp_path: Path) -> None:
     (keeper.folder / "step_000012.partial" / "manifest.json").write_text("{}")
     (keeper.folder / "best.partial").symlink_to("step_000009")
     (keeper.folder / "notes.txt").write_text("mine")
-    make_checkpoint(keeper, 10).rename(keeper.folder / "step_000010.replaced")  # its successor did not come
-    make_checkpoint(keeper, 11).rename(keeper.folder / "step_000011.replaced")  # its successor came
-    make_checkpoint(keeper, 11)
     keeper.clean()
-    assert names(keeper.folder) == ["notes.txt", "step_000009", "step_000010", "step_000011", "step_1000000"]
+    assert names(keeper.folder) == ["notes.txt", "step_000009", "step_1000000"]
     assert keeper.newest() == keeper.newest_intact() == keeper.folder / "step_1000000"
-
-
-def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
-    """A checkpoint written under another name takes its place, also if a kill left part of an earlier replacement."""
-    keeper = CheckpointKeeper(tmp_path, keep_last=1, keep_best=False)
-    make_checkpoint(keeper, 5)
-    (tmp_path / "step_000005.replaced").mkdir()
-    make_checkpoint(keeper, 6)
-    (tmp_path / "step_000006" / "new.bin").write_text("new")
-    put_in_place((tmp_path / "step_000006").rename(tmp_path / "step_000005.partial"), tmp_path / "step_000005")
-    assert names(tmp_path) == ["step_000005"]
-    assert names(tmp_path / "step_000005") == ["manifest.json", "new.bin", "weights.bin"]
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,12 +115,3 @@ def test_without_an_intact_checkpoint_nothing_starts_from_scratch(tmp_path: Path
     for said in ("does not start from scratch", "step_000001/weights.bin is missing", "step_000002/weights.bin is"):
         assert said in str(refused.value)
     assert names(tmp_path) == ["step_000001", "step_000002"]
-
-
-def test_saved_refuses_a_checkpoint_without_manifest(tmp_path: Path) -> None:
-    keeper = CheckpointKeeper(tmp_path, keep_last=1, keep_best=True)
-    make_checkpoint(keeper, 4)
-    make_checkpoint(keeper, 5, manifest=False)
-    with pytest.raises(FileNotFoundError, match=r"step_000005 has no manifest\.json"):
-        keeper.saved(5, best=True)
-    assert keeper.newest() == tmp_path / "step_000004"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from or1_megatron.config.schema import TrackConfig
@@ -59,15 +58,6 @@ def test_only_every_nth_steps_rollouts_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     session(folder, None, range(6), 0.5, every=3)
     assert sorted(path.name for path in folder.rollouts.iterdir()) == ["step_000003.parquet", "step_000006.parquet"]
-
-
-def test_resuming_after_the_first_row_is_refused(tmp_path: Path) -> None:
-    record = RunRecord(RunFolder(tmp_path), TrackConfig(tensorboard=False), {})
-    record.log(1, {})
-    with pytest.raises(RuntimeError, match=r"resumed\(5\) came after the first row"):
-        record.resumed(5)
-    record.close()
-    assert not list((tmp_path / "tensorboard").iterdir())
 
 
 def test_a_record_without_rows_writes_nothing(tmp_path: Path) -> None:
