@@ -45,7 +45,6 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
@@ -162,14 +161,15 @@ def lead(
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
+        recorders = Observers([record, shown], heart.says)
         last_tokens = config.stages[-1].max_response_tokens
         ports = Ports(
             policy=synced,
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
             evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
-            observer=Observers([record, shown], heart.says),
-            tracker=Trackers([record, shown]),
+            observer=recorders,
+            tracker=recorders,
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
