@@ -57,10 +57,10 @@ class Life:
     def digest(self) -> str:
         """Digest parameters, moments and generators."""
         state = [shard.tensor() for shard in local_shards(self.policy)] + [torch.get_rng_state()]
-        found = hashlib.sha256(repr(random.getstate()).encode())
+        digest = hashlib.sha256(repr(random.getstate()).encode())
         for tensor in state:
-            found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def step(self) -> None:
         problem.update(self.policy, self._batch)

@@ -96,7 +96,9 @@ def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path
         loader.load(rank.policy, folder)
         folder = scratch / str(number)
         rank.save(folder)
-        found = whole(folder)
-        differ = [n for n in expected.keys() | found.keys() if n not in found or not torch.equal(found[n], expected[n])]
-        told.append({"tensors": sorted(found), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
+        tensors = whole(folder)
+        differ = [
+            n for n in expected.keys() | tensors.keys() if n not in tensors or not torch.equal(tensors[n], expected[n])
+        ]
+        told.append({"tensors": sorted(tensors), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
     return told

@@ -87,8 +87,8 @@ def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
     while len(ends) < len(pids):
         left = [pid for pid in pids if pid not in ends]
         for pid in left:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 ends[pid] = os.waitstatus_to_exitcode(status)
                 if job["watched"] and ends[pid] != 0 and why == "hung":
                     until, why = time.monotonic() + AFTER_FAILURE_S, "ended"

@@ -32,7 +32,7 @@ def parts(policy: MegatronPolicy) -> dict[str, Any]:
     }
     everyone: list[dict[str, str]] = [{} for _ in range(policy.mesh.world)]
     dist.all_gather_object(everyone, mine)
-    merged = {place: digest for each in everyone for place, digest in each.items()}
+    merged = {place: digest for mine_of_rank in everyone for place, digest in mine_of_rank.items()}
     return {"digests": merged, "sgd_steps": policy.sgd_steps, "adam_steps": optimizer_step(policy)}
 
 

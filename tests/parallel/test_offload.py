@@ -81,7 +81,7 @@ def move_between_updates(model: Path, dtype: str, distributed: bool) -> dict[str
     offload = Offload(moves.chunks, moves.optimizer, SLAB_BYTES)
     seen: dict[str, Any] = {"moved first": offload.offload("optimizer")}  # before there are any moments
     offload.restore("optimizer")
-    found = [update(moves)]
+    moved_norms = [update(moves)]
 
     things: dict[str, Callable[[MegatronPolicy], Iterator[Tensor]]] = {
         "parameters": parameters,
@@ -120,11 +120,11 @@ def move_between_updates(model: Path, dtype: str, distributed: bool) -> dict[str
     seen["gradients zero"] = all(not g.any() for g in gradients(moves))
     seen["gradients were not"] = any(bool(g.any()) for g in kept["gradients"])
 
-    found.append(update(moves))
+    moved_norms.append(update(moves))
     offload.offload("optimizer", "gradients")  # a turn in which the parameters stay
     offload.restore("gradients", "optimizer")
-    found.append(update(moves))
-    seen["gradient norms"] = [norms, found]
+    moved_norms.append(update(moves))
+    seen["gradient norms"] = [norms, moved_norms]
     seen["parameters after"] = same(parameters(moves), parameters(stays))
     seen["optimizer after"] = same(optimizer_state(moves), optimizer_state(stays))
     return seen

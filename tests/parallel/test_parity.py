@@ -146,9 +146,9 @@ def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def assert_equal(row: dict[str, Any]) -> None:
     """Within the bounds asked of fp32: 1e-5 on log-probs, entropies and loss, 1e-4 relative on gradients."""
-    found = row["difference"]
-    assert max(found["log_prob"], found["entropy"], found["loss"]) <= 1e-5, row
-    assert max(found["grad_norm"], found["gradient"], found["parameters"]) <= 1e-4, row
+    difference = row["difference"]
+    assert max(difference["log_prob"], difference["entropy"], difference["loss"]) <= 1e-5, row
+    assert max(difference["grad_norm"], difference["gradient"], difference["parameters"]) <= 1e-4, row
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -216,8 +216,8 @@ def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: P
     assert "PP2: log-prob differs by" in printed
     assert "PP2: gradient of model.layers." in printed
     for row in rows.values():
-        found = row["difference"]
-        assert all(found[kind] <= bound for kind, bound in TOLERANCE["bfloat16"].items()), row
+        difference = row["difference"]
+        assert all(difference[kind] <= bound for kind, bound in TOLERANCE["bfloat16"].items()), row
 
 
 def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen2: Path) -> None:
@@ -322,9 +322,9 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
     assert not list(beyond(asdict(compare(numbers(), numbers())), "float32", 1.0))
     # ||(0, 0, 0, 0.01)|| / ||(2, 2, 2, 2)|| = 0.0025
     other = numbers(gradient={"a": torch.ones(4), "b": torch.tensor([2.0, 2.0, 2.0, 2.01])}, losses=[1.5])
-    found = compare(other, numbers())
-    assert (found.gradient, found.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
-    said = list(beyond(asdict(found), "float32", 1.0))
+    difference = compare(other, numbers())
+    assert (difference.gradient, difference.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
+    said = list(beyond(asdict(difference), "float32", 1.0))
     assert [line.split(" differs")[0] for line in said] == ["loss", "gradient of b"]
     assert compare(numbers(losses=[1000.004]), numbers(losses=[1000.0])).loss == pytest.approx(4e-6)
     unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])

@@ -56,8 +56,8 @@ def test_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What version.py says is what torch says. On CPU no driver is too old."""
     import torch
 
-    found = driver.torch_cuda()
-    assert torch.version.cuda == (None if found is None else f"{found[0]}.{found[1]}")
+    version = driver.torch_cuda()
+    assert torch.version.cuda == (None if version is None else f"{version[0]}.{version[1]}")
     monkeypatch.setattr(driver, "torch_cuda", lambda: None)
     monkeypatch.setattr(driver, "driver_cuda", lambda: (11, 4))
     assert driver.driver_problem() == ""

@@ -104,8 +104,8 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
         return made[-1]
 
     yield make
-    for each in made:
-        for launcher in each.launchers:
+    for group in made:
+        for launcher in group.launchers:
             launcher.kill()
             launcher.wait()
         for up in tmp_path.glob("*.up"):
