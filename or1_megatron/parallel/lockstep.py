@@ -72,7 +72,8 @@ class Lockstep:
         self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
         self._heart, self._note = heart, note
         Lockstep._made += 1
-        self._store = dist.PrefixStore(f"lockstep/{Lockstep._made}", _get_default_store().clone())
+        shared: Any = _get_default_store()  # torch's stub lacks ``clone``, a connection of its own
+        self._store = dist.PrefixStore(f"lockstep/{Lockstep._made}", shared.clone())
         self._count = 0
         self._closed = self._broken = False
         if mesh.world > 1:

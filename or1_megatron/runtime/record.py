@@ -83,9 +83,11 @@ class RunRecord:
     def close(self) -> None:
         """Wait until everything is on disk and close all files, also if one of them fails; then raise its error."""
         with ExitStack() as stack:
-            for part in (*self._trackers, self._metrics, self._rollouts):
-                if part is not None:
-                    stack.callback(part.close)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            if self._metrics is not None and self._rollouts is not None:
+                stack.callback(self._metrics.close)
+                stack.callback(self._rollouts.close)
 
     def _opened(self) -> tuple[JsonlWriter, RolloutStore]:
         if self._metrics is None or self._rollouts is None:
