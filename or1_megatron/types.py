@@ -255,10 +255,6 @@ class UpdateReport:
     optimizer_s: float
     scores: TokenScores | None = None
     """The batch's samples scored by the step's own forward pass, on the parameters before it; None: not recorded."""
-    slowest_rank: int | None = None
-    """The rank whose data-parallel peers waited longest for it; None: it has no peer."""
-    waited_s: float = 0.0
-    """How long the median of these peers waited, a part of ``forward_backward_s``."""
 
 
 @dataclass(frozen=True, slots=True)

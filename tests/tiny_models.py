@@ -86,3 +86,13 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
     return model
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen2")
+
+
+@pytest.fixture(scope="session")
+def tied_qwen2(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen2", tie_word_embeddings=True)

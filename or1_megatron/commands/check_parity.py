@@ -26,7 +26,7 @@ def check_parity(
             "--layout",
             metavar="LAYOUT",
             help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism. Words: TPn PPn VPPn CPn DPn SP "
-            "distopt full selective one_pass overlap overlap_gather bucketsN layers=3+1 rowsN shuffled; 1 for none.",
+            "distopt full selective one_pass overlap bucketsN layers=3+1 rowsN shuffled; 1 for none.",
         ),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model.")] = "float32",

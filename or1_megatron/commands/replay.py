@@ -1,13 +1,12 @@
 """`or1 replay`: repeats a dumped update, at any layout, and compares it with what the run saw.
 
-This process starts the ranks (``parallel.replay``), and compares and shows what rank 0 wrote.
+This process starts the ranks (``parallel.replay``), and compares and shows what rank 0 noted.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference of loss and gradient norm between layouts, relative to the value (a loss below 1: to 1)."""
 AS_IN_THE_RUN: Final = "run"
 """Names the layout of the run that wrote the dump."""
-_GRACE_S: Final = 10.0
 _SHOWN_SAMPLES: Final = 20
 
 
@@ -80,7 +78,7 @@ def repeat_update(
         DumpError, LayoutError, ModelError: before any rank starts.
     """
     from or1_megatron.rl.dump import read_dump
-    from or1_megatron.runtime.launch import run_ranks
+    from or1_megatron.selftest.process import run_function
     from or1_megatron.sizing.conflicts import layout_conflicts
     from or1_megatron.sizing.parallel_layouts import LayoutError
     from or1_megatron.weights.families import read_hf_config
@@ -94,24 +92,13 @@ def repeat_update(
     check_weight_files(settings.hf, hf)
     if conflicts := list(layout_conflicts(parallel, Shape.of(hf))):
         raise LayoutError(f"layout '{layout}' cannot work: {'; '.join(conflicts)}")
-    with tempfile.TemporaryDirectory(prefix="or1-replay-") as scratch:
-        found = Path(scratch, "found.json")
-        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(found)]
-        status = run_ranks(
-            "or1_megatron.parallel.replay",
-            arguments,
-            ranks=parallel.ranks,
-            threads_per_rank=parallel.threads_per_rank,
-            grace_s=_GRACE_S,
-            task="the replay",
-            advice=".",
-        )
-        if status or not found.is_file():
-            return status or 1
-        text = found.read_text()
+    task = {"dump": str(folder), "weights": str(settings.hf), "parallel": parallel.model_dump(mode="json")}
+    status, noted = run_function("or1_megatron.parallel.replay:replay", task, parallel.ranks, "the replay")
+    if status or noted is None:
+        return status or 1
     if out is not None:
-        out.write_text(text)
-    replayed = _read(json.loads(text), dump.token_count)
+        out.write_text(json.dumps(noted))
+    replayed = _read(noted, dump.token_count)
     show(dump, replayed, layout, console)
     limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
     differences = list(differ(dump.report, replayed.report, limit))

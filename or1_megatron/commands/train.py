@@ -166,9 +166,9 @@ def _ranks_here(config: Config, nodes: Nodes | None) -> int:
 
 def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None) -> int:
     """Run this node's ranks, and again after what can be mended; return the exit code for the shell."""
+    from or1_megatron.checkpoint.memory_folder import bring_to_disk, memory_folder, newest_saved
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
-    from or1_megatron.runtime.memory_folder import bring_part, bring_to_disk, memory_folder, remove_parts
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts, signals_leave
     from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
@@ -178,7 +178,7 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
 
     def attempt() -> Ended:
         if nodes is not None and nodes.rank == 0:
-            leave_memory()
+            leave_memory()  # of a run on this node alone: the ranks of the others cannot read it
             nodes.begin()
         return launch(
             "or1_megatron.trainer.run",
@@ -195,30 +195,23 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
             return
         try:
             with folder.lock():
-                brought = bring_to_disk(checkpoint_keeper(config, folder), None if nodes is None else nodes.bring)
-            if nodes is not None and not brought:
-                nodes.keep_parts()
+                bring_to_disk(checkpoint_keeper(config, folder))
         except RunFolderBusy:
             pass  # another trainer goes on with the run
         except OSError as error:  # the disk that ended the run: what is in memory stays there
             print(f"or1: warning: {error}", file=sys.stderr)
 
     def follow(nodes: Nodes) -> int:
-        code: int | None = None
-        try:
-            with signals_leave():
-                while nodes.begin(partial(bring_part, folder.checkpoints, node=nodes.rank)):
-                    if not nodes.keeps_parts:
-                        remove_parts(folder.checkpoints, nodes.rank)
-                    code = attempt().code
-        finally:
-            if code is not None and not nodes.keeps_parts:  # before the first attempt they may be another trainer's
-                remove_parts(folder.checkpoints, nodes.rank)
-        return 1 if code is None else code  # node 0 ends before the first attempt only for an error
+        code = 1  # node 0 ends before the first attempt only for an error
+        with signals_leave():
+            while nodes.begin():
+                code = attempt().code
+        return code
 
     if nodes is not None and nodes.rank > 0:
         return follow(nodes)
-    return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
+    saved = partial(newest_saved, folder.checkpoints)
+    return Restarts(folder, config.run.max_restarts, saved).run(attempt, leave_memory)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

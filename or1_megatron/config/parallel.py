@@ -45,15 +45,8 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
     grad_bucket_size: Positive | None = None
-    """Size of a bucket: its gradients are reduced together, and with overlap_param_gather its parameters are gathered
-    together. Needs overlap_grad_reduce. Unset: 40 million, or a million per data-parallel rank if that is more
-    (Megatron's rule). Unit: parameters."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass instead of in the step. It pays only where one follows at
-    once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""
-    overlap_tensor: bool = False
-    """Overlap tensor parallelism's communication with the products around it (Transformer Engine's userbuffers). Needs
-    its layers and sequence parallelism, and pads every row to micro_batch_tokens."""
+    """Size of a bucket: its gradients are reduced together. Needs overlap_grad_reduce. Unset: 40 million, or a million
+    per data-parallel rank if that is more (Megatron's rule). Unit: parameters."""
     offload: Literal["auto", "always", "never"] = "auto"
     """Move optimizer state and gradients to the host before the engines wake, and parameters once they are handed over.
     auto: where engines take turns with the trainer on its GPUs."""
@@ -82,14 +75,8 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"parallel: virtual_pipeline = {self.virtual_pipeline} needs pipeline > 1 (it interleaves stages)"
             )
-        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
-            raise ValueError("parallel: overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.grad_bucket_size is not None and not self.overlap_grad_reduce:
             raise ValueError("parallel: grad_bucket_size needs overlap_grad_reduce: there is one bucket without it")
-        if self.overlap_tensor and not self.sequence:
-            raise ValueError("parallel: overlap_tensor needs sequence (and tensor > 1): there is nothing to overlap")
-        if self.overlap_tensor and self.layers == "own":
-            raise ValueError("parallel: overlap_tensor needs Transformer Engine's layers; layers is 'own'")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.chunks:
             raise ValueError(
                 f"parallel: layers_per_stage has {len(self.layers_per_stage)} numbers; expected one for each of the "

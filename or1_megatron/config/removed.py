@@ -27,6 +27,12 @@ REMOVED: Final = {
         "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "
         "num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
     ),
+    "parallel.overlap_param_gather": Removed(
+        False, "no layout set it, and a handoff would wait for the gather that it defers; take the key out"
+    ),
+    "parallel.overlap_tensor": Removed(
+        False, "no layout set it, and `or1 plan` expected 2% of a run's time from it at best; take the key out"
+    ),
 }
 """By the dotted key without places in lists."""
 

@@ -22,8 +22,8 @@ from typing import Any, Final, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from or1_megatron.checkpoint.manifest import sync
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
-from or1_megatron.runtime.manifest import sync
 from or1_verify.errors import UserError
 
 JOURNAL: Final = "conversion.json"

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
+from or1_megatron.checkpoint.manifest import MANIFEST, check_digest, check_manifest, read_manifest
 from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import MegatronTensor
-from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 _PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from or1_megatron.checkpoint.manifest import sync
 from or1_megatron.convert.card import model_card
 from or1_megatron.convert.hf_folder import (
     DTYPES,
@@ -35,7 +36,6 @@ from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_te
 from or1_megatron.convert.run_source import RunOf, run_of
 from or1_megatron.convert.to_megatron import HF, RECORD, identical
 from or1_megatron.parallel.export import CARRIED
-from or1_megatron.runtime.manifest import sync
 from or1_megatron.weights.families import family_of, read_hf_config
 
 SHARD_BYTES: Final = 4 << 30

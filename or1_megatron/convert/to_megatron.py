@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
+from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
 from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
-from or1_megatron.parallel.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.table import tied
@@ -32,12 +32,6 @@ RECORD: Final = "conversion_record.json"
 HF: Final = "hf"
 FILE_BYTES: Final = 1 << 30
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_MEGATRON_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,6 @@ class ToMegatron:
                 # The same bytes under each name that a reader may use.
                 written += [replace(stored, part=replace(stored.part, key=key)) for key in piece.tensor.keys]
         write_metadata(folder, written)
-        (folder / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT))
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
         carry(carried(self.folder), folder / HF)
         (folder / RECORD).write_text(json.dumps(self._record(), indent=1))

@@ -7,10 +7,12 @@ generator to the CPU's. Only trainer processes import it; engines never do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from or1_megatron.runtime.allocator import return_large_blocks
@@ -117,6 +119,26 @@ def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = F
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _gather(
+    even: Callable[..., torch.Tensor],
+    mine: torch.Tensor,
+    group: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Gather [t, ...] of each rank, with its own t, end to end on all ranks; gloo itself gathers equal parts only.
+
+    Megatron does so among the tensor-parallel ranks that share an expert, of the tokens that each has for it.
+    """
+    if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+        return even(mine, group, output_split_sizes, use_global_buffer)
+    parts = [mine.new_empty(size, *mine.shape[1:]) for size in output_split_sizes]
+    parts[group.rank()] = mine.contiguous()
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, group=group, group_src=rank)
+    return torch.cat(parts)
+
+
 def install_without_cuda() -> None:
     """Install the layer in this process, once, if it has no CUDA device."""
     global _installed
@@ -128,12 +150,11 @@ def install_without_cuda() -> None:
     _patch_torch_cuda()
     _patch_tensor()
     _CudaMeansCpu().__enter__()
+    import megatron.core.tensor_parallel.mappings as megatron_mappings
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
-    from or1_megatron.parallel import gloo_collectives
-
-    gloo_collectives.install()
+    megatron_mappings._gather_along_first_dim = partial(_gather, megatron_mappings._gather_along_first_dim)
     megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
     megatron_random._set_cuda_rng_state = _set_cpu_rng_state
     megatron_random._get_cuda_rng_state = _get_cpu_rng_state

@@ -25,9 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
-from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
 
@@ -48,17 +46,6 @@ class RMSNorm(torch.nn.Module):
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return self.weight * normed.to(x.dtype)
-
-
-def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: TransformerConfig) -> None:
-    """Make Transformer Engine's buffers for overlapped TP communication, which then allow one row length only.
-
-    Transformer Engine allows this once per process.
-    """
-    from transformer_engine.pytorch.module.base import initialize_ub
-
-    shape = [rows.capacity_tokens // parallel.context, config.hidden_size]
-    initialize_ub(shape, tp_size=parallel.tensor, dtype=config.params_dtype, bootstrap_backend="nccl")
 
 
 def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
@@ -93,8 +80,7 @@ def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
         TERowParallelLinear,
     )
 
-    # A norm and the linear after it in one module: only this one overlaps its communication in the backward pass too.
-    # A router needs the norm's output, so experts keep a norm of their own.
+    # A norm and the linear after it in one module. A router needs the norm's output, so experts keep one of their own.
     fused = TELayerNormColumnParallelLinear
     return _spec(
         fused,

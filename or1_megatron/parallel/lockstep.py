@@ -1,11 +1,11 @@
 """Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
 
-Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
-unbounded, and rank 0's death breaks the connection.
+Ranks wait for the next verb on the store of their process group, which torchrun's agent hosts (rank 0 without an
+agent), never inside a collective: between verbs the wait is unbounded.
 
 A rank that fails in a verb logs its traceback and ends. So does one that has not finished the verb by the deadline, or
-that rank 0's store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which
-log where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
+that the store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which log
+where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
-import numpy as np
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
@@ -38,11 +36,11 @@ Verb = Callable[..., Any]
 STOP = "stop"
 
 _ASK_S: Final = 30.0
-"""A rank that waits for a verb asks rank 0's store anew after this time, or half the deadline if that is shorter."""
+"""A rank that waits for a verb asks the store anew after this time, or half the deadline if that is shorter."""
 _UNWIND_S: Final = 120.0
 """A rank that raises its error ends by itself within this time: rank 0 dumps the batch and closes the engines."""
 _LEAVE_S: Final = 5.0
-"""Rank 0, which hosts the store, waits so long for the others to read that the verbs are over."""
+"""Rank 0, which may host the store, waits so long for the others to read that the verbs are over."""
 _GRACE_S: Final = 30.0
 """A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
 
@@ -52,7 +50,7 @@ class LockstepError(PartLost, RuntimeError):
 
 
 class Lockstep:
-    """One rank's end of the lockstep.
+    """One rank's end of the lockstep. A process may make several, one after the other, as all ranks do.
 
     Args:
         verbs: what this rank can execute; the same names on every rank.
@@ -60,6 +58,8 @@ class Lockstep:
         heart: this rank's, which ends it at the deadline.
         note: takes a line on why this rank ends, before it does.
     """
+
+    _made = 0
 
     def __init__(
         self,
@@ -71,7 +71,9 @@ class Lockstep:
     ) -> None:
         self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
         self._heart, self._note = heart, note
-        self._store = _shared_store(mesh)
+        Lockstep._made += 1
+        shared: Any = _get_default_store()  # torch's stub lacks ``clone``, a connection of its own
+        self._store = dist.PrefixStore(f"lockstep/{Lockstep._made}", shared.clone())
         self._count = 0
         self._closed = self._broken = False
         if mesh.world > 1:
@@ -122,7 +124,7 @@ class Lockstep:
         process.
 
         Raises:
-            LockstepError: rank 0 is gone.
+            LockstepError: the host of the store is gone.
         """
         while True:
             self._heart.says("waiting for a verb")
@@ -140,7 +142,7 @@ class Lockstep:
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
         ask_s = min(_ASK_S, self._deadline_s / 2)
-        silent = f"rank 0, which hosts the store, has not answered for {self._deadline_s:g} s"
+        silent = f"the host of the store (torchrun's agent, or rank 0) has not answered for {self._deadline_s:g} s"
         while True:
             try:
                 with self._heart.within(self._deadline_s, lambda: self._end(silent)):
@@ -150,7 +152,7 @@ class Lockstep:
                 continue  # rank 0 is rolling out; no news is no failure
             except dist.DistNetworkError as error:
                 self._must_end()
-                raise LockstepError(f"rank {self._mesh.rank}: rank 0 is gone while waiting for a verb") from error
+                raise LockstepError(f"rank {self._mesh.rank}: the store is gone while waiting for a verb") from error
 
     # -- all ranks -----------------------------------------------------------------------------------------------
 
@@ -196,32 +198,27 @@ class Lockstep:
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
-        told = [pack(shared)]
+        packed = [pack(shared)]
         if self._mesh.world > 1:
-            dist.broadcast_object_list(told, src=0, group=self._mesh.control)
-        verb_arguments = unpack(told[0])
+            dist.broadcast_object_list(packed, src=0, group=self._mesh.control)
+        verb_arguments = unpack(packed[0])
         return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
         mesh = self._mesh
-        if mesh.world == 1:
-            assert per_replica is not None
-            return per_replica[0]
         leader = mesh.replica_leaders[mesh.data_rank]
-        packed: torch.Tensor | None = None
+        packed: list[Any] = [None]
         if mesh.rank == 0:
             assert per_replica is not None
-            blobs = [_pack(payload) for payload in per_replica]
-            for destination, blob in zip(mesh.replica_leaders[1:], blobs[1:], strict=True):
-                _send(blob, destination, mesh.control)
-            packed = blobs[0]
+            packed = [pack(per_replica[0])]
+            for destination, payload in zip(mesh.replica_leaders[1:], per_replica[1:], strict=True):
+                dist.send_object_list([pack(payload)], destination, mesh.control)
         elif mesh.rank == leader:
-            packed = _receive(0, mesh.control)
+            dist.recv_object_list(packed, 0, mesh.control)
         if dist.get_world_size(mesh.replica) > 1:
-            packed = _broadcast(packed, leader, mesh.replica)
-        assert packed is not None
-        return unpack(packed.numpy().tobytes())
+            dist.broadcast_object_list(packed, leader, mesh.replica)
+        return unpack(packed[0])
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
@@ -241,48 +238,3 @@ def _lost_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
     )
-
-
-def _shared_store(mesh: Mesh) -> dist.TCPStore:
-    """Open a TCP store of our own, hosted by rank 0; its address travels over the control group."""
-    address: list[Any] = [None]
-    store: dist.TCPStore | None = None
-    timeout = datetime.timedelta(seconds=60)
-    if mesh.rank == 0:
-        host = "127.0.0.1" if mesh.world == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
-        if host in ("localhost", "127.0.0.1"):
-            host = "127.0.0.1"
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        address = [(host, store.port)]
-    if mesh.world > 1:
-        dist.broadcast_object_list(address, src=0, group=mesh.control)
-    if store is None:
-        host, port = address[0]
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return store
-
-
-def _pack(payload: Any) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(pack(payload), dtype=np.uint8).copy())
-
-
-def _send(blob: torch.Tensor, destination: int, group: dist.ProcessGroup) -> None:
-    dist.send(torch.tensor([blob.numel()]), destination, group=group)
-    dist.send(blob, destination, group=group)
-
-
-def _receive(source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, source, group=group)
-    blob = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(blob, source, group=group)
-    return blob
-
-
-def _broadcast(blob: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = torch.tensor([blob.numel() if blob is not None else 0])
-    dist.broadcast(size, source, group=group)
-    if blob is None:
-        blob = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(blob, source, group=group)
-    return blob

@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.runtime.gloo_interface import choose_gloo_interface
-from or1_megatron.runtime.numa import bind_near
+from or1_megatron.runtime.world import bind_near, choose_gloo_interface
 
 _START_UP_S = 4 * 3600.0
 
@@ -66,8 +65,8 @@ class SubWorld:
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun started: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
-    With CUDA the rank first takes its GPU and the CPU cores beside it.
-    A process started without torchrun is a world of one. Only the processes of a sub-world join it.
+    With CUDA the rank first takes its GPU and the CPU cores beside it. A process started without torchrun is a world of
+    one. Only the processes of a sub-world join it.
 
     Raises:
         UserError: other nodes could not reach this one, as ``choose_gloo_interface`` says.
@@ -79,7 +78,8 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
     if torch.cuda.is_available() and "RANK" in os.environ:
         index = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(index)
-        bind_near(_pci_address(index))
+        card: Any = torch.cuda.get_device_properties(index)
+        bind_near(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
         backend = "cpu:gloo,cuda:nccl"
     if sub_world is not None:
         store = dist.PrefixStore(sub_world.name, sub_world.store)
@@ -89,29 +89,8 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
         timeout_s = max(timeout_s, _START_UP_S)
         if "RANK" not in os.environ:
             world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (restart := _restarts()):
-            # torchrun keeps its store over --max-restarts, with the addresses of the ranks that have ended.
-            world = {"store": dist.PrefixStore(f"restart_{restart}", _agents_store(timeout_s))}
-            world |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     choose_gloo_interface()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
-
-
-def _restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _agents_store(timeout_s: float) -> dist.TCPStore:
-    """Connect to the store that torchrun's agent of the first node hosts."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def _pci_address(index: int) -> str:
-    """Return a GPU's address as Linux writes it: domain, bus, device, and function 0."""
-    card: Any = torch.cuda.get_device_properties(index)
-    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
 def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Mesh:

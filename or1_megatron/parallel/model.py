@@ -73,7 +73,6 @@ def transformer_config(
             perform_initialization=False,
             calculate_per_token_loss=True,
             gradient_accumulation_fusion=True,
-            tp_comm_overlap=parallel.overlap_tensor,
             masked_softmax_fusion=False,
             bias_activation_fusion=True,  # SwiGLU: one kernel for each direction, made by torch.compile
             bias_dropout_fusion=False,  # there is neither bias nor dropout after attention and MLP

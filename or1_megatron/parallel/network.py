@@ -16,12 +16,11 @@ from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
-from or1_megatron.parallel.layers import start_tensor_overlap
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
-from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
+from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.types import Float32Array, MicroBatch
 from or1_megatron.weights.families import family_of, read_hf_config
 
@@ -47,8 +46,6 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     family = family_of(hf)
     kind = choose_layers(parallel, model.dtype).kind
     config = transformer_config(hf, family, parallel, model.dtype, kind)
-    if parallel.overlap_tensor:
-        start_tensor_overlap(batch_layout(parallel, hf), parallel, config)
     chunk_layers = parallel.chunk_layers(hf["num_hidden_layers"])
     chunks = [
         PolicyModel(hf, family, config, mesh, kind, chunk_layers, index).to(device())

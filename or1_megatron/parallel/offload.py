@@ -25,7 +25,7 @@ SLAB_BYTES = 256 << 20
 """Host memory is allocated in slabs of this size: torch rounds page-locked memory up to a power of two, which for one
 buffer of all parameters could be nearly twice what they need."""
 
-Thing = Literal["parameters", "gradients", "optimizer"]
+Part = Literal["parameters", "gradients", "optimizer"]
 
 
 class HostCopy:
@@ -86,8 +86,8 @@ class HostCopy:
         assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} that is not contiguous in its storage"
         pieces = self._range(first + int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes)
         aligned = len(pieces) == 1 and pieces[0].storage_offset() % tensor.element_size() == 0
-        found = pieces[0] if aligned else torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
-        return found.view(tensor.dtype).view(tensor.shape)
+        values = pieces[0] if aligned else torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
+        return values.view(tensor.dtype).view(tensor.shape)
 
     def _range(self, begin: int, count: int) -> list[Tensor]:
         """Return ``count`` bytes from ``begin`` on, slab by slab."""
@@ -128,34 +128,29 @@ class Offload:
     Args:
         chunks: this rank's model chunks.
         optimizer: over exactly these; a ChainedOptimizer as Megatron builds it, or a single one.
-
-    Raises:
-        ValueError: the buffers are registered with NCCL (``nccl_ub``), which must not be freed under it.
     """
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, slab_bytes: int = SLAB_BYTES
     ) -> None:
-        if any(chunk.ddp_config.nccl_ub for chunk in chunks):
-            raise ValueError("offload needs buffers that may be freed, but ddp_config.nccl_ub registers them with NCCL")
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._parameters, self._state = HostCopy(slab_bytes), HostCopy(slab_bytes)
-        things = self._parameters, HostCopy(drop=True), self._state
-        self._held: dict[Thing, HostCopy] = dict(zip(("parameters", "gradients", "optimizer"), things, strict=True))
+        parts = self._parameters, HostCopy(drop=True), self._state
+        self._held: dict[Part, HostCopy] = dict(zip(("parameters", "gradients", "optimizer"), parts, strict=True))
 
     @property
-    def away(self) -> frozenset[Thing]:
+    def away(self) -> frozenset[Part]:
         """What is not on the device now."""
-        return frozenset(thing for thing, away in self._held.items() if away)
+        return frozenset(part for part, away in self._held.items() if away)
 
-    def require(self, action: str, *things: Thing) -> None:
+    def require(self, action: str, *parts: Part) -> None:
         """Refuse an action that needs what is away, instead of reading memory of others.
 
         Raises:
-            RuntimeError: one of ``things`` is away.
+            RuntimeError: one of ``parts`` is away.
         """
-        missing = [thing for thing in things if thing in self.away]
+        missing = [part for part in parts if part in self.away]
         if missing:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
@@ -164,49 +159,39 @@ class Offload:
 
         It must be contiguous, and no gradient: those have no values while they are away.
         """
-        found = self._parameters.read(tensor)
-        found = self._state.read(tensor) if found is None else found
-        return tensor if found is None else found
+        values = self._parameters.read(tensor)
+        values = self._state.read(tensor) if values is None else values
+        return tensor if values is None else values
 
-    def offload(self, *things: Thing) -> int:
+    def offload(self, *parts: Part) -> int:
         """Free these on the device, in the order given; return the bytes moved, 0 for what was away already.
 
-        The optimizer has master weights and moments; without master weights (fp32 training) moments only. Collective
-        for parameters with ``overlap_param_gather``: a gather that is under way ends first.
+        The optimizer has master weights and moments; without master weights (fp32 training) moments only.
         """
         moved = 0
-        for thing in things:
-            if thing in self.away:
+        for part in parts:
+            if part in self.away:
                 continue
-            if thing == "parameters":
-                finish_parameter_gather(self._chunks)
-            elif thing == "gradients":
+            if part == "gradients":
                 self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
-            moved += self._held[thing].take(self.storages(thing))
+            moved += self._held[part].take(self.storages(part))
         return moved
 
-    def restore(self, *things: Thing) -> int:
+    def restore(self, *parts: Part) -> int:
         """Bring these back to the device, in the order given; return the bytes moved."""
-        return sum(self._held[thing].give_back() for thing in things)
+        return sum(self._held[part].give_back() for part in parts)
 
-    def storages(self, thing: Thing) -> list[UntypedStorage]:
+    def storages(self, part: Part) -> list[UntypedStorage]:
         """Return what one of these is made of on the device; not while it is away."""
-        if thing == "parameters":
+        if part == "parameters":
             return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
-        if thing == "gradients":
+        if part == "gradients":
             buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
             return distinct_storages(buffer.grad_data for buffer in buffers)
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [one.optimizer for one in chained if one.optimizer is not None]
         models = {storage._cdata for storage in self.storages("parameters")}  # or views of them: not the optimizer's
         return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
-
-
-def finish_parameter_gather(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Wait for the gather of updated parameters, where it overlaps with other work; collective."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
@@ -225,9 +210,9 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the tensors' storages on the training device, each once, in order of appearance."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[int, UntypedStorage] = {}
+    storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type == device_type:
             storage = tensor.untyped_storage()
-            found.setdefault(storage._cdata, storage)
-    return list(found.values())
+            storages.setdefault(storage._cdata, storage)
+    return list(storages.values())

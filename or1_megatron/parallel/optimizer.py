@@ -32,14 +32,9 @@ class FusedStepAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
+        **_: Any,
     ) -> None:
-        if not adam_w_mode or capturable:
-            raise ValueError(
-                "only decoupled weight decay (AdamW), outside of CUDA graphs, is implemented; got "
-                f"adam_w_mode={adam_w_mode}, capturable={capturable}"
-            )
+        """The other arguments that Megatron gives are Transformer Engine's: decoupled decay, which this is."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -104,7 +99,6 @@ def build_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_param_gather=parallel.overlap_param_gather,
         ),
         chunks,
         config_overrides={},

@@ -110,7 +110,6 @@ def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> lis
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
     """Gather all parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
-    policy.sync_parameters()
     return {name: tensor.float().cpu().clone() for name, tensor in policy.weights if tensor is not None}
 
 

@@ -21,10 +21,9 @@ from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
-from or1_megatron.parallel.offload import Offload, finish_parameter_gather
+from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
-from or1_megatron.parallel.stragglers import slowest
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
@@ -44,7 +43,7 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         config = network.config
-        config.finalize_model_grads_func = self._sum_grads
+        config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Parameters of the whole model, over all ranks."""
         self.chunks = [
@@ -60,8 +59,6 @@ class MegatronPolicy:
         """Moves what this rank holds off its device and back."""
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
-        self._computed_s = 0.0
-        """When this rank's gradients were ready to be summed, by ``time.perf_counter``."""
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """As ``network.score_rows``; collective."""
@@ -82,8 +79,8 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums, late = self._total([sums for sums, _ in found], self._computed_s - started_s)
+        outputs = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
+        sums = self._total([sums for sums, _ in outputs])
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -98,15 +95,8 @@ class MegatronPolicy:
             skipped=skipped,
             forward_backward_s=differentiated_s - started_s,
             optimizer_s=finished_s - differentiated_s,
-            slowest_rank=None if late is None else late[0],
-            waited_s=0.0 if late is None else late[1],
         )
-        return report, gather_scores(self.mesh, [scored for _, scored in found])
-
-    def sync_parameters(self) -> None:
-        """Finish gathering the parameters that the last step updated, before they are read; collective."""
-        if "parameters" not in self.host.away:
-            finish_parameter_gather(self.chunks)
+        return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
     def _step(self, loss: float) -> tuple[float, bool]:
         """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
@@ -124,26 +114,18 @@ class MegatronPolicy:
         self.sgd_steps += 1
         return grad_norm, False
 
-    def _sum_grads(self, *arguments: Any, **named: Any) -> None:
-        torch.cuda.current_stream().synchronize()  # which the sums wait for in any case
-        self._computed_s = time.perf_counter()
-        finalize_model_grads(*arguments, **named)
+    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Return the objective's sums over all micro-batches of all data-parallel ranks; collective.
 
-    def _total(
-        self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], computed_s: float
-    ) -> tuple[dict[str, float], tuple[int, float] | None]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks, and ``slowest``; collective.
-
-        Names that start with ``max_`` are maxima, the rest sums. ``computed_s``: as in ``slowest``.
+        Names that start with ``max_`` are maxima, the rest sums.
         """
         mesh = self.mesh
         counts = mesh.last_stage and mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        here = local, ((mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank), computed_s)
-        everyone: list[Any] = [here] * mesh.world
+        everyone: list[Any] = [local] * mesh.world
         if mesh.world > 1:
-            dist.all_gather_object(everyone, here, group=mesh.control)
-        return _folded([sums for sums, _ in everyone]), slowest([computed for _, computed in everyone])
+            dist.all_gather_object(everyone, local, group=mesh.control)
+        return _folded(everyone)
 
 
 def _data_parallel(
@@ -160,7 +142,6 @@ def _data_parallel(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=bucket,
     )
     layout = None
@@ -241,7 +222,6 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
-    policy.sync_parameters()
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # to the end in any case: the other ranks send all of theirs

@@ -23,9 +23,7 @@ class FrozenReference:
     """
 
     def __init__(self, folder: Path, dtype: str, parallel: ParallelConfig, mesh: Mesh, offload: bool) -> None:
-        # A process has one set of userbuffers, the policy's; without gradients there is nothing to recompute.
-        plain = parallel.model_copy(update={"overlap_tensor": False, "recompute": "none"})
-        network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), plain, mesh)
+        network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), parallel, mesh)
         self._mesh, self.chunks = mesh, network.chunks
         for chunk in self.chunks:
             chunk.requires_grad_(False)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,37 +30,26 @@ def largest_difference(a: tuple[Float32Array, ...], b: tuple[Float32Array, ...])
     return float(np.abs(left - right)[both].max(initial=0.0))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("dump", type=Path)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("parallel", type=ParallelConfig.model_validate_json)
-    parser.add_argument("found", type=Path)
-    arguments = parser.parse_args()
+def replay(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Repeat the update of ``dump``, a folder, on the HF folder ``weights`` at ``parallel``; rank 0 notes it."""
     warnings.simplefilter("ignore")  # Megatron's warnings would bury the table
-    dump, parallel = read_dump(arguments.dump), arguments.parallel
-    model = ModelConfig(hf=arguments.weights, dtype=dump.context["model"]["dtype"])
+    dump, parallel = read_dump(Path(task["dump"])), ParallelConfig.model_validate(task["parallel"])
+    model = ModelConfig(hf=Path(task["weights"]), dtype=dump.context["model"]["dtype"])
     torch.set_num_threads(parallel.threads_per_rank or 1)
     start_process_group(_RANK_WAIT_S)
-    try:
-        mesh = build_mesh(parallel, seed=1)
-        policy = WholePolicy(MegatronPolicy(model, parallel, OptimizerConfig(), mesh))
-        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
-        scores = policy.score(batch, dump.objective.temperature)
-        report = update(policy, batch, dump.objective, parallel.head == "one_pass")
-        if mesh.rank == 0:
-            found = {
+    mesh = build_mesh(parallel, seed=1)
+    policy = WholePolicy(MegatronPolicy(model, parallel, OptimizerConfig(), mesh))
+    batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
+    scores = policy.score(batch, dump.objective.temperature)
+    report = update(policy, batch, dump.objective, parallel.head == "one_pass")
+    if mesh.rank == 0:
+        note(
+            {
                 "skipped": report.skipped,
                 "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
                 "sums": {name: str(value) for name, value in report.sums.items()},
                 "first_not_finite": first_not_finite(scores.log_probs),
                 "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0,
             }
-            arguments.found.write_text(json.dumps(found))
-    finally:
-        stop_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        )
+    stop_process_group()

@@ -59,14 +59,14 @@ def check_replicas(policy: MegatronPolicy, step: int) -> None:
     if mesh.data * mesh.context == 1:
         return
     place = (mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank)
-    found: list[Any] = [None] * mesh.world
-    dist.all_gather_object(found, (mesh.rank, place, bit_sums(policy)), group=mesh.control)
-    raise_together(mesh, _difference(found, step))
+    everyone: list[Any] = [None] * mesh.world
+    dist.all_gather_object(everyone, (mesh.rank, place, bit_sums(policy)), group=mesh.control)
+    raise_together(mesh, _difference(everyone, step))
 
 
-def _difference(found: list[tuple[int, tuple[int, ...], Mapping[str, int]]], step: int) -> ReplicasDiffer | None:
+def _difference(everyone: list[tuple[int, tuple[int, ...], Mapping[str, int]]], step: int) -> ReplicasDiffer | None:
     copies: dict[tuple[tuple[int, ...], str], dict[int, list[int]]] = {}
-    for rank, place, sums in found:
+    for rank, place, sums in everyone:
         for name, value in sums.items():
             copies.setdefault((place, name), {}).setdefault(value, []).append(rank)
     wrong = []

@@ -187,12 +187,8 @@ def _module(model: Any) -> PolicyModel:
 
 def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any, forward_only: bool) -> list[Any]:
     def forward_step(rows_left: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        row, model = next(rows_left), _module(chunk)
-        hidden = chunk(row.token_ids[None], row.row)
-        if model.post_process and isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            # Each module waits for its own parameters; the head reads its weight outside of any module.
-            chunk.param_to_bucket_group[model.head_weight()].finish_param_sync()
-        return hidden, partial(loss, row, model)
+        row = next(rows_left)
+        return chunk(row.token_ids[None], row.row), partial(loss, row, _module(chunk))
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -213,8 +209,8 @@ def forward_backward(
 
     Returns, on the last stage, the objective's sums and its log-probs and entropies [2, C] per micro-batch.
     """
-    found = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
-    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, found, strict=bool(found))]
+    outputs = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
+    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, outputs, strict=bool(outputs))]
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ class ShardedWeights:
         self._stage_of_layer = {
             layer: index % mesh.pipeline for index, layers in enumerate(chunk_layers) for layer in layers
         }
-        self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
+        self._shapes = family.shapes(hf)
         self._held: dict[str, list[tuple[Row, Piece]]] | None = None
         self._found: dict[tuple[str, Box], tuple[Tensor, tuple[slice, ...]]] = {}
 
@@ -145,17 +145,8 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return (HF name, dtype, shape) of the whole model in iteration order; the first call is collective."""
-        if self._metadata is None:
-            local = {}
-            for row, parameter in self.local_rows():
-                for name, part in zip(row.hf, row.layout.split(self._whole(parameter, row), self._hf), strict=True):
-                    local[name] = tuple(part.shape)
-            everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self._mesh.world)]
-            dist.all_gather_object(everyone, local, group=self._mesh.control)
-            shapes = {name: shape for held in everyone for name, shape in held.items()}
-            self._metadata = [(name, self._dtype, shapes[name]) for row in self._rows for name in row.hf]
-        return self._metadata
+        """Return (HF name, dtype, shape) of the whole model in iteration order."""
+        return [(name, self._dtype, self._shapes[name]) for row in self._rows for name in row.hf]
 
     @property
     def ranks(self) -> int:
@@ -163,17 +154,16 @@ class ShardedWeights:
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's ``value`` on every rank; collective."""
-        told = [value]
+        values = [value]
         if self._mesh.world > 1:
-            dist.broadcast_object_list(told, src=0, group=self._mesh.control)
-        return told[0]
+            dist.broadcast_object_list(values, src=0, group=self._mesh.control)
+        return values[0]
 
     def holdings(self) -> list[Holding]:
         """Return which rank of the whole trainer holds which part of which HF tensor."""
-        shapes = {name: shape for name, _, shape in self.metadata()}
         mesh = self._mesh
         grid = RankGrid(mesh.tensor, mesh.context * mesh.data, mesh.pipeline, mesh.expert)
-        return holdings(self._rows, self._hf, shapes, self._stage, grid, expert_rank=self._expert_rank)
+        return holdings(self._rows, self._hf, self._shapes, self._stage, grid, expert_rank=self._expert_rank)
 
     def _expert_rank(self, row: Row) -> int | None:
         return None if row.expert is None else row.expert // self._local_experts
@@ -198,17 +188,15 @@ class ShardedWeights:
         raise KeyError(f"rank {self._mesh.rank} does not hold '{name}' at {box}")
 
     def _pieces_by_name(self) -> dict[str, list[tuple[Row, Piece]]]:
-        shapes = {name: shape for name, _, shape in self.metadata()}
-        found: dict[str, list[tuple[Row, Piece]]] = {}
+        held: dict[str, list[tuple[Row, Piece]]] = {}
         for row, _ in self.local_rows():
-            for piece in pieces(row, self._hf, shapes, self._mesh.tensor_rank, self._mesh.tensor):
-                found.setdefault(piece.name, []).append((row, piece))
-        return found
+            for piece in pieces(row, self._hf, self._shapes, self._mesh.tensor_rank, self._mesh.tensor):
+                held.setdefault(piece.name, []).append((row, piece))
+        return held
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all."""
-        shapes = {name: shape for name, _, shape in self.metadata()}
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
@@ -217,7 +205,7 @@ class ShardedWeights:
             if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))
             for name, part in zip(row.hf, parts, strict=True):
-                yield name, self._to_rank_0(part, source, shapes[name])
+                yield name, self._to_rank_0(part, source, self._shapes[name])
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
         """Send a tensor from ``source``, if that is another rank, to rank 0; returns it there."""

@@ -162,7 +162,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
     forward = 2 if parallel.recompute == "full" else 1
     total = 0.0
-    if parallel.tensor > 1 and not parallel.overlap_tensor:
+    if parallel.tensor > 1:
         size = tokens / parallel.context * shape.hidden * number
         messages = 2 if parallel.sequence else 1  # a reduce-scatter and an all-gather for an all-reduce
         each = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s

@@ -27,9 +27,6 @@ PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
 LEARNT: Final = 0.9
 """Training accuracy above which low entropy and a plateau are expected."""
-STRAGGLER_STEPS: Final = 10
-STRAGGLER_SHARE: Final = 0.2
-"""The same rank holds the others up for this share of forward and backward in that many steps in a row."""
 COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
@@ -223,32 +220,6 @@ class PlateauRule(_TrendRule):
         )
 
 
-class StragglerRule(AlarmRule):
-    """The same rank is the slowest in STRAGGLER_STEPS steps in a row, by STRAGGLER_SHARE of the time in each.
-
-    A resume begins the count anew: a checkpoint holds nothing that depends on the clock.
-    """
-
-    def __init__(self) -> None:
-        self._rank, self._steps = -1, 0
-
-    def look(self, seen: StepSeen) -> str | None:
-        share, rank = seen.metrics.get("train/straggler_share"), seen.metrics.get("train/slowest_rank")
-        if share is None or rank is None:  # no SGD step, or one replica
-            return None
-        slow = share >= STRAGGLER_SHARE
-        self._steps = 0 if not slow else self._steps + 1 if rank == self._rank else 1
-        self._rank = int(rank)
-        if self._steps < STRAGGLER_STEPS:
-            return None
-        return (
-            f"rank {self._rank} is a straggler: in {self._steps} steps in a row the other data-parallel ranks waited "
-            f"for it, {share:.0%} of forward and backward in this step. Its batch is balanced with theirs by FLOPs, so "
-            "look at its node: other programs, the clocks and temperature of its GPU (nvidia-smi -q -d PERFORMANCE), "
-            "its links; under tensor or pipeline parallelism at the nodes of its whole replica"
-        )
-
-
 class Alarms:
     """All rules, and which of them are in an episode."""
 
@@ -261,7 +232,6 @@ class Alarms:
             "entropy": EntropyRule(config.low_entropy),
             "non_truncated": NonTruncatedRule(),
             "plateau": PlateauRule(),
-            "straggler": StragglerRule(),
         }
         assert self._rules.keys() == ALARMS.keys()
         self._remaining = dict.fromkeys(ALARMS, 0)

@@ -103,7 +103,6 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
         **update_metrics(step.updates, step.stage.sgd_steps == 1 and step.staleness == 0),
         **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
-        **straggler_metrics(step.updates),
     }
     for group, found in (("filter", step.filtered), ("mismatch", step.mismatch)):
         if found is not None:
@@ -275,19 +274,6 @@ def throughput_metrics(
     if hardware.peak_flops_per_gpu is not None:
         metrics["train/mfu"] = 6 * hardware.parameters * per_gpu / hardware.peak_flops_per_gpu
     return metrics
-
-
-def straggler_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Return the rank that the others waited for longest, and its share of the time; nothing without peers."""
-    waited_s: dict[int, float] = {}
-    for update in updates:
-        if update.slowest_rank is not None:
-            waited_s[update.slowest_rank] = waited_s.get(update.slowest_rank, 0.0) + update.waited_s
-    spent_s = sum(update.forward_backward_s for update in updates)
-    if not waited_s or spent_s <= 0:
-        return {}
-    rank = max(waited_s, key=waited_s.__getitem__)
-    return {"train/slowest_rank": rank, "train/straggler_share": waited_s[rank] / spent_s}
 
 
 def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:

@@ -73,8 +73,6 @@ class BatchLayout:
     rows_multiple: int = 1
     """Rows per rank are a multiple of it: the pipeline size where stages are interleaved."""
     cost: SequenceCost = QWEN2_7B
-    fixed_length: bool = False
-    """T is the budget in every step, for buffers that are allocated for one length."""
 
     def __post_init__(self) -> None:
         if self.alignment % self.sequence_alignment:
@@ -172,8 +170,7 @@ def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: in
 def _deal(rows: Rows, extents: Ints, layout: BatchLayout) -> RowPlan:
     """Deal the rows to the ranks, the same number to each."""
     filled = np.array([extents[row].sum() for row in rows], dtype=np.int64)
-    longest = layout.budget_tokens if layout.fixed_length else int(filled.max())
-    row_tokens = -(-longest // layout.alignment) * layout.alignment
+    row_tokens = -(-int(filled.max()) // layout.alignment) * layout.alignment
     squares = np.array([np.square(extents[row], dtype=np.float64).sum() for row in rows])
     squares += np.square(row_tokens - filled, dtype=np.float64)
     costs: Floats = layout.cost.linear * row_tokens + layout.cost.quadratic * squares

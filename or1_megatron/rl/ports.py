@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
@@ -12,9 +13,11 @@ from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule, check_previous
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import EvaluationResult
+
+if TYPE_CHECKING:
+    from or1_megatron.checkpoint.keeper import CheckpointKeeper
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.interfaces import Policy, Rollouts
-from or1_megatron.runtime.run_folder import CheckpointKeeper
+
+if TYPE_CHECKING:
+    from or1_megatron.checkpoint.keeper import CheckpointKeeper
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Final
 
 from or1_verify.errors import UserError
 
-_KERNEL_MODULE: Final = Path("/proc/driver/nvidia/version")
 _FIRST_DRIVER: Final = {12: 525, 13: 580}
 """The first driver series of each CUDA, from the table in NVIDIA's CUDA release notes."""
 
@@ -40,7 +39,7 @@ def driver_problem(wanted: tuple[int, int] | None = None) -> str:
         return ""
     series = f" of series {_FIRST_DRIVER[wanted[0]]} or newer" if wanted[0] in _FIRST_DRIVER else ""
     return (
-        f"the NVIDIA driver{_kernel_module()} offers CUDA {offered[0]}.{offered[1]}, and torch is built for CUDA "
+        f"the NVIDIA driver offers CUDA {offered[0]}.{offered[1]}, and torch is built for CUDA "
         f"{wanted[0]}.{wanted[1]}; install a driver{series}, or on data-centre GPUs NVIDIA's package "
         f"cuda-compat-{wanted[0]}-{wanted[1]}; or train on CPU with `make setup`"
     )
@@ -48,10 +47,10 @@ def driver_problem(wanted: tuple[int, int] | None = None) -> str:
 
 def torch_cuda() -> tuple[int, int] | None:
     """Return the CUDA version that the installed torch was built for, from its version.py; None for none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    version = Path(next(iter(found.submodule_search_locations)), "version.py")
+    version = Path(next(iter(spec.submodule_search_locations)), "version.py")
     text = version.read_text() if version.exists() else ""
     built = re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)'", text, re.MULTILINE)
     return (int(built[1]), int(built[2])) if built else None
@@ -66,10 +65,3 @@ def driver_cuda() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return version.value // 1000, version.value % 1000 // 10
-
-
-def _kernel_module() -> str:
-    """Return the driver's own version, with a blank before it; empty if the kernel does not report it."""
-    text = _KERNEL_MODULE.read_text() if _KERNEL_MODULE.exists() else ""
-    found = re.search(r"\s(\d{3,}(?:\.\d+)+)\s", text)
-    return f" {found[1]}" if found else ""

@@ -7,11 +7,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from or1_megatron.runtime.files import append_whole
+from or1_megatron.runtime.jsonl import read_rows
 
 FaultKind = Literal["stalled", "failed", "restart", "engine", "manager"]
 
@@ -61,16 +63,11 @@ class FaultRecord:
 
     def read(self, since_s: float = 0.0) -> Iterator[Fault]:
         """Yield the faults from ``since_s`` on, in order; lines that are not whole are left out."""
-        if not self.path.is_file():
-            return
-        for line in self.path.read_text(errors="replace").splitlines():
-            try:
-                row: dict[str, Any] = json.loads(line)
+        for row in read_rows(self.path, bad_lines=[]) if self.path.is_file() else ():
+            with suppress(KeyError, TypeError, ValueError):
                 fault = Fault(row["kind"], row["who"], row["why"], float(row["time_s"]))
-            except (ValueError, KeyError, TypeError):
-                continue
-            if fault.time_s >= since_s:
-                yield fault
+                if fault.time_s >= since_s:
+                    yield fault
 
     def counts(self) -> dict[str, float]:
         """Return the metrics that count the faults; each is there from the first fault of the run on."""

@@ -1,9 +1,9 @@
 """Signs of life: each process of a run counts in a small file in shared memory, which the node's monitor reads.
 
-A file holds who the process is, two counters, and what it does. A thread of its own advances ``alive`` every second: it
-runs as long as the process and its interpreter do. ``worked`` is advanced by the thread whose work the run waits for,
-so it also shows that this thread does not hang in a driver. No file system but the node's memory takes part, so storage
-that hangs stops no heartbeat. Imports no package.
+A file holds one ``Beat``. A thread of its own advances ``alive`` every second: it runs as long as the process and its
+interpreter do. ``worked`` is advanced by the thread whose work the run waits for, so it also shows that this thread
+does not hang in a driver. No file system but the node's memory takes part, so storage that hangs stops no heartbeat;
+and a file has its final size from the start, so a full memory does not either. Imports no package.
 
 The thread that beats also looks at the clock for the main thread: it ends what takes longer than its deadline
 (``Heartbeat.within``).
@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
+import json
 import os
-import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from or1_megatron.runtime.processes import start_ticks
 
 BEAT_S: Final = 1.0
-_HEAD: Final = struct.Struct("<qq64s")  # pid, its start in clock ticks since boot, who
-_LIFE: Final = struct.Struct("<qqq160s")  # alive, worked (-1: never judged), long, doing
-_BYTES: Final = _HEAD.size + _LIFE.size
-_ALIVE, _WORKED, _LONG, _DOING = (_HEAD.size + offset for offset in (0, 8, 16, 24))
-_COUNTER: Final = struct.Struct("<q")
+_BYTES: Final = 1024
+_WORDS: Final = 100
+"""Characters of ``who`` and of ``doing``, at most."""
 _FRAMES: Final = 10
 
 
@@ -50,12 +47,12 @@ class Beat:
     started: int
     """Clock ticks since boot: with the pid it names one process for good."""
     who: str
-    alive: int
-    worked: int
+    alive: int = 0
+    worked: int = -1
     """-1: the process has no thread whose work is watched, or that thread waits for nothing now."""
-    long: bool
+    long: bool = True
     """It does something that is known to take long and that has a deadline elsewhere."""
-    doing: str
+    doing: str = "starting"
 
 
 class Heartbeat:
@@ -70,36 +67,33 @@ class Heartbeat:
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / str(os.getpid())
-        head = _HEAD.pack(os.getpid(), start_ticks(os.getpid()), who.encode()[:64])
         aside = self._path.with_suffix(".new")
-        aside.write_bytes(head + _LIFE.pack(0, -1, 0, b""))
-        with aside.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _BYTES)
+        self._file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._beat = Beat(os.getpid(), start_ticks(os.getpid()), who[:_WORDS])
         self.says(doing, long)
         aside.rename(self._path)
         self._due: tuple[float, Callable[[], None]] | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def says(self, doing: str, long: bool = False) -> None:
         """Say what the process does. ``long``: its deadline is another one than ``cluster.heartbeat_s``."""
-        _COUNTER.pack_into(self._memory, _LONG, int(long))
-        self._memory[_DOING:_BYTES] = doing.encode()[:160].ljust(160, b"\0")
+        self._write(doing=doing[:_WORDS], long=long)
 
     def worked(self) -> None:
         """Say that the watched thread has got on. From now on it must do so within ``cluster.heartbeat_s``."""
-        (count,) = _COUNTER.unpack_from(self._memory, _WORKED)
-        _COUNTER.pack_into(self._memory, _WORKED, count + 1 if count >= 0 else 1)
+        self._write(worked=max(self._beat.worked, 0) + 1)
 
     @contextmanager
     def busy_with(self, doing: str) -> Iterator[None]:
         """Say that the process does something long during the block, and afterwards what it did before."""
-        before = self._memory[_LONG:_BYTES]
+        before = self._beat
         self.says(doing, long=True)
         try:
             yield
         finally:
-            self._memory[_LONG:_BYTES] = before
+            self.says(before.doing, before.long)
 
     @contextmanager
     def within(self, deadline_s: float, late: Callable[[], None]) -> Iterator[None]:
@@ -119,11 +113,14 @@ class Heartbeat:
         self._over.set()
         self._path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
-        count = 0
+    def _write(self, **changes: Any) -> None:
+        with self._lock:
+            self._beat = replace(self._beat, **changes)
+            os.pwrite(self._file, json.dumps(asdict(self._beat), ensure_ascii=False).encode().ljust(_BYTES), 0)
+
+    def _keep_beating(self) -> None:
         while not self._over.wait(BEAT_S):
-            count += 1
-            _COUNTER.pack_into(self._memory, _ALIVE, count)
+            self._write(alive=self._beat.alive + 1)
             due = self._due
             if due is not None and time.monotonic() > due[0]:
                 due[1]()
@@ -144,20 +141,10 @@ async def beat_on_loop(heart: Heartbeat) -> None:
 
 def read_beats(folder: Path) -> list[Beat]:
     """Return the signs of life in the folder, those of processes that have ended included."""
-    found = []
-    for path in sorted(folder.glob("[0-9]*")):
-        if path.suffix:
-            continue
+    beats = []
+    for path in sorted(path for path in folder.glob("*") if path.name.isdigit()):
         try:
-            content = path.read_bytes()
-        except FileNotFoundError:  # it has just ended
+            beats.append(Beat(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):  # it has just ended, or is just being written
             continue
-        if len(content) == _BYTES:
-            pid, started, who = _HEAD.unpack_from(content)
-            alive, worked, long, doing = _LIFE.unpack_from(content, _HEAD.size)
-            found.append(Beat(pid, started, _text(who), alive, worked, bool(long), _text(doing)))
-    return found
-
-
-def _text(content: bytes) -> str:
-    return content.rstrip(b"\0").decode(errors="replace")
+    return beats

@@ -4,18 +4,20 @@ torchrun's agent runs in this process. By default it answers a signal by sending
 and SIGKILL 30 s later. That group holds Ray's daemons and the engines that rank 0 started, which would die before the
 save. So this module handles the signals and forwards them to the rank processes only; the ranks save, stop their own
 helpers and exit (``runtime.signals``). Ctrl-C and a closed terminal mean the same as SIGTERM.
+
+The kernel makes this process the parent of all whose parent dies below it, so that nothing of a rank gets lost.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -37,6 +39,7 @@ KILL_MARGIN_S: Final = 30.0
 """Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
 
 _GONE_S: Final = 10.0
+_PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 _AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -63,17 +66,16 @@ def run_ranks(
     threads_per_rank: int | None,
     grace_s: float,
     task: str = "training",
-    advice: str = ".",
 ) -> int:
     """Run ranks as ``launch``; print how they failed, if they did; return the exit code for the shell.
 
     Args:
-        task, advice: words of the message that is printed when a rank fails.
+        task: names the work in the message that is printed when a rank fails.
     """
     ended = launch(module, arguments, ranks=ranks, threads_per_rank=threads_per_rank, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
     if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
-        print(f"or1: {task} stopped: {ended.how}{advice}", file=sys.stderr)
+        print(f"or1: {task} stopped: {ended.how}.", file=sys.stderr)
     return ended.code
 
 
@@ -100,8 +102,8 @@ def launch(
     """
     threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
-    supervisor = _Supervisor(module, ranks, grace_s, monitor)
-    os.environ[LAUNCH_MARK] = supervisor.mark  # the ranks and all that they start inherit it
+    supervisor = _Supervisor(module, grace_s, monitor)
+    os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
     logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
     previous = {number: signal.signal(number, supervisor.on_signal) for number in ASKS}
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
@@ -112,8 +114,7 @@ def launch(
         with watched:
             torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
     except ChildFailedError as error:
-        supervisor.add_sessions(failure.pid for failure in error.failures.values())
-        return _first_of_all(nodes, _failed(error, supervisor.number, supervisor.killed_first))
+        return _first_of_all(nodes, _failed(error, supervisor.number))
     except dist.DistError as error:
         if nodes is None:
             raise
@@ -158,26 +159,16 @@ def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
 class _Supervisor:
     """Forwards signals to the ranks, and kills what does not end in time."""
 
-    def __init__(self, module: str, ranks: int, grace_s: float, monitor: Monitor | None) -> None:
+    def __init__(self, module: str, grace_s: float, monitor: Monitor | None) -> None:
         self.number = 0
         """The first signal received; 0: none yet."""
-        self.killed_first: int | None = None
-        """The pid of the rank that a signal killed, before this killed the others."""
-        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._module = module
-        self._rank_count = ranks
-        self._grace_s = grace_s
-        self._sessions: set[int] = set()
+        self._module, self._grace_s, self._monitor = module, grace_s, monitor
         self._ended = threading.Event()
-        self._one_ended, self._lock = False, threading.Lock()
-        self._monitor = monitor
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+        self._others = psutil.Process().children(recursive=True)
+        """Processes below this one that are no rank's."""
         if monitor is not None:
             monitor.start()
-        threading.Thread(target=self._find_sessions, name="launch-sessions", daemon=True).start()
-
-    def add_sessions(self, ranks: Iterable[int]) -> None:
-        """Remember the pids of ranks, each of which leads a session."""
-        self._sessions.update(ranks)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Ask the ranks to save and end; the first signal starts the grace period."""
@@ -202,40 +193,29 @@ class _Supervisor:
     def end(self) -> None:
         """Kill what the ranks, which have ended, left behind, and wait until it is gone."""
         self._ended.set()
-        self.kill()
-        if self._monitor is None:
-            return
-        self._monitor.stop()
+        if self._monitor is not None:
+            self._monitor.stop()
         give_up = time.monotonic() + _GONE_S
-        while (left := self._monitor.left_over()) and time.monotonic() < give_up:
+        while (left := self.kill()) and time.monotonic() < give_up:
             for pid in left:
-                _send(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):  # it is not our child, or torchrun's agent has waited for it
+                    os.waitpid(pid, os.WNOHANG)
             time.sleep(0.05)
-        self._monitor.clear()
+        if self._monitor is not None:
+            self._monitor.clear()
 
-    def _find_sessions(self) -> None:
-        """Find the sessions while the ranks live: after a rank is killed, processes of its session may be left."""
-        while len(self._sessions) < self._rank_count and not self._ended.wait(0.2):
-            for pid in {rank.pid for rank in self._ranks()} - self._sessions:
-                self.add_sessions([pid])
-                threading.Thread(target=self._end_with, args=(pid,), name=f"launch-rank-{pid}", daemon=True).start()
+    def kill(self) -> list[int]:
+        """Kill the ranks and all that they started; return the pids of what is there still.
 
-    def _end_with(self, rank: int) -> None:
-        """Kill the other ranks as soon as a signal kills this one, if none has ended before and none was asked to stop.
-
-        torchrun's agent would ask them to end, and they would take seconds: a rank that has not been killed but has
-        failed leaves them something to say. Those that the agent ends for such a rank have not been killed first.
+        The monitor knows also what was started for this run by a Ray that was there before.
         """
-        ended = None
-        with suppress(ChildProcessError):  # the agent waits for it, too, and may have been quicker
-            ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
-        with self._lock:
-            first, self._one_ended = not self._one_ended, True
-        by_signal = ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        if first and by_signal and not self.number and not self._ended.is_set():
-            self.killed_first = rank
-            for pid in list(self._sessions):
-                _send(pid, signal.SIGKILL)
+        pids = {process.pid for process in psutil.Process().children(recursive=True)}
+        if self._monitor is not None:
+            pids |= set(self._monitor.left_over())
+        pids -= {process.pid for process in self._others}
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+        return list(pids)
 
     def _enforce(self) -> None:
         if not self._ended.wait(self._grace_s + KILL_MARGIN_S):
@@ -245,30 +225,12 @@ class _Supervisor:
 
     def _ranks(self) -> list[psutil.Process]:
         """Return this process's direct children that run the module."""
-        found = []
+        ranks = []
         for child in psutil.Process().children():
-            try:
+            with suppress(psutil.Error):  # it has just ended
                 if self._module in child.cmdline():
-                    found.append(child)
-            except psutil.Error:  # it has just ended
-                continue
-        return found
-
-    def kill(self) -> None:
-        """Kill the ranks and what they started: all in a rank's session, or with the launch's mark in its environment.
-
-        Neither test finds all of them: some programs start sessions of their own, some overwrite their environment (by
-        setting a process title), and a rank may end before its session was found.
-        """
-        self.add_sessions(rank.pid for rank in self._ranks())
-        for process in psutil.process_iter():
-            try:
-                if process.pid == os.getpid():
-                    continue
-                if os.getsid(process.pid) in self._sessions or process.environ().get(LAUNCH_MARK) == self.mark:
-                    _send(process.pid, signal.SIGKILL)
-            except (psutil.Error, ProcessLookupError, PermissionError):  # it has just ended, or is not ours
-                continue
+                    ranks.append(child)
+        return ranks
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -278,17 +240,9 @@ def _send(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _failed(error: ChildFailedError, signal_number: int, killed_first: int | None = None) -> Ended:
-    """Return how the rank ended that failed first.
-
-    Args:
-        signal_number: the signal that the launcher got, or 0.
-        killed_first: the pid of that rank, where it is known.
-    """
+def _failed(error: ChildFailedError, signal_number: int) -> Ended:
+    """Return how the rank ended that failed first. ``signal_number``: the signal that the launcher got, or 0."""
     rank, failure = error.get_first_failure()
-    for other_rank, other in error.failures.items():
-        if other.pid == killed_first:
-            rank, failure = other_rank, other
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))

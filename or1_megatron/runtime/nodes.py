@@ -6,9 +6,6 @@ nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  the node's launcher waits for attempt i
-    bring/<i>     before attempt i: the checkpoint whose part each node brings to the disk
-    brought/<i>/<node>  why the node could not; empty: it has
-    kept/<i>      before attempt i: no part is on the disk, so all nodes keep theirs
     attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
     beat/<node>   the node's launcher counts once a second
@@ -42,8 +39,6 @@ _SILENT_S: Final = 60.0
 _LEAVE_S: Final = 10.0
 """Node 0 waits so long for the others to read that the run has ended."""
 _END: Final = "end"
-_BRING_S: Final = 1800.0
-"""For all nodes to write their parts of a checkpoint to the disk."""
 
 
 class NodesError(PartLost):
@@ -67,8 +62,6 @@ class Nodes:
         self.count, self.rank, self.address, self.timeout_s = count, rank, address, timeout_s
         self.port = 0
         """Where the ranks of this attempt meet."""
-        self.keeps_parts = False
-        """On nodes other than 0, after ``begin``: the parts of checkpoints are not on the disk."""
         self._store_port = port
         self._where = f"{address}:{port}"
         self._attempt = -1
@@ -86,15 +79,11 @@ class Nodes:
         timeout = datetime.timedelta(seconds=self.timeout_s)
         return dist.TCPStore(self.address, self._store_port, None, host, timeout, wait_for_workers=False)
 
-    def begin(self, bring: Callable[[str], None] = lambda name: None) -> bool:
+    def begin(self) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
 
         Node 0 waits for the others ``timeout_s``; they wait for it as long as it lives. A node whose launcher was
         started again joins the attempt after the one that runs.
-
-        Args:
-            bring: on the others: brings this node's part of a checkpoint to the disk, when node 0 asks (``bring``). May
-                raise OSError.
 
         Raises:
             NodesError: on node 0: another node has not come in time; on the others: node 0 is gone.
@@ -102,7 +91,7 @@ class Nodes:
         """
         if self.rank > 0:
             try:
-                return self._follow(bring)
+                return self._follow()
             except dist.DistError:
                 raise NodesError(f"the launcher of node 0 at {self._where} is gone; this node ends") from None
         self._wait_for_others()
@@ -112,39 +101,13 @@ class Nodes:
         self._store.set(f"attempt/{self._attempt}", str(self.port))
         return True
 
-    def bring(self, name: str) -> None:
-        """On node 0, between attempts: have the others bring their parts of a checkpoint to the disk, and wait.
-
-        A node that does not wait for the next attempt within a minute is taken for lost. Raises OSError: the disk of
-        another node did not take its part.
-        """
-        upcoming = self._attempt + 1
-        self._store.set(f"bring/{upcoming}", name)
-        began = time.monotonic()
-        while absent := self._missing("brought"):
-            waited_s = time.monotonic() - began
-            if (waited_s > _SILENT_S and absent == self._missing("here")) or waited_s > _BRING_S:
-                break
-            time.sleep(_POLL_S)
-        for node in range(1, self.count):
-            if node not in absent and (why := self._store.get(f"brought/{upcoming}/{node}").decode()):
-                raise OSError(f"node {node}: {why}")
-
-    def keep_parts(self) -> None:
-        """On node 0, between attempts: have the others keep their parts of checkpoints in memory."""
-        self._store.set(f"kept/{self._attempt + 1}", "1")
-
-    def _follow(self, bring: Callable[[str], None]) -> bool:
+    def _follow(self) -> bool:
         """As ``begin``, on nodes other than 0."""
         begun = int(self._store.get("begun")) if self._store.check(["begun"]) else -1
         self._attempt = begun + 1
         self._store.set(f"here/{self._attempt}/{self.rank}", "1")
-        asked, brought = f"bring/{self._attempt}", f"brought/{self._attempt}/{self.rank}"
         while not self._store.check([key := f"attempt/{self._attempt}"]):
-            if self._store.check([asked]) and not self._store.check([brought]):
-                self._store.set(brought, _failure(bring, self._store.get(asked).decode()))
             time.sleep(_POLL_S)
-        self.keeps_parts = bool(self._store.check([f"kept/{self._attempt}"]))
         said = self._store.get(key).decode()
         if said == _END:
             self._store.set(f"left/{self.rank}", "1")
@@ -156,7 +119,7 @@ class Nodes:
     def _wait_for_others(self) -> None:
         """Wait until the launchers of all nodes wait for the next attempt; a signal's handler may raise here."""
         give_up = time.monotonic() + self.timeout_s
-        while missing := self._missing("here"):
+        while missing := self._missing():
             for node in missing:
                 if self._store.check([key := f"error/{node}"]):
                     raise UserError(f"node {node} could not start its ranks: {self._store.get(key).decode()}")
@@ -167,10 +130,10 @@ class Nodes:
                 )
             time.sleep(_POLL_S)
 
-    def _missing(self, key: str) -> list[int]:
-        """Return the nodes other than 0 that have not set this key for the next attempt."""
-        next_one = self._attempt + 1
-        return [node for node in range(1, self.count) if not self._store.check([f"{key}/{next_one}/{node}"])]
+    def _missing(self) -> list[int]:
+        """Return the nodes other than 0 whose launchers do not wait for the next attempt yet."""
+        here = f"here/{self._attempt + 1}"
+        return [node for node in range(1, self.count) if not self._store.check([f"{here}/{node}"])]
 
     def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
         """Report how this node's ranks failed (``launch.Ended``); return the attempt's first report, of any node."""
@@ -183,7 +146,7 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> Iterator[None]:
+    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
         """Within the block, on a thread: call ``ask_ranks`` once the attempt has failed on another node, then
         ``kill_ranks`` if the block still runs after ``_GRACE_S``."""
         over = threading.Event()
@@ -214,7 +177,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> None:
+    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):
@@ -246,14 +209,6 @@ class Nodes:
                 )
                 return True
         return False
-
-
-def _failure(bring: Callable[[str], None], name: str) -> str:
-    try:
-        bring(name)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _free_port() -> int:

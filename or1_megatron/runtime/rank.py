@@ -16,7 +16,7 @@ from or1_verify.child_process import die_with_parent
 
 def main() -> None:
     """Ask the kernel to end this process with its launcher, and become the module."""
-    die_with_parent(int(os.environ[LAUNCH_MARK].partition("-")[0]))
+    die_with_parent(int(os.environ[LAUNCH_MARK]))
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

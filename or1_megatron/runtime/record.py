@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.runtime.jsonl import JsonlWriter
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
+from or1_megatron.runtime.trackers import TensorBoardTracker, WandbTracker
 from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import TrackConfig
     from or1_megatron.interfaces import Observer, Tracker
+
+    class TrackingObserver(Observer, Tracker, Protocol):
+        """Both."""
 
 
 class RunRecord:
@@ -29,16 +34,14 @@ class RunRecord:
         self._folder = folder
         self._track = track
         self._resumed_at = -1
-        self._trackers: Trackers | None = None
+        self._metrics: JsonlWriter | None = None
         self._rollouts: RolloutStore | None = None
-        self._wandb: Tracker | None = None
+        self._trackers: list[Tracker] = []
         if track.wandb_project is not None:  # fails here rather than after the first step
-            self._wandb = WandbTracker(track.wandb_project, folder.root, folder.root.name, config)
+            self._trackers.append(WandbTracker(track.wandb_project, folder.root, folder.root.name, config))
 
     def resumed(self, step: int) -> None:
-        """Discard steps after ``step``, that of the checkpoint. Raises RuntimeError if recording has begun."""
-        if self._trackers is not None:
-            raise RuntimeError(f"record of {self._folder.root}: resumed({step}) came after the first row")
+        """Discard steps after ``step``, that of the checkpoint; before the first row."""
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,7 +49,10 @@ class RunRecord:
 
         Raises DiskFullError naming the file.
         """
-        self._opened()[0].log(step, {**metrics, **FaultRecord(self._folder.root).counts()})
+        metrics = {**metrics, **FaultRecord(self._folder.root).counts()}
+        self._opened()[0].write({"step": step, **{name: float(value) for name, value in metrics.items()}})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     def rolled_out(
         self,
@@ -75,37 +81,42 @@ class RunRecord:
         """Ignore: alarms are metrics and lines of the log."""
 
     def close(self) -> None:
-        """Wait until everything is on disk and close all files."""
-        try:
-            if self._rollouts is not None:
-                self._rollouts.close()
-        finally:
-            if self._trackers is not None:
-                self._trackers.close()
-            elif self._wandb is not None:
-                self._wandb.close()
+        """Wait until everything is on disk and close all files, also if one of them fails; then raise its error."""
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            if self._metrics is not None and self._rollouts is not None:
+                stack.callback(self._metrics.close)
+                stack.callback(self._rollouts.close)
 
-    def _opened(self) -> tuple[Trackers, RolloutStore]:
-        if self._trackers is None or self._rollouts is None:
+    def _opened(self) -> tuple[JsonlWriter, RolloutStore]:
+        if self._metrics is None or self._rollouts is None:
             self._folder.create()
             self._folder.truncate_after(self._resumed_at)
-            trackers: list[Tracker] = [JsonlTracker(self._folder.metrics)]
+            self._metrics = JsonlWriter(self._folder.metrics)
             if self._track.tensorboard:
-                trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))
-            if self._wandb is not None:
-                trackers.append(self._wandb)
-            self._trackers = Trackers(trackers)
+                self._trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))
             self._rollouts = RolloutStore(self._folder.rollouts, self._track.rollouts_keep_bytes)
-        return self._trackers, self._rollouts
+        return self._metrics, self._rollouts
 
 
 class Observers:
-    """Calls each of its observers, in order."""
+    """The Tracker and Observer that calls several, in order. Put first the one that must not miss a step."""
 
-    def __init__(self, observers: Sequence[Observer], says: Callable[[str], None] = lambda doing: None) -> None:
-        """``says`` is told what the loop does, in words."""
+    def __init__(self, observers: Sequence[TrackingObserver], says: Callable[[str], None] = lambda doing: None) -> None:
+        """``says`` gets what the loop does, in words."""
         self._observers = tuple(observers)
         self._says = says
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for observer in self._observers:
+            observer.log(step, metrics)
+
+    def close(self) -> None:
+        """Close all, also if one of them fails; then raise its error."""
+        with ExitStack() as stack:
+            for observer in reversed(self._observers):
+                stack.callback(observer.close)
 
     def verb_started(self, step: int, verb: str) -> None:
         self._says(f"{verb} after step {step}")

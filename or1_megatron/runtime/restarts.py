@@ -22,8 +22,7 @@ from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.launch import ASKS, Ended
-from or1_megatron.runtime.memory_folder import memory_folder
-from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
+from or1_megatron.runtime.run_folder import RunFolder
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Before each restart in a row; the last one for all that follow."""
@@ -54,11 +53,16 @@ class Restarts:
         self,
         folder: RunFolder,
         max_restarts: int,
+        saved: Callable[[], str],
         pauses_s: Sequence[float] = PAUSES_S,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """``say`` prints a line for people; to standard error unless given."""
-        self._folder, self._max, self._pauses_s = folder, max_restarts, pauses_s
+        """
+        Args:
+            saved: says in words from where the run goes on (``memory_folder.newest_saved``).
+            say: prints a line for people; to standard error unless given.
+        """
+        self._folder, self._max, self._saved, self._pauses_s = folder, max_restarts, saved, pauses_s
         self._faults = FaultRecord(folder.root)
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
@@ -122,12 +126,6 @@ class Restarts:
             f"training stopped for good, since {reason}: {failure.why}. Saved: {self._saved()}. Look at the messages "
             f"above and {self._folder.logs}{dumps}, then run the same command again to continue from there"
         )
-
-    def _saved(self) -> str:
-        places = (self._folder.checkpoints, memory_folder(self._folder.checkpoints))
-        found = [(checkpoint_steps(place)[-1:], place) for place in places if place is not None]
-        steps, place = max(found)
-        return f"the checkpoint of step {steps[0]} in {place}" if steps else "nothing"
 
     def _last_step(self) -> int:
         """Return the last step with a row of metrics; -1 if there is none."""

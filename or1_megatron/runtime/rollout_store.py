@@ -166,10 +166,10 @@ def _scored(
                 of_row[id(completion)] = log_probs - completion.log_probs, entropies
     missing = np.array([id(completion) not in of_row for _, completion in rows], dtype=np.bool_)
     nothing = np.empty(0, np.float32), np.empty(0, np.float32)
-    found = [of_row.get(id(completion), nothing) for _, completion in rows]
+    scored = [of_row.get(id(completion), nothing) for _, completion in rows]
     return {
-        "log_prob_differences": _lists([differences for differences, _ in found], np.float16, missing),
-        "entropies": _lists([entropies for _, entropies in found], np.float16, missing),
+        "log_prob_differences": _lists([differences for differences, _ in scored], np.float16, missing),
+        "entropies": _lists([entropies for _, entropies in scored], np.float16, missing),
     }
 
 

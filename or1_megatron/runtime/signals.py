@@ -28,7 +28,7 @@ REPEAT_S = 2.0
 launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
-"""The variable in the environment of all that ``launch`` starts; its value is "<launcher's pid>-<hex>"."""
+"""The variable in the environment of all that ``launch`` starts; its value is the launcher's pid."""
 
 _LAST_WORDS_S = 2.0
 

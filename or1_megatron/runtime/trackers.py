@@ -1,4 +1,4 @@
-"""Trackers, which write the metrics of each step: JSONL, TensorBoard, Weights & Biases, or several of them."""
+"""Trackers, which write the metrics of each step for other programs: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,32 +6,14 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from or1_megatron.runtime.files import append_whole, naming_disk_full
-from or1_megatron.runtime.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
-
-    from or1_megatron.interfaces import Tracker
-
-
-class JsonlTracker:
-    """Writes ``metrics.jsonl``: one object per call, ``step`` first, then the metrics by name (null: not finite)."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. Raises DiskFullError."""
-        self._writer.write({"step": step, **{name: float(value) for name, value in metrics.items()}})
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class _UnbufferedFile:
@@ -118,20 +100,3 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class Trackers:
-    """Sends every row to each of its trackers, in order. Put the one that must not miss a step first."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
-
-    def close(self) -> None:
-        """Close all, also if one of them fails; then raise its error."""
-        with ExitStack() as stack:
-            for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)

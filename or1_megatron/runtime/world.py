@@ -1,10 +1,16 @@
-"""On which nodes the ranks are, as torchrun's environment says. Imports no package, so the engines' owner need not."""
+"""Where the ranks are, as torchrun's environment says, and how those of several nodes reach each other."""
 
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
+
+import psutil
 
 from or1_verify.errors import UserError
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def several_nodes() -> bool:
@@ -18,16 +24,83 @@ def ranks_per_node(world: int) -> int:
 
 
 def check_torchrun() -> None:
-    """Refuse a torchrun on several nodes that could not start the ranks again.
+    """Refuse a torchrun that would start the ranks again: they would look for each other at addresses of ranks that
+    have ended, and nothing would end what the first ones left.
 
     Raises:
-        UserError: it keeps one store over its restarts, with the addresses of ranks that have ended, and its agents do
-            not count restarts alike.
+        UserError: says what to run instead.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if several_nodes() and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise UserError("torchrun --max-restarts: ranks are started again by `or1 train` alone; run that in its place")
+
+
+def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Let this thread, and the threads and processes that it starts from now on, run only on the cores beside a device.
+
+    Page-locked memory is then on the NUMA node of a GPU. Nothing changes where Linux reports no such cores, or none
+    that this process may use (cpusets, taskset).
+
+    Args:
+        pci_address: as Linux writes it: ``0000:1b:00.0``.
+    """
+    try:
+        listed = (devices / pci_address / "local_cpulist").read_text().strip()
+    except OSError:  # a virtual machine may hide it
+        return
+    near: set[int] = set()
+    for part in filter(None, listed.split(",")):
+        first, _, last = part.partition("-")
+        near.update(range(int(first), int(last or first) + 1))
+    if near := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, near)
+
+
+def choose_gloo_interface() -> None:
+    """Set ``GLOO_SOCKET_IFNAME`` to the interface towards MASTER_ADDR if gloo would not find it by the host's name.
+
+    By default gloo listens on the address of the host's name. That may be the loopback (Debian writes
+    ``127.0.1.1 NAME`` to /etc/hosts), to which other nodes cannot connect. Call this before a rank joins its world.
+    Nothing changes on one node, or where the variable is set.
+
+    Raises:
+        UserError: no interface of this host leads to MASTER_ADDR.
+    """
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    # At a loopback address only ranks of this host can meet.
+    if not several_nodes() or _VARIABLE in os.environ or master == "localhost" or _loopback(master):
+        return
+    name = socket.gethostname()
+    try:
+        named = socket.gethostbyname(name)
+    except socket.gaierror:
+        named = ""
+    if named and not _loopback(named):
+        return
+    own = _address_towards(master)
+    towards = [
+        interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        if any(address.address.partition("%")[0] == own for address in addresses)
+    ]
+    if not towards or _loopback(own):
         raise UserError(
-            f"torchrun --max-restarts {restarts} on several nodes: ranks that start again would look for each other at "
-            "the addresses of those that have ended. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every "
-            "node, and let them meet by --rdzv-backend c10d"
+            f"the host name {name} {f'resolves to {named}' if named else 'does not resolve'}, so that other nodes "
+            f"cannot connect to gloo here, and MASTER_ADDR={master} is reached from {own or 'nowhere'}: set "
+            f"{_VARIABLE} to the interface between the nodes, such as eth0 (`ip address` lists them)"
         )
+    os.environ[_VARIABLE] = towards[0]
+
+
+def _loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _address_towards(peer: str) -> str:
+    """Return this host's address on the route to ``peer``, empty without a route; no packet is sent."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:  # gaierror is one
+        return ""

@@ -47,7 +47,6 @@ ALARMS: Mapping[str, str] = {
     "entropy": "entropy near zero while there is still something to learn",
     "non_truncated": "training accuracy rises while that of non-truncated responses falls",
     "plateau": "training accuracy stands still early in the first stage",
-    "straggler": "the data-parallel ranks wait for the same rank in every step",
 }
 """Every alarm of ``rl.alarms`` and its meaning; a metric ``alarm/<name>`` each."""
 
@@ -180,10 +179,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
     Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
-    Metric(
-        "train/slowest_rank", "", "the rank that its data-parallel peers waited for longest; stands for its replica"
-    ),
-    Metric("train/straggler_share", "fraction", "share of forward and backward that half of its peers or more waited"),
     *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
     Metric("filter/outside", "problems", "also dropped there: pass rate outside [min, max]_pass_rate"),

@@ -32,7 +32,7 @@ def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) 
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = [function, *write_task(Path(folder), task)]
-        status = run_ranks(MODULE, arguments, ranks=ranks, threads_per_rank=None, grace_s=5.0, task=what, advice=".")
+        status = run_ranks(MODULE, arguments, ranks=ranks, threads_per_rank=None, grace_s=5.0, task=what)
         result = Path(arguments[-1])
         return status, json.loads(result.read_text()) if result.is_file() else None
 

@@ -18,8 +18,6 @@ ENGINE_RESERVE_BYTES: Final = 6 << 30
 """What an engine holds beside weights and KV cache: CUDA context, CUDA graphs, NCCL's buffers, a step's activations."""
 _LOGITS_COPIES: Final = 3
 """fp32 copies of its responses' logits that vLLM's sampler has at once."""
-_OVERLAP_BUFFERS: Final = 12
-"""Buffers of a row's hidden states that Transformer Engine 2.11 makes to overlap TP communication, and keeps."""
 
 
 def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
@@ -33,15 +31,8 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
     number = BYTES[config.model.dtype]
     weights = -(-shape.parameters // rollout.tensor_parallel) * number
     logits = logits_bytes(config, shape)
-    kept = ENGINE_RESERVE_BYTES + TRAINER_RESERVE_BYTES + overlap_bytes(config, shape)
+    kept = ENGINE_RESERVE_BYTES + TRAINER_RESERVE_BYTES
     return max(0, int(gpu_gb * 1e9) - weights - logits - kept)
-
-
-def overlap_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of the buffers that overlapped TP communication keeps on each of the trainer's GPUs."""
-    parallel = config.parallel
-    row = parallel.micro_batch_tokens // parallel.context * shape.hidden * BYTES[config.model.dtype]
-    return _OVERLAP_BUFFERS * row if parallel.overlap_tensor else 0
 
 
 def logits_bytes(config: Config, shape: Shape) -> int:

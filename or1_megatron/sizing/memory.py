@@ -21,7 +21,6 @@ from or1_megatron.sizing.kv_cache import (
     ENGINE_RESERVE_BYTES,
     TRAINER_RESERVE_BYTES,
     logits_bytes,
-    overlap_bytes,
     shared_kv_cache_bytes,
 )
 from or1_megatron.weights.shape import BYTES, Shape
@@ -238,7 +237,6 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             "weights": own,
             "gradients, optimizer": state_bytes(config, weights) - own,
             "activations": activation_bytes(config, shape, stage, "cuda"),
-            "buffers of overlapped TP": overlap_bytes(config, shape),
             "reserve": TRAINER_RESERVE_BYTES,
         }
         when = {"activations": _UPDATE}

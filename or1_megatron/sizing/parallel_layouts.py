@@ -35,12 +35,11 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
     "full": {"recompute": "full"},
     "one_pass": {"head": "one_pass"},
     "overlap": {"overlap_grad_reduce": True},
-    "overlap_gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": True},
     "shuffled": {},
     "response_mean": {},
 }
 HELP: Final = (
-    "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
+    "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap; "
     "bucketsN (overlap, in buckets of N parameters); "
     "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); response_mean (aggregation of "
     "the loss); 1 for none of them"
@@ -121,7 +120,7 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
     The config can name either. Transformer Engine's fast attention does not take float32.
 
     Raises:
-        LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
+        LayersUnavailable: ``layers`` asks for it where it cannot run.
     """
     if parallel.layers == "own":
         return ChosenLayers("own", "")
@@ -130,12 +129,8 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
     if dtype != "bfloat16":
         unsuited = unsuited or f"model.dtype is {dtype}, and it wants bfloat16"
     lacking = broken or unsuited
-    for key, asked, way_out in (
-        ("layers is 'transformer_engine'", parallel.layers == "transformer_engine", "auto or own"),
-        ("overlap_tensor needs Transformer Engine's layers", parallel.overlap_tensor, "false"),
-    ):
-        if asked and lacking:
-            raise LayersUnavailable(f"parallel.{key}, but {lacking}; set it to {way_out}")
+    if lacking and parallel.layers == "transformer_engine":
+        raise LayersUnavailable(f"parallel.layers is 'transformer_engine', but {lacking}; set it to auto or own")
     if not lacking:
         return ChosenLayers("transformer_engine", "")
     warning = f"parallel.layers is auto: our own, slower layers are used, as {broken}"
@@ -172,6 +167,5 @@ def rows_of(parallel: ParallelConfig, shape: Shape) -> BatchLayout:
         alignment=2 * parallel.context * parallel.tensor,
         sequence_alignment=2 * parallel.context if parallel.context > 1 else 1,
         rows_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        fixed_length=parallel.overlap_tensor,
         cost=SequenceCost.of_decoder(shape.multiplied_weights, shape.attention_width),
     )

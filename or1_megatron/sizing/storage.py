@@ -21,15 +21,11 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
 
 
 def in_memory_bytes(config: Config, shape: Shape, ranks_per_node: int) -> int:
-    """Return the shared memory that checkpoints in memory take on a node; 0 where the run makes none.
-
-    There are two generations. With ranks on several nodes, each has its ranks' part of both, and another node's.
-    """
-    if not config.checkpoint.in_memory or config.checkpoint.every_steps == 1:
+    """Return the shared memory that the two generations of checkpoints in memory take; 0 where the run makes none, as
+    on several nodes."""
+    if not config.checkpoint.in_memory or config.checkpoint.every_steps == 1 or ranks_per_node < config.parallel.ranks:
         return 0
-    ranks = config.parallel.ranks
-    copies = 1 if ranks_per_node >= ranks else 2
-    return 2 * copies * checkpoint_bytes(config, shape) * min(ranks_per_node, ranks) // ranks
+    return 2 * checkpoint_bytes(config, shape)
 
 
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:

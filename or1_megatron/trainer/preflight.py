@@ -7,6 +7,9 @@ import os
 
 import torch
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
+from or1_megatron.checkpoint.memory_folder import SHARED_MEMORY, memory_keeper
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
@@ -16,9 +19,7 @@ from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
-from or1_megatron.runtime.manifest import MANIFEST, check_manifest
-from or1_megatron.runtime.memory_folder import SHARED_MEMORY, memory_keeper
-from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
+from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
 from or1_megatron.sizing.memory import check_memory, gib, needed
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan

@@ -13,6 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import resolved_yaml
 from or1_megatron.config.schema import Config
@@ -26,7 +29,6 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.report.console.run import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
@@ -38,13 +40,11 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.launch import threads_of_rank
-from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
 from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
+from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
@@ -161,14 +161,15 @@ def lead(
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
+        recorders = Observers([record, shown], heart.says)
         last_tokens = config.stages[-1].max_response_tokens
         ports = Ports(
             policy=synced,
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
             evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
-            observer=Observers([record, shown], heart.says),
-            tracker=Trackers([record, shown]),
+            observer=recorders,
+            tracker=recorders,
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
@@ -191,7 +192,7 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
     begin = begin_of(config, folder, whole=True)
     here = ranks_per_node(config.parallel.ranks)
-    if in_memory_bytes(config, planned.shape, here) and (here == config.parallel.ranks or is_launched()):
+    if in_memory_bytes(config, planned.shape, here):
         lacking = None if is_launched() else no_room_in_memory(planned, here)  # `or1 train` has looked
         if lacking is None:
             make_memory_folder(folder.checkpoints)

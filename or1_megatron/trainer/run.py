@@ -1,7 +1,7 @@
 """What every trainer rank runs, under torchrun.
 
-    or1 train CONFIG                                                    (starts it on one machine)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (without a launcher of ours)
+    or1 train CONFIG                                                    (starts it, again after a failure)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (once, and nothing ends what stalls)
 
 Rank 0 starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take seconds, in which the
 engines start, so it is imported after them.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,12 +23,12 @@ from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost
 from or1_megatron.runtime.driver import check_driver
-from or1_megatron.runtime.faults import Fault, FaultRecord
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
-from or1_megatron.runtime.signals import StopRequested, is_launched
+from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.world import check_torchrun
 from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
@@ -94,16 +93,6 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         return lead(config, folder, engines, stop, heart, _STARTED_S)
 
 
-def watch_node(config: Config, folder: RunFolder) -> None:
-    """Start this node's monitor, where no launcher of ours has one: under plain torchrun, in the first local rank."""
-    if is_launched() or os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    command = [sys.executable, "-m", "or1_megatron.runtime.monitor", str(os.getppid()), folder.run_id]
-    subprocess.Popen([*command, str(config.cluster.heartbeat_s), str(folder.root)], stdin=subprocess.DEVNULL)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and os.environ.get("RANK", "0") == "0":
-        FaultRecord(folder.root).write(Fault("restart", "the ranks", "torchrun started them again"))
-
-
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
     """Record why this rank ends, for the launcher."""
     if folder is not None:
@@ -125,7 +114,6 @@ def main() -> int:
         check_torchrun()
         config = load_config(find("recipe", arguments.config), arguments.overrides)
         folder = RunFolder(config.run.folder)
-        watch_node(config, folder)
         return run_rank(config, rank)
     except (UserError, *USER_OS_ERRORS) as error:
         if rank > 0 and isinstance(error, AgreedError):

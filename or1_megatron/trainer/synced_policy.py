@@ -11,20 +11,20 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import EngineStrayed, HandoffMismatch, SendError
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
 from or1_megatron.types import Float32Array, HandoffReport, Sample
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,6 @@ class SyncedPolicy(PolicyDriver):
         if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "optimizer", "gradients")
         self._pass_devices("handoff")
-        self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
         while True:
             try:

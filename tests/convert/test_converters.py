@@ -21,12 +21,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from typer.testing import CliRunner
 
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, check_manifest
 from or1_megatron.commands.app import app
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import megatron_tensors
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.convert.to_megatron import hf_to_megatron
-from or1_megatron.runtime.manifest import CheckpointDamaged, check_manifest
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
 
 QUIET = Console(quiet=True)

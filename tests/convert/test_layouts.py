@@ -24,13 +24,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rich.console import Console
 from safetensors.torch import load_file
 
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.load import resolved_yaml
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.parallel.mesh import build_mesh
-from or1_megatron.parallel.saver import CheckpointSaver
 
 QUIET = Console(quiet=True)
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {}]

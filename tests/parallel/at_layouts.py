@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from or1_megatron.checkpoint import loader
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.check_parity import measure_on_ranks
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.sizing.parallel_layouts import parse_layout
@@ -93,10 +93,12 @@ def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path
     told = [{"tensors": sorted(expected), "differ": [], "updates": [first.update(), first.update()]}]
     for number, layout in enumerate(layouts[1:], start=1):
         rank = Rank(model, dtype, layout)
-        checkpoint.load(rank.policy, folder)
+        loader.load(rank.policy, folder)
         folder = scratch / str(number)
         rank.save(folder)
-        found = whole(folder)
-        differ = [n for n in expected.keys() | found.keys() if n not in found or not torch.equal(found[n], expected[n])]
-        told.append({"tensors": sorted(found), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
+        tensors = whole(folder)
+        differ = [
+            n for n in expected.keys() | tensors.keys() if n not in tensors or not torch.equal(tensors[n], expected[n])
+        ]
+        told.append({"tensors": sorted(tensors), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
     return told

@@ -1,23 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from ranks import rank_server  # noqa: F401
 
 from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen2(tiny: Callable[..., Path]) -> Path:
-    return tiny("qwen2")
-
-
-@pytest.fixture(scope="session")
-def tied_qwen2(tiny: Callable[..., Path]) -> Path:
-    return tiny("qwen2", tie_word_embeddings=True)
 
 
 @pytest.fixture

@@ -33,8 +33,9 @@ import torch.distributed as dist
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from megatron.core import dist_checkpointing  # noqa: F401
 
-from or1_megatron.parallel import check_parity, driver  # noqa: F401
+from or1_megatron.parallel import check_parity  # noqa: F401
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
+from or1_megatron.trainer import driver  # noqa: F401
 
 AFTER_FAILURE_S = 20.0
 """How long the other ranks of a watched job may take to end after a failure."""
@@ -86,8 +87,8 @@ def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
     while len(ends) < len(pids):
         left = [pid for pid in pids if pid not in ends]
         for pid in left:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 ends[pid] = os.waitstatus_to_exitcode(status)
                 if job["watched"] and ends[pid] != 0 and why == "hung":
                     until, why = time.monotonic() + AFTER_FAILURE_S, "ended"

@@ -15,6 +15,10 @@ import torch.distributed as dist
 from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts, asked_by
 from megatron.core import parallel_state
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.memory_folder import memory_keeper
+from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -26,20 +30,16 @@ from or1_megatron.config.schema import (
     StageConfig,
 )
 from or1_megatron.interfaces import Stopped
-from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import local_shards
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.heartbeat import Heartbeat
-from or1_megatron.runtime.memory_folder import memory_keeper
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
 from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
 
 PROBLEMS = 12

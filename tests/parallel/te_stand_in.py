@@ -1,9 +1,9 @@
 """A stand-in for the package ``transformer_engine`` on CPU, with which Megatron's own wrappers of it can be run.
 
-Names of arguments, parameters and state, their shapes and attributes, and when a gradient is added to ``main_grad`` are
-those of Transformer Engine 2.17.1 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py,
-module/rmsnorm.py, module/base.py, attention/rope.py, attention/dot_product_attention); an argument that it does not
-have is an error here too. The arithmetic is plain torch's, so it says nothing about the real kernels.
+Names of parameters and state, their shapes and attributes, and when a gradient is added to ``main_grad`` are those of
+Transformer Engine 2.17.1 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py, module/rmsnorm.py,
+module/base.py, attention/rope.py, attention/dot_product_attention). The arithmetic is plain torch's, so it says nothing
+about the real kernels.
 """
 
 from __future__ import annotations
@@ -46,13 +46,6 @@ class _Product(torch.autograd.Function):
         return g @ weight, torch.full_like(weight, dummy), None, None
 
 
-OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
-IGNORED = {
-    *("tp_size", "get_rng_state_tracker", "rng_tracker_name", "init_method", "parameters_split", "delay_wgrad_compute"),
-    *("symmetric_ar_type", "save_original_input", "name"),
-}
-
-
 class Linear(torch.nn.Module):
     def __init__(
         self,
@@ -66,19 +59,16 @@ class Linear(torch.nn.Module):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
-        ub_name: str | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
-        assert parallel_mode in ("column", "row", None) and others.keys() <= {*OVERLAPS, *IGNORED}
+        assert parallel_mode in ("column", "row", None)
         self.tp_group, self.tp_size = tp_group, 1 if tp_group is None else tp_group.size()
         self.parallel_mode, self.fuse_wgrad_accumulation = parallel_mode, fuse_wgrad_accumulation
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.use_bias, self.return_bias = bias, return_bias
-        self.overlaps = {name: others.get(name, False) for name in OVERLAPS}
-        self.ub_name = ub_name
         made = {"device": device, "dtype": params_dtype}
         self._before_weight(in_features, made)
         self.weight = torch.nn.Parameter(torch.full((self.out_features, self.in_features), float("nan"), **made))
@@ -154,20 +144,12 @@ class RMSNorm(torch.nn.Module):
         return _normed(inp, self.weight, self.eps)
 
 
-ATTENTION_ARGUMENTS = {
-    *("num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type"),
-    *("window_size", "sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group", "layer_number"),
-    *("attention_type", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "softmax_scale"),
-    *("softmax_type", "return_max_logit", "bottom_right_diagonal", "name"),
-}
-
-
 class DotProductAttention(torch.nn.Module):
     """Causal attention inside the sequences of ``thd``; without context parallelism."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        assert arguments.keys() <= ATTENTION_ARGUMENTS and arguments.get("cp_group") is None
+        assert arguments.get("cp_group") is None
         self.scale = arguments.get("softmax_scale")
 
     def forward(

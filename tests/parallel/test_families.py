@@ -71,9 +71,9 @@ def check(case: tuple[Path, Path, dict[str, Any]], compared: list[str], exported
     model, exports, rows = case
     assert list(rows) == compared
     for layout, row in rows.items():
-        found = row["difference"]
-        assert max(found["log_prob"], found["entropy"], found["loss"]) <= 1e-5, (layout, row)
-        assert max(found["grad_norm"], found["gradient"], found["parameters"]) <= 1e-4, (layout, row)
+        result = row["difference"]
+        assert max(result["log_prob"], result["entropy"], result["loss"]) <= 1e-5, (layout, row)
+        assert max(result["grad_norm"], result["gradient"], result["parameters"]) <= 1e-4, (layout, row)
     source = load_file(model / "model.safetensors")
     for layout in exported:
         folder = exports / layout.replace(" ", "_")
@@ -97,6 +97,6 @@ def test_equals_transformers_and_exports_to_the_bit(case: str, measured: dict[st
 
 @pytest.mark.slow
 def test_more_layouts_of_every_family(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    found = measure(tiny, tmp_path, SLOW, 4)
+    result = measure(tiny, tmp_path, SLOW, 4)
     for case, (_, _, compared, exported) in SLOW.items():
-        check(found[case], compared, exported)
+        check(result[case], compared, exported)

@@ -34,11 +34,15 @@ FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
 }
 """Case to (exit statuses by rank, ranks that say of themselves why they end, expected output)."""
 SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
-    "kill 0 between": ([-9, 1, 1], set(), ["rank 0 is gone while waiting for a verb"]),
+    "kill 0 between": ([-9, 1, 1], set(), ["the store is gone while waiting for a verb"]),
     "sleep 0 verb": ([1, 1, 1], {0, 1, 2}, [LATE, "time.sleep(600)"]),
     "stop 1 verb": ([1, "stopped", 1], {0, 2}, [LATE]),
     "stop 0 verb": (["stopped", 1, 1], {1, 2}, [LATE]),
-    "stop 0 between": (["stopped", 1, 1], {1, 2}, ["rank 0, which hosts the store, has not answered for 6 s"]),
+    "stop 0 between": (
+        ["stopped", 1, 1],
+        {1, 2},
+        ["rank 0) has not answered for 6 s"],
+    ),
 }
 
 

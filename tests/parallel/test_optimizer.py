@@ -18,7 +18,7 @@ def test_pieces_make_the_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     ours = [torch.nn.Parameter(drawn(*shape)) for shape in [(7,), (10, 10), (13, 31), (0,)]]
-    theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
     settings = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     one, other = FusedStepAdamW(ours, **settings), torch.optim.AdamW(theirs, **settings)  # type: ignore[arg-type]
     for _ in range(3):

@@ -24,20 +24,20 @@ import ranks
 import torch
 from rich.console import Console
 
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.commands.replay import differ, repeat_update
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
-from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import build_mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpError, DumpStore, read_dump, write_dump
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.sizing.parallel_layouts import LayoutError, batch_layout
+from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
 from or1_megatron.types import Batch, Sample, TokenScores, UpdateReport
 
 SEEN = UpdateReport({"loss": 4.0}, 8, 2.0, 1e-6, False, 0.0, 0.0)
@@ -85,11 +85,11 @@ def samples() -> list[Sample]:
 
 def digest(policy: MegatronPolicy) -> str:
     """Digest this rank's parameters, fp32 master weights and optimizer state."""
-    found = hashlib.sha256()
+    outcome = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            outcome.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for name in sorted(value, key=str):
                 add(value[name])
@@ -97,7 +97,7 @@ def digest(policy: MegatronPolicy) -> str:
             for item in value:
                 add(item)
         else:
-            found.update(repr(value).encode())
+            outcome.update(repr(value).encode())
 
     for network in policy.networks:
         add(dict(network.named_parameters()))
@@ -106,7 +106,7 @@ def digest(policy: MegatronPolicy) -> str:
         add([group["params"] for group in inner.param_groups])
         add([inner.state[p] for group in inner.param_groups for p in group["params"] if p in inner.state])
     add(policy.sgd_steps)
-    return found.hexdigest()
+    return outcome.hexdigest()
 
 
 def bad_updates(everywhere: PolicyDriver, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def compare_reference(
 ) -> dict[str, Any]:
     """Compare two scores of the frozen reference, after updates of the policy, with the policy before them."""
 
-    def as_started(found: TokenScores) -> bool:
-        pairs = zip([*found.log_probs, *found.entropies], [*started.log_probs, *started.entropies], strict=True)
+    def as_started(outcome: TokenScores) -> bool:
+        pairs = zip([*outcome.log_probs, *outcome.entropies], [*started.log_probs, *started.entropies], strict=True)
         return all(np.array_equal(left, right) for left, right in pairs)
 
     def scored() -> TokenScores:
@@ -257,10 +257,10 @@ def test_a_good_update_is_reproduced_at_a_pipeline(made: tuple[Path, Any], tmp_p
     status, output = replayed(dump, "--layout", "PP2", "--out", str(tmp_path / "found.json"))
     assert status == 0, output
     assert "reproduced: the same within 0.0001" in output and "not finite: 0" in output
-    found, recorded = json.loads((tmp_path / "found.json").read_text()), read_dump(dump).report
-    assert float(found["grad_norm"]) == pytest.approx(recorded.grad_norm, rel=1e-5)
-    assert float(found["sums"]["entropy"]) == pytest.approx(recorded.sums["entropy"], rel=1e-5)
-    assert found["log_prob_difference"] < 1e-5
+    outcome, recorded = json.loads((tmp_path / "found.json").read_text()), read_dump(dump).report
+    assert float(outcome["grad_norm"]) == pytest.approx(recorded.grad_norm, rel=1e-5)
+    assert float(outcome["sums"]["entropy"]) == pytest.approx(recorded.sums["entropy"], rel=1e-5)
+    assert outcome["log_prob_difference"] < 1e-5
 
 
 @pytest.mark.slow
@@ -293,8 +293,8 @@ def test_a_bad_update_is_reproduced_in_one_process(made: tuple[Path, Any]) -> No
 def test_a_bad_update_is_dumped(made: tuple[Path, Any]) -> None:
     dump = made[0] / "step_000008_update_1"
     assert f"or1 replay {dump}" in made[1]["TP2 SP"]["told"][0]
-    found = read_dump(dump)
-    assert found.report.skipped and float("inf") in [sample.advantage for sample in found.samples]
+    outcome = read_dump(dump)
+    assert outcome.report.skipped and float("inf") in [sample.advantage for sample in outcome.samples]
     assert (dump / "weights" / "config.json").is_file()
 
 

@@ -47,10 +47,10 @@ def test_grouped_experts_go_by_the_names_of_single_ones() -> None:
     """Megatron's two ways to hold experts. By name alone: the grouped one needs Transformer Engine and is not run."""
     from or1_megatron.parallel.weights import named_in_model
 
-    found = {
+    names = {
         named_in_model(f"decoder.layers.1.mlp.experts.{name}", range(8, 12), 4)
         for name in ("linear_fc1.weight3", "local_experts.3.linear_fc1.weight")
     }
-    assert found == {"decoder.layers.9.mlp.experts.local_experts.7.linear_fc1.weight"}
+    assert names == {"decoder.layers.9.mlp.experts.local_experts.7.linear_fc1.weight"}
     dense = "decoder.layers.1.mlp.linear_fc1.weight"
     assert named_in_model(dense, range(8, 12), 4) == "decoder.layers.9.mlp.linear_fc1.weight"

@@ -1,9 +1,8 @@
 """Transformer Engine's layers as we build them, with a stand-in for it (``te_stand_in``) under Megatron's own wrappers.
 
-Proven: which modules, arguments, names and shapes we use, that fused norms, fused RoPE, SwiGLU and weight gradients are
-wired so that results equal transformers', and that checkpoints, exports and handoffs do not depend on the kind of
-layers. Not proven: anything of the real package's kernels, bfloat16, its context parallelism, that communication
-overlaps.
+Proven: fused norms, fused RoPE, SwiGLU and weight gradients are wired so that results equal transformers', and
+checkpoints, exports and handoffs do not depend on the kind of layers. Not proven: anything of the real package's
+kernels, bfloat16, its context parallelism.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from at_layouts import compare_and_export, travel
 from safetensors.torch import load_file
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
-from or1_megatron.parallel import network
 from or1_megatron.parallel.mesh import Mesh, build_mesh
 from or1_megatron.parallel.network import Network, build_network
 
 PARITY: dict[str, tuple[list[str], list[str]]] = {
-    "qwen2": (["TP2 SP", "PP2 selective one_pass", "DP2 distopt overlap_gather full"], ["TP2 SP"]),
+    "qwen2": (["TP2 SP", "PP2 selective one_pass", "DP2 distopt overlap full"], ["TP2 SP"]),
     "qwen3": (["TP2"], ["TP2"]),
     "qwen3_moe": (["TP2 SP"], ["TP2 SP"]),
 }
@@ -44,30 +42,6 @@ def call(function: Callable[..., Any], *arguments: Any, joined: bool = True) -> 
 
 def built(model: Path, mesh: Mesh, **layout: Any) -> Network:
     return build_network(ModelConfig(hf=model, dtype="float32"), ParallelConfig(ranks=2, tensor=2, **layout), mesh)
-
-
-def switches(model: Path) -> dict[str, Any]:
-    """Return what the modules of a layer were told, by parameter name where it is about a parameter."""
-    mesh = build_mesh(ParallelConfig(ranks=2, tensor=2, sequence=True), seed=1)
-    # Overlap needs buffers on a GPU; what it asks of each linear does not.
-    network.start_tensor_overlap = lambda *_: None
-    layer = built(model, mesh, sequence=True, overlap_tensor=True).chunks[0].decoder.layers[0]
-    linears = {
-        "qkv": layer.self_attention.linear_qkv,
-        "proj": layer.self_attention.linear_proj,
-        "fc1": layer.mlp.linear_fc1,
-        "fc2": layer.mlp.linear_fc2,
-    }
-    parameters = dict(layer.named_parameters())
-    return {
-        "parameters": {name: list(p.shape) for name, p in parameters.items()},
-        "state": sorted(layer.state_dict()),
-        "norms summed over TP": sorted(n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)),
-        "cut": sorted(n for n, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
-        "overlaps": {name: sorted(k for k, on in m.overlaps.items() if on) for name, m in linears.items()},
-        "buffers": {name: module.ub_name for name, module in linears.items()},
-        "fused": {name: module.fuse_wgrad_accumulation for name, module in linears.items()},
-    }
 
 
 def handed_off(model: Path) -> dict[str, Any]:
@@ -98,31 +72,6 @@ def test_equals_transformers_and_exports_to_the_bit(name: str, tiny: Callable[..
         back = load_file(tmp_path / name / layout.replace(" ", "_") / "model.safetensors")
         assert back.keys() == source.keys()
         assert [key for key, tensor in source.items() if not back[key].equal(tensor)] == []
-
-
-def test_what_a_layer_is_made_of(tiny: Callable[..., Path]) -> None:
-    """Both norms lie in the linears after them. All weight gradients go straight to main_grad. The linears after a norm
-    are asked for three overlaps: of the gather of their inputs, and in the backward pass of both collectives."""
-    told = call(switches, tiny("qwen2"))
-    assert told["parameters"] == {
-        "self_attention.linear_qkv.layer_norm_weight": [64],
-        "self_attention.linear_qkv.weight": [64, 64],  # (4 query + 2 * 2 key/value heads) * 16 / TP 2
-        "self_attention.linear_qkv.bias": [64],
-        "self_attention.linear_proj.weight": [64, 32],
-        "mlp.linear_fc1.layer_norm_weight": [64],
-        "mlp.linear_fc1.weight": [96, 64],  # gate and up of 96 / TP 2
-        "mlp.linear_fc2.weight": [64, 48],
-    }
-    norms = ["mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight"]
-    assert told["norms summed over TP"] == norms
-    assert told["cut"] == sorted(set(told["parameters"]) - set(norms))
-    extra = {name for name in told["state"] if name.endswith("_extra_state")}
-    assert set(told["state"]) - extra == set(told["parameters"])
-    after_norm = ["ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag"]
-    into_sum = ["ub_overlap_ag", "ub_overlap_rs"]
-    assert told["overlaps"] == {"qkv": after_norm, "proj": into_sum, "fc1": after_norm, "fc2": into_sum}
-    assert told["buffers"] == {name: name for name in ("qkv", "proj", "fc1", "fc2")}
-    assert all(told["fused"].values())
 
 
 def test_handoff_is_the_same(tiny: Callable[..., Path]) -> None:

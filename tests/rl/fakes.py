@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from or1_megatron.checkpoint.manifest import write_manifest
 from or1_megatron.interfaces import Objective, Stopped, TokenInputs
-from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
     AdvantagedGroup,
@@ -294,7 +294,7 @@ class TablePolicy:
                 {name: float("nan") for name in sums}, batch.token_count, float("nan"), 0.3, True, 0.9, 0.1, scores
             )
         self.optimizer.step()
-        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1, scores, slowest_rank=0)
+        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1, scores)
 
     def restart_optimizer(self) -> None:
         self.optimizer.state.clear()

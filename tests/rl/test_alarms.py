@@ -177,26 +177,6 @@ def test_plateau_early_in_the_first_stage() -> None:
     assert plateau(1 / 64) == plateau(0.0, level=0.95) == plateau(0.0, steps=199) == plateau(0.0, index=1) == []
 
 
-def straggler(ranks: Iterable[int], share: float = 0.2) -> list[tuple[int, str]]:
-    run = Run()
-    for rank in ranks:
-        run.go(train__slowest_rank=float(rank), train__straggler_share=share)
-    return run.told
-
-
-def test_a_straggler_is_one_rank_in_ten_steps_in_a_row() -> None:
-    """20% of the time is enough, 19.9% is not. Another rank, or a resume, begins anew."""
-    assert straggler([3] * 10) == [(10, "straggler")]
-    assert straggler([3] * 9) == straggler([3] * 10, 0.199) == straggler([*[3] * 9, 1, 3]) == []
-    run = Run()
-    for step in range(15):
-        run.go(train__slowest_rank=3.0, train__straggler_share=0.5)
-        if step == 4:
-            run.restart()
-    assert run.told == [(15, "straggler")]
-    assert "rank 3 is a straggler: in 10 steps in a row" in run.texts[0] and "50% of forward" in run.texts[0]
-
-
 def test_steps_without_the_metric_are_passed_over() -> None:
     """No SGD step, and every response truncated: neither rule sees the step."""
     alarms = Alarms(SafetyConfig(), "float32")

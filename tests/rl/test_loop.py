@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes import Clock, Diary, RiddleStream, TablePolicy, TableRollouts, problem
 
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -37,7 +38,6 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_megatron.types import Batch, UpdateReport, VersionSpan
@@ -326,7 +326,7 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
 @pytest.mark.parametrize("killed_in", range(2, 7))
 def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -> None:
     """Checkpoints go to disk after each fourth step, and to memory after the others. The best evaluation is on disk,
-    too. Not proven here: that a checkpoint is whole (tests/parallel/test_memory_checkpoints.py)."""
+    too. Not proven here: that a checkpoint is whole (tests/train/test_keeps_running.py)."""
     whole = World(tmp_path / "whole")
     whole.loop.run()
     first = World(tmp_path / "run", every_steps=4, in_memory=True)

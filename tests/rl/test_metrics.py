@@ -18,7 +18,6 @@ from or1_megatron.rl.metrics import (
     rejection_metrics,
     rollout_metrics,
     scored_mismatch,
-    straggler_metrics,
     throughput_metrics,
     time_metrics,
     update_metrics,
@@ -176,16 +175,6 @@ def test_throughput_and_mfu() -> None:
     batch = pack([sample], BatchLayout(1, 64, 8))
     found = throughput_metrics([batch], [update(4)], TrainerGpus(2, 1e12, 1_000_000_000))
     assert found == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})
-
-
-def test_the_straggler_is_the_rank_waited_for_longest_in_all_updates() -> None:
-    """Forward and backward 3 * 0.75 s; rank 1 is waited for 0.25 s twice, rank 0 0.375 s once: 0.5 of 2.25 s."""
-    late = [
-        replace(update(4), slowest_rank=rank, waited_s=waited_s)
-        for rank, waited_s in ((1, 0.25), (0, 0.375), (1, 0.25))
-    ]
-    assert straggler_metrics(late) == pytest.approx({"train/slowest_rank": 1, "train/straggler_share": 0.5 / 2.25})
-    assert straggler_metrics([update(4)]) == straggler_metrics([]) == {}
 
 
 def test_time_metrics() -> None:

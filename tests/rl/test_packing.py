@@ -224,8 +224,3 @@ def test_refusals() -> None:
         BatchLayout(1, 16, 6, sequence_alignment=4)
     with pytest.raises(ValueError, match="expected linear > 0"):
         SequenceCost(0.0, 1.0)
-
-
-def test_rows_of_the_budgets_length_where_buffers_ask_for_it() -> None:
-    assert plan([3, 4], BatchLayout(1, 30, 8, fixed_length=True)).row_tokens == 32
-    assert plan([3, 4], BatchLayout(1, 30, 8)).row_tokens == 8

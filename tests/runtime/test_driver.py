@@ -56,8 +56,8 @@ def test_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What version.py says is what torch says. On CPU no driver is too old."""
     import torch
 
-    found = driver.torch_cuda()
-    assert torch.version.cuda == (None if found is None else f"{found[0]}.{found[1]}")
+    version = driver.torch_cuda()
+    assert torch.version.cuda == (None if version is None else f"{version[0]}.{version[1]}")
     monkeypatch.setattr(driver, "torch_cuda", lambda: None)
     monkeypatch.setattr(driver, "driver_cuda", lambda: (11, 4))
     assert driver.driver_problem() == ""
@@ -75,17 +75,3 @@ def test_what_is_too_old(
     monkeypatch.setattr(driver, "torch_cuda", lambda: wanted)
     monkeypatch.setattr(driver, "driver_cuda", lambda: offered)
     assert bool(driver.driver_problem()) is old
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n", " 535.129.03"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n", " 570.86.15"),
-        ("", ""),
-    ],
-)
-def test_the_kernel_modules_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str) -> None:
-    (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(driver, "_KERNEL_MODULE", tmp_path / "version")
-    assert driver._kernel_module() == version

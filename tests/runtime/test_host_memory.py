@@ -26,8 +26,8 @@ def test_a_limit_above_this_process_counts(tmp_path: Path) -> None:
     member.write_text("0::/pod/job\n")
     group(tmp_path / "pod", str(64 * MIB), 48 * MIB, 8 * MIB, unified=True)
     group(tmp_path / "pod/job", "max", 40 * MIB, 0, unified=True)
-    found = host_memory(tmp_path, member)
-    assert (found.total, found.free) == (64 * MIB, 24 * MIB)
+    memory = host_memory(tmp_path, member)
+    assert (memory.total, memory.free) == (64 * MIB, 24 * MIB)
 
 
 def test_version_1_without_a_limit_and_with_one_at_the_root(tmp_path: Path) -> None:

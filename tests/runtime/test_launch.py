@@ -19,15 +19,16 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from or1_megatron.runtime.launch import _failed, _Supervisor, threads_of_rank
+from or1_megatron.runtime.launch import _failed, threads_of_rank
 
 RANK = """
 import os, signal, subprocess, sys, time
 rank, folder, what = os.environ["RANK"], sys.argv[1], sys.argv[2]
-# As Ray's daemons: in the rank's process group. With "bare" its environment does not name the launch.
+# As Ray's daemons: in the rank's process group. With "bare" nothing says whose it is.
 helper = subprocess.Popen(
     [sys.executable, "-c", "import sys, time; [print(line, flush=True) for line in sys.stdin]; time.sleep(600)"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={} if what == "bare" else None,
+    start_new_session=what == "bare",
 )
 heard = []
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -177,7 +178,7 @@ def test_a_rank_that_has_said_what_to_mend_is_not_drowned_out(tmp_path: Path, st
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: list[Launched], rank: int) -> None:
-    """Its helper's environment does not say whose it is: the session does."""
+    """Neither its helper's environment nor its session says whose it is."""
     run = Launched(tmp_path, "bare")
     started.append(run)
     run.wait_up()
@@ -201,59 +202,6 @@ def test_only_sigkill_is_blamed_on_an_out_of_memory_killer(code: int, ends: str)
     failure = ProcessFailure(0, 123, code, "none.json")
     how = _failed(ChildFailedError("ranks", {0: failure}), 0).how
     assert re.fullmatch(rf"rank 0 \(pid 123\) [\w ]+ at [\d:]+{ends}", how), how
-
-
-def test_the_rank_that_was_killed_first_is_named() -> None:
-    """The launcher has killed the others, which torchrun may see at the same time."""
-    failures = {rank: ProcessFailure(rank, 100 + rank, -signal.SIGKILL, "none.json") for rank in (0, 1)}
-    assert _failed(ChildFailedError("ranks", failures), 0, killed_first=101).how.startswith("rank 1 (pid 101) ")
-    assert _failed(ChildFailedError("ranks", failures), 0).how.startswith("rank 0 (pid 100) ")
-
-
-@pytest.mark.parametrize(
-    ("how", "asked", "ends"),
-    [("os.kill(os.getpid(), 9)", False, True), ("os.kill(os.getpid(), 9)", True, False), ("os._exit(1)", False, False)],
-    ids=["killed", "killed after the launcher was asked to stop", "failed"],
-)
-def test_a_killed_rank_takes_the_others_along_at_once(how: str, asked: bool, ends: bool) -> None:
-    """One that has failed does not: torchrun's agent asks the others to end. Not proven: that this is fast."""
-    first, other = (
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        for code in (f"import os; {how}", "import time; time.sleep(600)")
-    )
-    supervisor = _Supervisor("no_such_module", ranks=0, grace_s=5.0, monitor=None)
-    supervisor.number = signal.SIGTERM if asked else 0
-    supervisor.add_sessions([first.pid, other.pid])
-    supervisor._end_with(first.pid)
-    try:
-        assert (supervisor.killed_first == first.pid) == ends
-        first.wait(PATIENCE_S)
-        if ends:
-            assert other.wait(PATIENCE_S) == -signal.SIGKILL
-        else:
-            assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_rank_that_is_ended_for_another_has_not_been_killed_first() -> None:
-    """One has failed, and torchrun's agent ends the second by a signal: its exit status is not the run's."""
-    failed, ended, third = (
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        for code in ("import os; os._exit(2)", "import time; time.sleep(600)", "import time; time.sleep(600)")
-    )
-    supervisor = _Supervisor("no_such_module", ranks=0, grace_s=5.0, monitor=None)
-    supervisor.add_sessions([failed.pid, ended.pid, third.pid])
-    supervisor._end_with(failed.pid)
-    ended.terminate()
-    supervisor._end_with(ended.pid)
-    try:
-        assert supervisor.killed_first is None and third.poll() is None
-    finally:
-        third.kill()
-        for process in (failed, ended, third):
-            process.wait()
 
 
 def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:

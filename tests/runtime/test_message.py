@@ -12,8 +12,8 @@ def test_any_flipped_bit_is_found() -> None:
     """Every single bit of a message with an array, its checksum and its length included."""
     message = {"tokens": np.arange(5, dtype=np.int32), "text": "x"}
     packed = pack(message)
-    found = unpack(packed)
-    assert found["text"] == "x" and found["tokens"].tolist() == [0, 1, 2, 3, 4]
+    message = unpack(packed)
+    assert message["text"] == "x" and message["tokens"].tolist() == [0, 1, 2, 3, 4]
     for bit in range(8 * len(packed)):
         damaged = bytearray(packed)
         damaged[bit // 8] ^= 1 << bit % 8

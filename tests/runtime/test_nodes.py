@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,8 +104,8 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
         return made[-1]
 
     yield make
-    for each in made:
-        for launcher in each.launchers:
+    for group in made:
+        for launcher in group.launchers:
             launcher.kill()
             launcher.wait()
         for up in tmp_path.glob("*.up"):
@@ -187,52 +186,6 @@ def test_another_node_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UserError, match="node 1 could not start its ranks: the disk is full") as raised:
             nodes.begin()
         assert not isinstance(raised.value, NodesError)  # it comes again on every start
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_the_other_nodes_bring_their_parts_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """Node 0 waits until they have; not for one that has not come."""
-    monkeypatch.setattr("or1_megatron.runtime.nodes._SILENT_S", 0.5 if lost else 60.0)
-    port, brought, kept = _free_port(), [], []
-
-    def node_1() -> None:
-        with Nodes(2, 1, "127.0.0.1", port, 60.0) as nodes:
-            while nodes.begin(lambda name: brought.append((name, nodes._attempt))):
-                kept.append(nodes.keeps_parts)
-
-    with Nodes(2, 0, "127.0.0.1", port, 60.0) as nodes:
-        other = threading.Thread(target=node_1)
-        if lost:
-            nodes.bring("step_1")
-            assert brought == []
-        other.start()
-        nodes.begin()
-        if not lost:
-            nodes.bring("step_2")
-            assert brought == [("step_2", 1)]
-            nodes.keep_parts()
-        nodes.begin()
-    other.join()
-    assert len(brought) == 1
-    assert kept == [False, not lost]
-
-
-def test_a_node_whose_disk_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = _free_port()
-
-    def node_1() -> None:
-        def full(name: str) -> None:
-            raise OSError("no space left")
-
-        with Nodes(2, 1, "127.0.0.1", port, 60.0) as nodes:
-            assert not nodes.begin(full)
-
-    with Nodes(2, 0, "127.0.0.1", port, 60.0) as nodes:
-        other = threading.Thread(target=node_1)
-        other.start()
-        with pytest.raises(OSError, match="node 1: no space left"):
-            nodes.bring("step_1")
-    other.join()
 
 
 def test_node_0_is_not_there_or_its_port_is_taken() -> None:

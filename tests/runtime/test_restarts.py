@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from or1_megatron.checkpoint.memory_folder import make_memory_folder, newest_saved, remove_memory_folder
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import COUNTED, Fault, FaultRecord
 from or1_megatron.runtime.launch import Ended
-from or1_megatron.runtime.memory_folder import make_memory_folder, remove_memory_folder
 from or1_megatron.runtime.restarts import Restarts
 from or1_megatron.runtime.run_folder import RunFolder, step_name
 from or1_megatron.schemas.metrics import FAULTS
@@ -46,7 +47,8 @@ def keep_running(root: Path, attempts: Sequence[Attempt], max_restarts: int = 3)
             FaultRecord(root).write(Fault("failed", "rank 0", why))
         return ended
 
-    code = Restarts(folder, max_restarts, pauses_s=[0.0], say=said.append).run(launch)
+    saved = partial(newest_saved, folder.checkpoints)
+    code = Restarts(folder, max_restarts, saved, [0.0], said.append).run(launch)
     return code, count, said
 
 
@@ -133,13 +135,14 @@ def test_what_is_in_memory_counts_as_saved_until_the_end(tmp_path: Path) -> None
         save(folder.checkpoints, 4)
         remove_memory_folder(folder.checkpoints)
 
-    Restarts(folder, 1, pauses_s=[0.0], say=said.append).run(lambda: KILLED, at_the_end)
+    saved = partial(newest_saved, folder.checkpoints)
+    Restarts(folder, 1, saved, [0.0], said.append).run(lambda: KILLED, at_the_end)
     assert f"saved: the checkpoint of step 4 in {memory}" in said[0]
     assert said[1] == "brought to the disk"
     assert f"Saved: the checkpoint of step 4 in {folder.checkpoints}" in said[2]
     assert not memory.exists()
     ended: list[str] = []
-    Restarts(folder, 1, say=said.append).run(lambda: DONE, lambda: ended.append("too"))
+    Restarts(folder, 1, saved, say=said.append).run(lambda: DONE, lambda: ended.append("too"))
     assert ended == ["too"]
 
 
@@ -153,6 +156,7 @@ def test_a_signal_between_two_attempts_ends_the_run_and_brings_the_state_to_disk
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        Restarts(folder, 3, pauses_s=[3600.0], say=say).run(lambda: KILLED, lambda: done.append("brought to the disk"))
+        restarts = Restarts(folder, 3, lambda: "nothing", [3600.0], say)
+        restarts.run(lambda: KILLED, lambda: done.append("brought to the disk"))
     assert done == ["brought to the disk"]
     assert signal.getsignal(signal.SIGTERM) is handler

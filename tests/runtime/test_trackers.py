@@ -8,27 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from or1_megatron.runtime.files import DiskFullError, write_atomically
-from or1_megatron.runtime.jsonl import read_rows
-from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
+from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+from or1_megatron.runtime.trackers import TensorBoardTracker, WandbTracker
 
 
 def test_jsonl_rows(tmp_path: Path) -> None:
-    """Read by json.loads of the standard library: NumPy scalars are numbers, non-finite values are null."""
+    """Read by json.loads of the standard library: non-finite values are null."""
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path)
-    tracker.log(1, {"reward/mean": 0.5, "policy/grad_norm": float("nan"), "tokens": np.float32(0.25)})
-    assert json.loads(path.read_text()) == {  # already there, before close
-        "step": 1,
-        "reward/mean": 0.5,
-        "policy/grad_norm": None,
-        "tokens": 0.25,
-    }
-    tracker.log(2, {"reward/mean": float("inf")})
-    tracker.close()
+    rows = JsonlWriter(path)
+    rows.write({"step": 1, "reward/mean": 0.5, "policy/grad_norm": float("nan")})
+    assert json.loads(path.read_text()) == {"step": 1, "reward/mean": 0.5, "policy/grad_norm": None}  # before close
+    rows.write({"step": 2, "reward/mean": float("inf")})
+    rows.close()
     assert list(read_rows(path))[1] == {"step": 2, "reward/mean": None}
 
 
@@ -46,9 +40,9 @@ def test_a_torn_last_line_is_repaired_on_opening(tmp_path: Path, tail: str, kept
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + tail)
     assert [row["step"] for row in read_rows(path)] == kept  # readers need no repair
-    tracker = JsonlTracker(path)
-    tracker.log(3, {})
-    tracker.close()
+    rows = JsonlWriter(path)
+    rows.write({"step": 3})
+    rows.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 3]
 
 
@@ -62,11 +56,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 ENDLESS = """
 import sys
 from pathlib import Path
-from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers
+from or1_megatron.runtime.jsonl import JsonlWriter
+from or1_megatron.runtime.trackers import TensorBoardTracker
 folder = Path(sys.argv[1])
-trackers = Trackers([JsonlTracker(folder / "metrics.jsonl"), TensorBoardTracker(folder / "tb")])
+rows, events = JsonlWriter(folder / "metrics.jsonl"), TensorBoardTracker(folder / "tb")
 for step in range(10**9):
-    trackers.log(step, {f"m/{i}": step + i for i in range(40)})
+    metrics = {f"m/{i}": step + i for i in range(40)}
+    rows.write({"step": step, **metrics})
+    events.log(step, metrics)
     print(step, flush=True)
 """
 
@@ -119,10 +116,10 @@ def test_tensorboard_reads_the_events_and_forgets_resumed_steps(tmp_path: Path) 
 def test_dev_full_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    tracker = JsonlTracker(path)
+    rows = JsonlWriter(path)
     with pytest.raises(DiskFullError, match=r"disk is full: could not write metrics.*metrics\.jsonl"):
-        tracker.log(1, {"a": 1.0})
-    tracker.close()
+        rows.write({"step": 1})
+    rows.close()
 
 
 def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
@@ -134,10 +131,10 @@ def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         write_atomically(small / "config.yaml", b"old", "the configuration")
-        tracker = JsonlTracker(small / "metrics.jsonl")
+        rows = JsonlWriter(small / "metrics.jsonl")
         with pytest.raises(DiskFullError, match=r"metrics\.jsonl"):
             for step in range(10_000):
-                tracker.log(step, {"a": step / 3})
+                rows.write({"step": step, "a": step / 3})
         size = os.path.getsize(small / "metrics.jsonl")
         steps = [json.loads(line)["step"] for line in (small / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(len(steps))) and len(steps) > 50 and size < 16384
@@ -151,8 +148,8 @@ def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
             TensorBoardTracker(small / "tb").log(1, {f"m{i}": 1.0 for i in range(500)})
 
         subprocess.run(["mount", "-o", "remount,size=1m", str(small)], check=True)
-        tracker.log(len(steps), {"a": 0.0})
-        tracker.close()
+        rows.write({"step": len(steps), "a": 0.0})
+        rows.close()
         assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(len(steps) + 1))
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
@@ -163,20 +160,3 @@ def test_wandb_is_asked_for_and_not_installed(tmp_path: Path) -> None:
         pytest.skip("wandb is installed here")
     with pytest.raises(ModuleNotFoundError, match=r"track\.wandb_project is 'magic', but .*`pip install wandb`"):
         WandbTracker("magic", tmp_path, "run", {})
-
-
-def test_all_trackers_close_though_one_fails(tmp_path: Path) -> None:
-    first, last = JsonlTracker(tmp_path / "a.jsonl"), JsonlTracker(tmp_path / "b.jsonl")
-
-    class Failing(JsonlTracker):
-        def close(self) -> None:
-            super().close()
-            raise OSError("network gone")
-
-    all_of_them = Trackers([first, Failing(tmp_path / "c.jsonl"), last])
-    all_of_them.log(1, {})
-    with pytest.raises(OSError, match="network gone"):
-        all_of_them.close()
-    assert all((tmp_path / f"{name}.jsonl").read_text() == '{"step": 1}\n' for name in "abc")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        last.log(2, {})

@@ -30,12 +30,12 @@ from training import ROOT, Training
 from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
+from or1_megatron.checkpoint import loader
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.errors import AgreedError
-from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.policy import export_hf
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
@@ -318,7 +318,7 @@ def save_on(disk: Path) -> dict[str, tuple[Any, list[str]]]:
     fill(disk, left_bytes=1 << 20)
     attempt("no room", lambda: saver.save(disk / "step_000001", {"step": 1}))
     attempt("export", lambda: export_hf(policy, disk / "hf"))
-    attempt("load", lambda: checkpoint.load(policy, disk / "step_000000"))
+    attempt("load", lambda: loader.load(policy, disk / "step_000000"))
     assert [update(), update()] == before
     (disk / "fill").unlink()
     (disk / "run").mkdir()

@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from training import ROOT, Training, faults, process_of, read_rows, wait_for_rows
+from training import Training, faults, process_of, read_rows, wait_for_rows
 from waiting import wait_until
 
+from or1_megatron.checkpoint.memory_folder import memory_folder
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
-from or1_megatron.runtime.memory_folder import memory_folder
-from or1_megatron.runtime.nodes import _free_port
 from or1_megatron.runtime.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(3000)
@@ -137,34 +136,3 @@ def test_a_loaded_machine_kills_nothing(
     assert status == 0, output[-6000:]
     assert faults(run) == []
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", [1, 2])
-def test_plain_torchrun_starts_the_ranks_again(
-    small_config: Callable[[Path], Path], tmp_path: Path, agents: int
-) -> None:
-    """``torchrun --max-restarts``: rank 1 is killed; both ranks go on from the newest checkpoint, and Ray with them.
-    Two agents, as on two nodes, meet by the backend c10d. They are refused without a store of their own each time."""
-    run = tmp_path / "run"
-    together = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{_free_port()}"
-    meeting = "--standalone --nproc-per-node 2" if agents == 1 else together
-    agent = f"{sys.executable} -m torch.distributed.run {meeting} --max-restarts 2 -m or1_megatron.trainer.run"
-    other = f"{agent} {small_config(run)} & " * (agents - 1)
-    command, environment = f"{other} {agent} {small_config(run)} || exit; wait $!", {"PYTHONPATH": str(ROOT)}
-    if agents == 2:
-        status, output = Training.of(["bash", "-c", command], environment).finish()
-        assert status != 0 and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in output, output[-6000:]
-    environment |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(agents - 1)}
-    training = Training.of(["bash", "-c", command], environment)
-    try:
-        wait_for_rows(training, run, 2)
-        os.kill(process_of(run, "rank 1"), signal.SIGKILL)
-        status, output = training.finish()
-    finally:
-        training.end()
-    assert status == 0, output[-6000:]
-    assert training.survivors() == []
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(7))
-    restarts = [fault["why"] for fault in faults(run) if fault["kind"] == "restart"]
-    assert restarts == ["torchrun started them again"] or agents == 2  # an agent counts the deaths of its own ranks

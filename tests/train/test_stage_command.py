@@ -15,10 +15,10 @@ import pytest
 from training import Training, newest_checkpoint, read_rows
 from typer.testing import CliRunner
 
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, write_manifest
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.rl.stages import StageSchedule
-from or1_megatron.runtime.manifest import CheckpointDamaged, write_manifest
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import begin_of, check_inputs
 

@@ -20,7 +20,7 @@ from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.trainer.synced_policy import TRANSITIONS, DeviceSharing, SyncedPolicy
 
 TRAINER = ["restore parameters gradients optimizer"]
-HANDOFF = ["offload optimizer gradients", "sync_parameters", "check_replicas"]
+HANDOFF = ["offload optimizer gradients", "check_replicas"]
 SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "certify"]
 REPLACED = ["offload optimizer gradients parameters", "start engine", "leave_engines", "sleep"]
 AGAIN = [*REPLACED, "restore parameters"]
@@ -79,7 +79,7 @@ class Diary:
 SHARED, APART, BESIDE = DeviceSharing(True, True), DeviceSharing(False, False), DeviceSharing(False, True)
 STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
 CASES = {
-    "nothing is shared": (APART, ["hand_off"], ["sync_parameters", "check_replicas", "send", "certify"]),
+    "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "certify"]),
     "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
     "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "certify"]),
     "no engine is lost": (SHARED, ["revive"], []),

@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import psutil
 from waiting import wait_until
@@ -37,20 +35,10 @@ class Training:
         sets = [part for override in overrides for part in ("--set", override)]
         path = [SABOTAGE, ROOT] if "SABOTAGE" in environment else [ROOT]
         command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), *sets]
-        self._start(command, {**environment, "PYTHONPATH": os.pathsep.join(map(str, path))})
-
-    @classmethod
-    def of(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        """Start a run by another command."""
-        training = cls.__new__(cls)
-        training._start(command, environment)
-        return training
-
-    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, path))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -124,7 +124,6 @@ class ShardTrainer:
         address, port = place if self._senders == 1 and place else self._weights.from_rank_0(place)
         store = store or join_store(address, port, timeout_s)
         self._status = status = StatusStore(store, f"trainer rank {self._rank}", timeout_s)
-        self._weights.metadata()  # the first call may be collective
         joined: Future[None] | None = None
         if self._engines is not None:
             joined = self._invite(self._engines, status)

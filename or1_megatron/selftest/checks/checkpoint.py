@@ -14,13 +14,13 @@ from typing import Any, Final
 import psutil
 import torch
 
+from or1_megatron.checkpoint import loader
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel import checkpoint as checkpoints
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
 from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
@@ -109,7 +109,7 @@ def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     rank = CheckpointRank(task)
     newest: list[Any] = [rank.keeper.newest_intact() if rank.mesh.rank == 0 else None]
     torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
-    state = checkpoints.load(rank.policy, newest[0], digests=False)
+    state = loader.load(rank.policy, newest[0])
     updates = [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
         note({"step": state["step"], "updates": updates})

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import or1_megatron
 import or1_verify
 from or1_megatron.config.hardware import hardware_of
-from or1_megatron.runtime.gloo_interface import choose_gloo_interface
+from or1_megatron.runtime.world import choose_gloo_interface
 from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.provenance import GPU_QUERY, commit, printed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from or1_megatron.parallel.mesh import stop_process_group
-from or1_megatron.parallel.offload import Offload, Thing
+from or1_megatron.parallel.offload import Offload, Part
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2
 from or1_megatron.selftest.one_check import Context
@@ -63,7 +63,7 @@ def rates(mover: Offload, piece_bytes: int, rounds: int) -> dict[str, list[tuple
     """Return, by thing and direction, GB/s of (its move, plain copies of a piece) for each round."""
     device, host = ("cuda", "host") if torch.cuda.is_available() else ("cpu", "cpu")
     ways = (("offload", mover.offload, (device, host)), ("restore", mover.restore, (host, device)))
-    things: tuple[Thing, ...] = ("parameters", "optimizer")
+    things: tuple[Part, ...] = ("parameters", "optimizer")
     by_move: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for thing, (way, move, ends) in product(things, ways):

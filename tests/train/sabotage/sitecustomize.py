@@ -105,15 +105,16 @@ def flip_in_engine(worker: Any) -> None:
 
 
 def flip_in_batch(lockstep: Any) -> None:
-    receive, now = lockstep._receive, flips_now("batch")
+    receive, now = lockstep.dist.recv_object_list, flips_now("batch")
 
-    def receive_and_flip(source: int, group: Any) -> Any:
-        blob = receive(source, group)
+    def receive_and_flip(received: list[Any], *arguments: Any) -> Any:
+        source = receive(received, *arguments)
         if now():
-            blob[blob.numel() // 2] ^= 1
-        return blob
+            middle = len(received[0]) // 2
+            received[0] = received[0][:middle] + bytes([received[0][middle] ^ 1]) + received[0][middle + 1 :]
+        return source
 
-    lockstep._receive = receive_and_flip
+    lockstep.dist.recv_object_list = receive_and_flip
 
 
 def flip_in_responses(client: Any) -> None:

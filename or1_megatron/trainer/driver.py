@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.checkpoint.loader import load
+from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import restart_optimizer
 from or1_megatron.interfaces import Objective
-from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import restart_optimizer
 from or1_megatron.types import Batch, TokenScores, UpdateReport
 
 
@@ -32,12 +32,11 @@ def policy_verbs(
         "score": policy.score,
         "update": policy.update_and_score,
         "restart_optimizer": partial(restart_optimizer, policy),
-        "sync_parameters": policy.sync_parameters,
         "check_replicas": partial(check_replicas, policy),
         "offload": policy.host.offload,
         "restore": policy.host.restore,
         "save": saver.save,
-        "load": partial(checkpoint.load, policy, digests=False),  # whoever chose it has compared them
+        "load": partial(load, policy),
         "export_hf": partial(export_hf, policy),
     }
     return verbs if reference is None else {**verbs, "score_reference": reference.score}

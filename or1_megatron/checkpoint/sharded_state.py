@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import or1_megatron.parallel  # noqa: F401  # the CPU device layer comes before Megatron
+
+# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -24,8 +27,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.shard_files import LocalShard, TensorSlice
 from or1_megatron.weights.decoder import unfused_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,10 +43,10 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
         for optimizer in policy.optimizer.chained_optimizers:
             optimizer.init_state_fn(optimizer.optimizer)
     places, writers = _places(policy), _Writers()
-    found = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
+    shards = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
     for optimizer in policy.optimizer.chained_optimizers:
-        found += _optimizer_shards(optimizer, places, writers)
-    return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in found]
+        shards += _optimizer_shards(optimizer, places, writers)
+    return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in shards]
 
 
 def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:

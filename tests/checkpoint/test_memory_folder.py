@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.runtime import memory_folder
-from or1_megatron.runtime.manifest import check_manifest, write_manifest
-from or1_megatron.runtime.memory_folder import (
-    bring_part,
+from or1_megatron.checkpoint import memory_folder
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.manifest import check_manifest, write_manifest
+from or1_megatron.checkpoint.memory_folder import (
     bring_to_disk,
     make_memory_folder,
     memory_keeper,
-    part_folder,
     remove_memory_folder,
-    remove_parts,
 )
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
 @pytest.fixture(autouse=True)
@@ -126,38 +123,3 @@ def test_what_cannot_be_brought_to_disk_stays_in_memory(
     assert "could not be copied to the disk" in caplog.text and keeper.complete() == []
     memory = memory_keeper(keeper.folder)
     assert memory is not None and [path.name for path in memory.complete()] == ["step_000005"]
-
-
-def test_parts_of_several_nodes_are_put_together_on_disk(
-    keeper: CheckpointKeeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Node 0 has the manifest, node 1 the other file. Without node 1 it is lost, and the disk's counts. Where the disk
-    does not take node 1's part, all stays in memory."""
-
-    def make_parts(step: int) -> Path:
-        newest = make(keeper.memory, step)
-        part = part_folder(newest, 1)
-        part.mkdir(parents=True)
-        (newest / "weights.bin").rename(part / "weights.bin")
-        return newest
-
-    def full(name: str) -> None:
-        raise OSError("node 1: no space left")
-
-    on_disk, newest = make(keeper, 3), make_parts(5)
-    assert not bring_to_disk(keeper, full)
-    assert "stays there" in caplog.text and "node 1: no space left" in caplog.text and newest.is_dir()
-    assert bring_to_disk(keeper, lambda name: bring_part(keeper.folder, name, 1))
-    assert [path.name for path in keeper.complete()] == ["step_000003", "step_000005"]
-    check_manifest(keeper.folder / "step_000005")
-    assert memory_folder.memory_folder(keeper.folder) is None
-
-    remove_parts(keeper.folder, 1)
-    make_memory_folder(keeper.folder)
-    keeper.memory = memory_keeper(keeper.folder)
-    make_parts(6)
-    assert bring_to_disk(keeper, lambda name: None)
-    assert [path.name for path in keeper.complete()] == ["step_000003", "step_000005"]
-    assert "weights.bin is missing" in caplog.text and "is lost" in caplog.text
-    assert on_disk.is_dir() and list(keeper.folder.glob("*.partial")) == []
-    remove_parts(keeper.folder, 1)

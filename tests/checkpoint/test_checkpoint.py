@@ -20,10 +20,10 @@ import ranks
 import torch
 from at_layouts import STATE, Rank, travel
 
-from or1_megatron.parallel import checkpoint
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import slices_of
-from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
+from or1_megatron.checkpoint import loader
+from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
+from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import slices_of
 
 FLOAT32 = [
     {"tensor": 2},
@@ -68,10 +68,10 @@ def save_and_resume(model: Path, folder: Path) -> dict[str, Any]:
     saver.close()
 
     second = Rank(model, "float32", layout)
-    state = checkpoint.load(second.policy, folder)
+    state = loader.load(second.policy, folder)
     resumed = {"draws": draws(), "updates": [second.update(), second.update()]}
     later = Rank(model, "float32", layout)
-    checkpoint.load(later.policy, folder.with_name("step_000004"))
+    loader.load(later.policy, folder.with_name("step_000004"))
     return {"state": state, "went_on": went_on, "resumed": resumed, "third": [third, later.update()]}
 
 

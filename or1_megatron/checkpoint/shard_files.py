@@ -7,6 +7,8 @@ tensor and where they lie. A reader may ask for any slices; it reads those on di
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from or1_megatron.runtime.manifest import FileEntry
+from or1_megatron.checkpoint.manifest import FileEntry
 from or1_verify.errors import UserError
 
 _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and write
@@ -84,42 +86,32 @@ class WrittenSlice:
     """bytes"""
 
 
-class _DigestedFile:
-    """A file that computes its digest while it is written; it has the methods that torch.save needs."""
+class _DigestedFile(io.FileIO):
+    """A file that computes its digest while it is written."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None]) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._wrote = wrote
-        self._digest = hashlib.sha256()
-        self.position = 0
+        super().__init__(path, "wb")
+        self._wrote, self._digest = wrote, hashlib.sha256()
         self.failure: Exception | None = None
         """The first error; torch.save raises another one in its place."""
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        left = view
+        view = left = memoryview(data).cast("B")
         try:
             while left:  # a write may take less than it is given
-                count = self._file.write(left[:_PIECE_BYTES])
+                count = super().write(left[:_PIECE_BYTES]) or 0
                 self._digest.update(left[:count])
                 left = left[count:]
                 self._wrote(count)
         except Exception as error:
             self.failure = error
             raise
-        self.position += len(view)
         return len(view)
-
-    def flush(self) -> None:
-        pass
 
     def sync(self) -> FileEntry:
         """Bring the file to the disk; return its entry for the manifest."""
-        os.fsync(self._file.fileno())
-        return FileEntry(self.position, self._digest.hexdigest())
-
-    def close(self) -> None:
-        self._file.close()
+        os.fsync(self.fileno())
+        return FileEntry(self.tell(), self._digest.hexdigest())
 
 
 def write_slices(
@@ -127,22 +119,20 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
 
-    ``wrote`` is told the count of every few bytes written; an error that it raises ends the writing.
+    ``wrote`` gets the count of every few bytes written; an error that it raises ends the writing.
     """
-    file = _DigestedFile(path, wrote)
     written = []
-    try:
-        for part, tensor in slices:
-            begin = file.position
-            torch.save(_own_storage(tensor.detach().cpu().view(part.sizes)), file)  # type: ignore[arg-type]
-            written.append(WrittenSlice(part, tensor.dtype, path.name, begin, file.position - begin))
-        return written, file.sync()
-    except Exception:
-        if file.failure is not None:
-            raise file.failure from None
-        raise
-    finally:
-        file.close()
+    with _DigestedFile(path, wrote) as file:
+        try:
+            for part, tensor in slices:
+                begin = file.tell()
+                torch.save(_own_storage(tensor.detach().cpu().view(part.sizes)), file)
+                written.append(WrittenSlice(part, tensor.dtype, path.name, begin, file.tell() - begin))
+            return written, file.sync()
+        except Exception:
+            if file.failure is not None:
+                raise file.failure from None
+            raise
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
@@ -151,7 +141,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 
 def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
-    """Write ``.metadata``, which makes one checkpoint of the ranks' files."""
+    """Write ``.metadata``, which makes one checkpoint of the ranks' files, and what Megatron's loader asks for."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for stored in written:
@@ -164,6 +154,7 @@ def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
         place = _StorageInfo(stored.file, stored.offset, stored.length)
         results.append(WriteResult(MetadataIndex(part.key, offset), stored.length, place))
     FileSystemWriter(folder, sync_files=True).finish(Metadata(tensors), [results])
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
 def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
@@ -179,10 +170,10 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
     items: list[ReadItem] = []
     for shard in shards:
         for part in shard.slices:
-            found = metadata.state_dict_metadata.get(part.key)
-            if not isinstance(found, TensorStorageMetadata):
+            on_disk = metadata.state_dict_metadata.get(part.key)
+            if not isinstance(on_disk, TensorStorageMetadata):
                 raise StateMismatch(f"{folder} holds no {part.key}: it was saved from another model or optimizer")
-            items += _reads(folder, part, found, shard.may_differ)
+            items += _reads(folder, part, on_disk, shard.may_differ)
             targets[MetadataIndex(part.key, torch.Size(part.offset))] = (shard, part)
     assert len(targets) == sum(len(shard.slices) for shard in shards), "two shards of one slice"
     for shard, part in targets.values():
@@ -191,15 +182,15 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
     reader.read_data(LoadPlan(items), _Planner(targets))
 
 
-def _reads(folder: Path, part: TensorSlice, found: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
+def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
     """Return what must be read for a slice; with ``may_differ``, rows that only one side has are left out."""
-    if tuple(found.size) != part.whole and not may_differ:
-        raise StateMismatch(f"{folder}: {part.key} has shape {tuple(found.size)}; this model's is {part.whole}")
+    if tuple(on_disk.size) != part.whole and not may_differ:
+        raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
-    items = create_read_items_for_chunk_list(part.key, found, [chunk])
+    items = create_read_items_for_chunk_list(part.key, on_disk, [chunk])
     expected = math.prod(
         max(0, min(offset + size, there) - offset)
-        for offset, size, there in zip(part.offset, part.sizes, found.size, strict=True)
+        for offset, size, there in zip(part.offset, part.sizes, on_disk.size, strict=True)
     )
     if (covered := sum(math.prod(item.lengths) for item in items)) != expected:
         raise StateMismatch(

@@ -5,9 +5,6 @@ ranks together they take 12 bytes per parameter in fp32 and 14 in bf16 (page-loc
 rounds each buffer up to a power of two); state that data-parallel ranks share is divided among them. A thread then
 writes. It talks to the other ranks over a process group of its own, since training uses the other groups meanwhile.
 
-A checkpoint in shared memory of several nodes lies in pieces: each node has the files of its ranks and of those of the
-node before (``node_copies``); node 0 has what exists once, too. ``memory_folder.bring_to_disk`` puts them together.
-
 Every rank writes and syncs its file. Rank 0 adds the files that exist once, the manifest last, syncs them, and renames
 the folder into place. A kill at any moment leaves the earlier checkpoints as they were.
 """
@@ -33,20 +30,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
+from or1_megatron.checkpoint.keeper import put_in_place
+from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
+from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
+from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.lockstep import LockstepError, raise_together
-from or1_megatron.parallel.node_copies import copy_to_next_node, file_name
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import FileEntry, write_manifest
-from or1_megatron.runtime.memory_folder import SHARED_MEMORY, drop_older_parts, part_folder
-from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE, put_in_place
-from or1_megatron.runtime.world import ranks_per_node
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +75,6 @@ class _PendingSave:
     common: Mapping[str, Any]
     loop_json: str
     responses: bytes
-    in_pieces: bool
-    """Each node has a part of it, in its memory."""
 
 
 class CheckpointSaver:
@@ -121,27 +113,20 @@ class CheckpointSaver:
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
         """Copy parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
 
-        ``folder`` appears whole or not at all, before ``finish`` returns seconds; an older one of that name is
-        replaced. There is one set of buffers, so this first waits for a save that is still being written.
+        ``folder`` appears whole or not at all, before ``finish`` returns seconds. There is one set of buffers, so this
+        first waits for a save that is still being written.
 
         Raises:
             CheckpointError: on every rank, when there is no room for it, or the save before it failed. Earlier
                 checkpoints stay.
         """
         problem = self._ended()
-        per_node = ranks_per_node(self._mesh.world)
-        in_pieces = per_node < self._mesh.world and folder.is_relative_to(SHARED_MEMORY)
         if self._mesh.rank == 0 and problem is None:
-            problem = _prepare(folder, self._policy, share=2 * per_node / self._mesh.world if in_pieces else 1.0)
+            problem = _prepare(folder, self._policy)
         raise_together(self._mesh, problem)
-        if in_pieces and (node := self._mesh.rank // per_node) > 0:
-            folder = part_folder(folder, node)
-            if self._mesh.rank % per_node == 0:
-                drop_older_parts(folder)
-        self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses, in_pieces)
+        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
         self.responses = b""
         self._outcome = None
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
@@ -234,24 +219,14 @@ class CheckpointSaver:
             self._outcome = time.perf_counter() - started_s
 
     def _written(self, job: _PendingSave) -> _RankFile | str:
-        """Write this rank's file, and a copy of another node's where each has a part; return the reason if it fails."""
-        path = _aside(job.folder) / file_name(self._mesh.rank)
-        part: _RankFile | str
+        """Write this rank's file; return the reason if that fails."""
+        path = _aside(job.folder) / f"__{self._mesh.rank}_0.distcp"
         try:
-            if job.in_pieces:  # rank 0 has made the folder on its own node alone
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             slices, entry = write_slices(path, job.slices)
-            part = _RankFile(slices, path.name, entry, job.random)
+            return _RankFile(slices, path.name, entry, job.random)
         except Exception as error:  # rank 0 reports it
             log.info("rank %d could not write its part of %s", self._mesh.rank, job.folder, exc_info=True)
-            part = _reason(error)
-        if job.in_pieces:
-            assert self._group is not None
-            try:
-                copy_to_next_node(path, isinstance(part, _RankFile), ranks_per_node(self._mesh.world), self._group)
-            except OSError as error:
-                part = _reason(error)
-        return part
+            return _reason(error)
 
     def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
         """Gather every rank's part, or its reason for having none, on rank 0."""
@@ -275,7 +250,6 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     done = [part for part in parts if isinstance(part, _RankFile)]
     aside = _aside(job.folder)
     write_metadata(aside, [written for part in done for written in part.slices])
-    save_config(CheckpointingConfig("torch_dist"), str(aside))
     for name, content in ((COMMON, dict(job.common)), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so
         torch.save(content, buffer)
@@ -287,10 +261,10 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     put_in_place(aside, job.folder)
 
 
-def _prepare(folder: Path, policy: MegatronPolicy, share: float) -> CheckpointError | None:
-    """Make an empty folder on a disk with room for the checkpoint's share; return the error if that is not possible."""
+def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
+    """Make an empty folder on a disk with room for the checkpoint; return the error if that is not possible."""
     per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: itself, moments, in bf16 a master
-    needed, aside = int(share * policy.parameter_count * per_parameter), _aside(folder)  # at least
+    needed, aside = policy.parameter_count * per_parameter, _aside(folder)  # at least
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

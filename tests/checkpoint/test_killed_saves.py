@@ -23,11 +23,11 @@ import pytest
 import ranks
 import torch
 
-from or1_megatron.parallel import checkpoint, shard_files
+from or1_megatron.checkpoint import loader, shard_files
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
+from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.parallel.mesh import start_process_group
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import local_shards
-from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 KILLS = 80
 STEPS = 60
@@ -38,7 +38,6 @@ OPERATIONS = {  # about how many there are in three saves
     "write": 4000,
     "manifest": 6,
     "rename": 5,
-    "replace": 4,
     "best": 2,
     "delete": 30,
     AT_ANY_TIME: 1,
@@ -58,10 +57,10 @@ class Life:
     def digest(self) -> str:
         """Digest parameters, moments and generators."""
         state = [shard.tensor() for shard in local_shards(self.policy)] + [torch.get_rng_state()]
-        found = hashlib.sha256(repr(random.getstate()).encode())
+        digest = hashlib.sha256(repr(random.getstate()).encode())
         for tensor in state:
-            found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def step(self) -> None:
         problem.update(self.policy, self._batch)
@@ -73,21 +72,20 @@ class Life:
         self.tell({"digests": [self.digest()] + [(self.step(), self.digest())[1] for _ in range(STEPS)]})
 
     def resumed(self, folder: Path, digests: list[str]) -> None:
-        """Resume from the newest intact checkpoint to the last step; save every step, some of them twice."""
+        """Resume from the newest intact checkpoint to the last step; save every step."""
         random.seed(3)
         keeper = CheckpointKeeper(folder, keep_last=2, keep_best=True, keep_every_steps=7)
         keeper.clean()
         newest = keeper.newest_intact()
-        step = 0 if newest is None else int(checkpoint.load(self.policy, newest)["step"])
+        step = 0 if newest is None else int(loader.load(self.policy, newest)["step"])
         self.tell({"resumed": step, "same": self.digest() == digests[step]})
         saver = CheckpointSaver(self.policy)
         while step < STEPS:
             self.step()
             step += 1
-            for _ in range(2 if step % 3 == 0 else 1):  # the second replaces the first
-                saver.save(keeper.folder_for(step), {"step": step})
-                assert saver.finish(wait=True) is not None
-                self.tell({"complete": step})
+            saver.save(keeper.folder_for(step), {"step": step})
+            assert saver.finish(wait=True) is not None
+            self.tell({"complete": step})
             keeper.saved(step, best=step % 5 == 0)
 
 
@@ -104,7 +102,7 @@ def die_at(phase: str, operation: int, folder: Path) -> None:
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         deleting = event in ("os.remove", "os.rmdir", "shutil.rmtree")  # of a tree, by names alone
         if event in EVENTS and (str(folder) in (path := f"{arguments[0]} {arguments[1]}") or deleting):
-            by_name = {"manifest.json": "manifest", ".replaced": "replace", "best.partial": "best"}
+            by_name = {"manifest.json": "manifest", "best.partial": "best"}
             named = next((phase for part, phase in by_name.items() if part in path), None)
             note(
                 named or ("delete" if deleting else {"os.rename": "rename", "os.mkdir": "prepare"}.get(event, "write"))

@@ -1,0 +1,166 @@
+"""The checkpoints of a run: which is the newest intact one, which stay, and what killed saves left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from itertools import chain, count
+from pathlib import Path
+from typing import Final
+
+from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_megatron.runtime.run_folder import step_name, step_of
+
+logger = logging.getLogger(__name__)
+
+DAMAGED_SUFFIX: Final = ".damaged"
+"""The end of the name of a checkpoint that was set aside because its files are not as they were saved."""
+
+
+def put_in_place(aside: Path, folder: Path) -> None:
+    """Rename the complete checkpoint ``aside`` to ``folder``, which is not there: a run saves each step once."""
+    aside.rename(folder)
+    sync(folder.parent)
+
+
+class CheckpointKeeper:
+    """Finds the checkpoints of a run. Deletes all but the newest ``keep_last``, the best by evaluation (if
+    ``keep_best``), and those of every ``keep_every_steps``-th step (0: no such rule)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_best: bool,
+        keep_every_steps: int = 0,
+        memory: CheckpointKeeper | None = None,
+    ) -> None:
+        """``memory``: the run's checkpoints in shared memory. They count as the run's where they are the newest."""
+        self.folder = folder
+        self.memory = memory
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.keep_every_steps = keep_every_steps
+        self._intact: Path | None = None  # compared with its manifest by this process
+
+    def folder_for(self, step: int) -> Path:
+        """Return the folder of the checkpoint of ``step``. The policy writes elsewhere first and renames."""
+        return self.folder / step_name(step)
+
+    def complete(self) -> list[Path]:
+        """Return all complete checkpoints, oldest first."""
+        return [path for path in self._saved() if (path / MANIFEST).is_file()]
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint without comparing its files; None if there is none."""
+        newest = self.complete()[-1:] + (self.memory.complete()[-1:] if self.memory is not None else [])
+        return max(newest, key=lambda path: step_of(path) or 0, default=None)
+
+    def newest_intact(self) -> Path | None:
+        """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
+
+        Damaged newer ones are renamed, with a warning in the log and on the console. Every file is read, once per
+        process. Only the process that holds the run's lock may call this.
+
+        Raises:
+            CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
+            CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
+        """
+        if (in_memory := self.newest_in_memory()) is not None:
+            return in_memory
+        damaged: list[tuple[Path, CheckpointDamaged]] = []
+        for folder in reversed(self._saved()):
+            try:
+                if folder != self._intact:
+                    check_manifest(folder)
+            except CheckpointDamaged as error:
+                damaged.append((folder, error))
+                continue
+            for broken, why in damaged:
+                aside = self._set_aside(broken)
+                logger.warning("%s. Set aside as %s; resuming from %s", why, aside.name, folder.name)
+            self._intact = folder
+            return folder
+        if damaged:
+            listed = "; ".join(str(why) for _, why in damaged)
+            raise CheckpointDamaged(
+                f"none of the checkpoints in {self.folder} is intact, and training does not start from scratch while "
+                f"they are there: {listed}. Put back what is missing, or remove the folder to start from scratch"
+            )
+        return None
+
+    def newest_in_memory(self) -> Path | None:
+        """Return the newest intact checkpoint in memory if it is newer than all on disk; delete the others there."""
+        on_disk = max((step_of(path) or 0 for path in self.complete()), default=-1)
+        newest: Path | None = None
+        for folder in reversed(self.memory._saved() if self.memory is not None else []):
+            if newest is None and (step_of(folder) or 0) > on_disk:
+                try:
+                    if folder != self._intact:
+                        check_manifest(folder)
+                    newest = self._intact = folder
+                    continue
+                except (CheckpointDamaged, CheckpointUnreadable) as why:
+                    logger.warning("%s. It was in memory, and is deleted", why)
+            shutil.rmtree(folder)
+        return newest
+
+    def best(self) -> Path | None:
+        """Return the checkpoint that ``best`` points to; None if it is not complete."""
+        pointer = self.folder / "best"
+        if not pointer.is_symlink():
+            return None
+        target = self.folder / os.readlink(pointer)
+        return target if (target / MANIFEST).is_file() else None
+
+    def saved(self, step: int, best: bool) -> None:
+        """Record that the checkpoint of ``step`` is complete, and delete those that need not stay."""
+        if best:
+            self._point_best_at(self.folder_for(step))
+        self._prune()
+
+    def clean(self) -> None:
+        """Delete what killed saves and deletions left.
+
+        Only the process that holds the run's lock may call this, and not while it saves.
+        """
+        if self.memory is not None:
+            self.memory.clean()
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if path.name.endswith(PARTIAL_SUFFIX):
+                logger.info("removing %s, left by an interrupted run", path)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _saved(self) -> list[Path]:
+        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get one; if a file is
+        missing, the checkpoint has been damaged since."""
+        saved = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
+        return sorted(saved, key=lambda path: step_of(path) or 0)
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""
+        names = chain([""], (f"_{number}" for number in count(2)))
+        paths = (folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}{name}") for name in names)
+        return folder.rename(next(path for path in paths if not path.exists()))
+
+    def _point_best_at(self, folder: Path) -> None:
+        aside = self.folder / f"best{PARTIAL_SUFFIX}"
+        aside.unlink(missing_ok=True)
+        with naming_disk_full(self.folder / "best", "the pointer to the best checkpoint"):
+            aside.symlink_to(folder.name)
+            os.replace(aside, self.folder / "best")
+
+    def _prune(self) -> None:
+        best = self.best() if self.keep_best else None
+        every = self.keep_every_steps
+        for path in self.complete()[: -self.keep_last]:
+            if path == best or (every and (step_of(path) or 0) % every == 0):
+                continue
+            # Renamed first, so that a deletion that is killed half-way does not look like a checkpoint.
+            doomed = path.with_name(path.name + PARTIAL_SUFFIX)
+            os.replace(path, doomed)
+            # In a thread, since hundreds of gigabytes take a while. ``clean`` removes what a killed run leaves.
+            threading.Thread(target=shutil.rmtree, args=(doomed, True), name="checkpoint-deletion").start()

@@ -1,0 +1,40 @@
+"""Loads a checkpoint in Megatron's sharded format, at any layout.
+
+A folder holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments; ``shard_files``), ``common.pt``
+(step counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and ``manifest.json``
+(``manifest``). ``saver`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from or1_megatron.checkpoint.saver import COMMON, RANDOM, restore_random_state
+from or1_megatron.checkpoint.shard_files import read_shards
+from or1_megatron.checkpoint.sharded_state import local_shards, set_optimizer_step
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.runtime.run_folder import LOOP_STATE
+
+
+def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
+    """Restore a checkpoint, which the caller has compared with its manifest, at this run's layout; collective.
+
+    The random generators are restored if the number of ranks is the same; otherwise they keep their seeds. Returns the
+    loop's state.
+
+    Raises:
+        StateMismatch: the checkpoint is of another model.
+    """
+    common = torch.load(folder / COMMON)
+    read_shards(folder, local_shards(policy))
+    policy.sgd_steps = int(common["sgd_steps"])
+    set_optimizer_step(policy, int(common["optimizer_step"]))
+    states = torch.load(folder / RANDOM, weights_only=False)
+    if len(states) == policy.mesh.world:
+        restore_random_state(states[policy.mesh.rank])
+    return dict(json.loads((folder / LOOP_STATE).read_text()))
