@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.failures import HandoffMismatch
 from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522

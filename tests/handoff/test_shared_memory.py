@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.failures import HandoffError
 from or1_megatron.handoff.transport.shared_memory import HostSharedMemory
 
 HOLDER = """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, Transport, Work, abort
+from or1_megatron.handoff.failures import HandoffError
+from or1_megatron.handoff.transport.base import Arrival, Transport, Work, abort, nothing
 
 _NOTICE_BYTES = 2048
 _HEADER_BYTES = mmap.PAGESIZE
@@ -141,7 +141,7 @@ class SharedMemoryTransport(Transport):
             expected = self._group.recv([answer], destination, number)
             return _Answered(self._group.send([notice], destination, number), expected)
 
-        return self._threads.follow(start, lambda: self.count(sent=buffer.numel()))
+        return self._threads.follow(start, nothing)
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         notice = torch.empty(_NOTICE_BYTES, dtype=torch.uint8)
@@ -149,25 +149,20 @@ class SharedMemoryTransport(Transport):
         def release() -> None:
             self._memory.finish_reading()
             answer = torch.zeros(1, dtype=torch.uint8)
-            self._threads.follow(lambda: self._group.send([answer], source, number), _nothing)
+            self._threads.follow(lambda: self._group.send([answer], source, number), nothing)
 
         def arrived() -> Arrival:
             description, announced = pickle.loads(notice.numpy().tobytes())
             if announced != size_bytes:
                 raise HandoffError(f"handoff: rank {source} sent {announced} bytes, {size_bytes} were expected")
             message = self._memory.map(description)[:size_bytes]
-            self.count(received=size_bytes)
             if into is None:
                 return Arrival(message, release)
             into[:size_bytes].copy_(message)
             release()
-            return Arrival(into[:size_bytes], _nothing)
+            return Arrival(into[:size_bytes], nothing)
 
         return self._threads.follow(lambda: self._group.recv([notice], source, number), arrived)
 
     def free_buffers(self) -> None:
         self._memory.free()
-
-
-def _nothing() -> None:
-    pass

@@ -1,22 +1,56 @@
-"""The store in which all ranks of a handoff see what the others publish, and who has failed."""
+"""Where trainer ranks and engine ranks meet: a store, which shows what others publish and who has failed, and a group.
+
+They stand beside the trainer's default group (Megatron's) and vLLM's own groups: the group is built from a store of its
+own and registered nowhere.
+"""
 
 from __future__ import annotations
 
 import pickle
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.group import join_store
+from or1_megatron.handoff.failures import HandoffError
 
 _LOOK_S = 0.2  # how often a wait looks for failures
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
+
+
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Open a store on a free port of this host, which ``address`` must name."""
+    return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    return TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
+    """Form the group; blocks until all ranks are here.
+
+    Listens on this host's address on the route to the store's host. gloo would otherwise listen on whatever the host
+    name resolves to, which in a container may be nothing.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(store.host))]
+    return ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
+
+
+def _own_address(peer: str) -> str:
+    """Return this host's address on the route to ``peer``; no packet is sent."""
+    family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 class StatusStore:
@@ -47,13 +81,10 @@ class StatusStore:
     def publish(self, key: str, value: Any) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub knows str alone
 
-    def read(self, key: str, whose: str, keep: bool = True, watched: Future[Any] | None = None) -> Any:
-        """Wait for what ``whose`` publishes, and return it. ``keep=False``: nobody else will read it."""
+    def read(self, key: str, whose: str, watched: Future[Any] | None = None) -> Any:
+        """Wait for what ``whose`` publishes, and return it."""
         self._poll(lambda: self._store.check([key]), f"{whose} to publish '{key}'", watched, pause_s=0.005)
-        value = pickle.loads(self._store.get(key))
-        if not keep:
-            self._store.delete_key(key)
-        return value
+        return pickle.loads(self._store.get(key))
 
     def wait[T](self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
         """Wait for the result of ``future``, and return it.

@@ -5,7 +5,7 @@ storage. Whatever views a loader takes of one (narrow, chunk, index), torch keep
 a view into its parameter, a dispatch mode sees it. So fused projections, tensor parallelism, tied embeddings and
 experts need no table here.
 
-At an update most layers need no loader (``shard.direct_copy``). The loaders of the others run again on placeholders,
+At an update most layers need no loader (``direct_copy``). The loaders of the others run again on placeholders,
 through vLLM's layerwise reload, and ``SliceLoader`` makes their copies from the slices that were received. A loader
 that does more to a tensor than copy a part of it gets the whole tensor.
 """
@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.message.shipment import ReceivedSlice
+from or1_megatron.handoff.message.slices import Slice
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
 

@@ -1,29 +1,19 @@
-"""Over which hops a message reaches the engine ranks that it is for. Pure; ranks are numbers."""
+"""Over which transport, and over which hops, a message reaches the engine ranks that it is for. Ranks are numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from or1_megatron.config.schema import HOST_ROUND_BYTES
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.message.message import Hop
+from or1_megatron.config.load import ConfigError
+from or1_megatron.config.schema import HOST_ROUND_BYTES, Config
+from or1_megatron.handoff.failures import HandoffError
+from or1_megatron.handoff.message.shipment import Hop
 from or1_megatron.handoff.transport.links import Location
 
 _ON_ONE_NODE = ("shared_memory", "cuda_ipc")
 _THROUGH_HOST_MEMORY = ("gloo", "shared_memory", "gloo+shared_memory")
 _TOLERATED = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The bytes of a plan in which everything is sent once to each group."""
-
-    packed: int
-    """By the trainer rank that packs most."""
-    shard: int
-    """To the engine rank that receives most."""
 
 
 class Routes:
@@ -40,16 +30,17 @@ class Routes:
         """Return those of the trainer ranks that hold something which may send it to the group."""
         return holders
 
-    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        """Return the hops to all of a group; each comes after the hop by which the message reaches its sender."""
+    def tree(self, source: int, group: tuple[int, ...], shard_share: float) -> tuple[Hop, ...]:
+        """Return the hops to all of a group; each comes after the hop by which the message reaches its sender.
+
+        Args:
+            shard_share: bytes of an engine rank's shard, as a multiple of what a trainer rank packs.
+        """
         return tuple((source, member) for member in group)
 
-    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
-        """Return (what each sender may send in a round, the most that one may send where others need less).
-
-        A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
-        """
-        return bucket_bytes // trainers, bucket_bytes
+    def message_bytes(self, bucket_bytes: int, senders: int, trainers: int) -> int:
+        """Return what each of a group's ``senders`` may send in a round, which is a bucket at most."""
+        return max(1, bucket_bytes // senders)
 
 
 class Relayed(Routes):
@@ -60,8 +51,8 @@ class Relayed(Routes):
     what it receives, once, while the next message comes in.
     """
 
-    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        heads = min(len(group), max(1, int(_TOLERATED * load.shard / max(1, load.packed))))
+    def tree(self, source: int, group: tuple[int, ...], shard_share: float) -> tuple[Hop, ...]:
+        heads = min(len(group), max(1, int(_TOLERATED * shard_share)))
         return tuple((source if index < heads else group[index - heads], member) for index, member in enumerate(group))
 
 
@@ -83,14 +74,28 @@ class TwoHops(Routes):
         near = self._neighbour[group[0]]
         return (near,) if near in holders else holders
 
-    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
+    def tree(self, source: int, group: tuple[int, ...], shard_share: float) -> tuple[Hop, ...]:
         (member,) = group
         near = self._neighbour[member]
         return ((near, member),) if source == near else ((source, near), (near, member))
 
-    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
-        share = bucket_bytes // (trainers + 1)  # a rank holds its own messages beside those that it passes on
-        return share, share
+    def message_bytes(self, bucket_bytes: int, senders: int, trainers: int) -> int:
+        return max(1, bucket_bytes // (trainers + 1))  # a rank holds its own messages beside those that it passes on
+
+
+def check_transport(config: Config, cuda: bool) -> None:
+    """Raise ConfigError if this machine, or the placement, cannot run ``handoff.transport``."""
+    transport = config.handoff.transport
+    if transport not in (None, *_THROUGH_HOST_MEMORY) and not cuda:
+        raise ConfigError(
+            f"handoff.transport = {transport} needs CUDA, which this machine does not have; expected one of "
+            f"{', '.join(_THROUGH_HOST_MEMORY)}"
+        )
+    if cuda and config.rollout.placement == "colocated" and transport == "nccl":
+        raise ConfigError(
+            "NCCL refuses two ranks on one GPU, and with rollout.placement = colocated trainer and engines share them: "
+            "expected no handoff.transport, or nccl+cuda_ipc"
+        )
 
 
 def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) -> str:
@@ -142,14 +147,14 @@ def _neighbours(transport: str, trainers: Sequence[Location], engines: Sequence[
     ranks: dict[Location, list[int]] = defaultdict(list)
     for rank, location in enumerate(trainers):
         ranks[location].append(rank)
-    turns = defaultdict[Location, int](int)
-    found = []
+    used = defaultdict[Location, int](int)
+    neighbours = []
     for index, location in enumerate(engines):
         if location not in ranks:
             raise HandoffError(
                 f"handoff.transport = {transport} needs a trainer rank on each engine rank's device; engine rank "
                 f"{index} has none beside it"
             )
-        found.append(ranks[location][turns[location] % len(ranks[location])])
-        turns[location] += 1
-    return found
+        neighbours.append(ranks[location][used[location] % len(ranks[location])])
+        used[location] += 1
+    return neighbours

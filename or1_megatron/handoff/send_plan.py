@@ -13,14 +13,14 @@ arrived waits only for messages before it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from or1_megatron.handoff.errors import PlanImpossible
-from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Slice, plan_buckets
-from or1_megatron.handoff.message.message import Group, Hop, Shipment
-from or1_megatron.handoff.shard.routes import Load, Routes
+from or1_megatron.handoff.failures import PlanImpossible
+from or1_megatron.handoff.message.shipment import Group, Shipment
+from or1_megatron.handoff.message.slices import Slice, plan_buckets
+from or1_megatron.handoff.routes import Routes
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
@@ -35,31 +35,22 @@ class HandoffPlan:
     """Engine ranks."""
     shipments: tuple[Shipment, ...]
 
-    def sent_by(self, rank: int) -> list[Shipment]:
-        """Return the messages that ``rank`` packs."""
-        return [shipment for shipment in self.shipments if shipment.source == rank]
-
-    def through(self, rank: int) -> list[Shipment]:
-        """Return the messages that ``rank`` receives, to keep or to pass on."""
-        return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
-
     def of(self, rank: int) -> HandoffPlan:
-        """Return the part of the plan that ``rank`` takes part in."""
+        """Return the messages that ``rank`` packs, receives or passes on."""
         mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
         return HandoffPlan(self.trainers, self.engines, tuple(mine))
+
+    def bytes_sent(self) -> Counter[int]:
+        """Return the bytes that each rank sends in one handoff, including what it passes on."""
+        sent = Counter[int]()
+        for shipment in self.shipments:
+            for sender, _ in shipment.hops:
+                sent[sender] += shipment.size_bytes
+        return sent
 
     def who(self, rank: int) -> str:
         """Return a rank's name for errors."""
         return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
-
-    def link_bytes(self) -> dict[Hop, int]:
-        """Return the bytes of weights by (from, to), including those that are passed on."""
-        total: dict[Hop, int] = defaultdict(int)
-        for shipment in self.shipments:
-            size = sum(slot.slice.size_bytes for slot in shipment.slots)
-            for hop in shipment.hops:
-                total[hop] += size
-        return dict(total)
 
 
 def make_plan(
@@ -86,18 +77,19 @@ def make_plan(
     for holding in holdings:
         held[holding.name].append(holding)
     wanted = _groups(wants, trainers, routes)
-    share, most = (max(1, limit) for limit in routes.message_limits(bucket_bytes, trainers))
-    channels = _channels(held, wanted, trainers, share, routes)
-    load = _load(channels)
-    limits = _limits(channels, bucket_bytes, share, most)
+    channels = _channels(held, wanted, trainers, routes.message_bytes(bucket_bytes, trainers, trainers), routes)
+    senders = Counter(group for group, _ in channels)
     messages = [
         (index, group, source, slots)
         for (group, source), slices in channels.items()
-        for index, slots in enumerate(plan_buckets(slices, limits[group, source]))
+        for index, slots in enumerate(
+            plan_buckets(slices, routes.message_bytes(bucket_bytes, senders[group], trainers))
+        )
     ]
     messages.sort(key=lambda message: message[:3])
+    shard_share = _shard_share(channels)
     shipments = [
-        Shipment(number, index, source, group, routes.tree(source, group, load), slots)
+        Shipment(number, index, source, group, routes.tree(source, group, shard_share), slots)
         for number, (index, group, source, slots) in enumerate(messages)
     ]
     return HandoffPlan(trainers, len(wants), tuple(shipments))
@@ -120,13 +112,13 @@ def _channels(
 ) -> dict[tuple[Group, int], list[Slice]]:
     """Return what each trainer rank sends to each group, in the order of the model."""
     order = {name: index for index, name in enumerate(held)}
-    for want in (want for each in wanted.values() for want in each):
+    asked = [(want, group) for group, wants in wanted.items() for want in wants]
+    for want, _ in asked:
         if want.name not in order:
             raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
     burden = [0] * trainers
     channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
     covered: dict[Slice, list[tuple[Box, tuple[int, ...]]]] = {}
-    asked = [(want, group) for group, each in wanted.items() for want in each]
     for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
         if want not in covered:
             covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
@@ -140,33 +132,14 @@ def _channels(
     return channels
 
 
-def _limits(
-    channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
-) -> dict[tuple[Group, int], int]:
-    """Return the bytes of each channel's messages. Channels that need less than a ``share`` leave the rest to others.
-
-    So there are fewer rounds where an engine rank receives little from most senders. Each round costs a wait and a walk
-    through vLLM's modules.
-    """
-    senders: dict[Group, list[tuple[int, int]]] = defaultdict(list)
+def _shard_share(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> float:
+    """Return the bytes of the largest shard, as a multiple of what the trainer rank that packs most packs."""
+    packed, shards = Counter[int](), Counter[Group]()
     for (group, source), slices in channels.items():
-        senders[group].append((source, sum(each.size_bytes + ALIGNMENT_BYTES for each in slices)))
-    found = {}
-    for group, sizes in senders.items():
-        little = [size for _, size in sizes if size <= share]
-        large = (bucket_bytes - sum(little)) // max(1, len(sizes) - len(little))
-        for source, size in sizes:
-            found[group, source] = share if size <= share else max(share, min(most, large))
-    return found
-
-
-def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
-    packed, shards = defaultdict[int, int](int), defaultdict[Group, int](int)
-    for (group, source), slices in channels.items():
-        size = sum(each.size_bytes for each in slices)
+        size = sum(part.size_bytes for part in slices)
         packed[source] += size
         shards[group] += size
-    return Load(max(packed.values(), default=0), max(shards.values(), default=0))
+    return max(shards.values(), default=0) / max(1, *packed.values())
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:

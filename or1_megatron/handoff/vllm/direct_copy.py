@@ -27,10 +27,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.message.shipment import ReceivedSlice
+from or1_megatron.handoff.message.slices import Slice
 from or1_megatron.handoff.transport.base import BufferPool
-from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, offset_in, source_box_of
+from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, source_box_of
+from or1_megatron.handoff.vllm.parameter_check import targets
 from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Methods of layers that load by copying. Quantised ones may count what was loaded, or compute.
@@ -101,8 +102,8 @@ class DirectCopy:
         """``slices``: all that this rank receives in a handoff."""
         self._modules = dict(model.named_modules())
         self.names = copied_directly(model, trace)
-        self._targets = {each: [*_targets(each, trace)] for each in slices if each.name in self.names}
-        self._expected = Counter(target.module for targets in self._targets.values() for target in targets)
+        self._targets = {part: [*targets(part, trace)] for part in slices if part.name in self.names}
+        self._expected = Counter(target.module for parts in self._targets.values() for target in parts)
         self._missing: dict[str, int] = {}
         self._in_place = set[str]()
         # Memory that is touched for the first time costs more than the copy.
@@ -191,11 +192,3 @@ def _only_packed(layer: torch.nn.Module) -> bool:
     held = None if kernel is None else kernel[0].get("weight")
     on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # which may keep what was loaded into
     return on_cpu and held is not None and not held.numel()
-
-
-def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:
-    """Yield the parts of parameters that take up a slice."""
-    for view, source in trace.sources[part.name].items():
-        where = offset_in(part.box, source)
-        if where is not None:
-            yield from (destination.part(where) for destination in trace.destinations[part.name, view])
