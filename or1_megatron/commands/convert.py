@@ -27,7 +27,7 @@ def hf_to_megatron(
     dtype: _Dtype = None,
     verify: _Verify = False,
 ) -> None:
-    """Make a Megatron checkpoint, loadable at any layout, of an HF folder. After a kill the same command resumes."""
+    """Make a Megatron checkpoint, loadable at any layout, of an HF folder."""
     with explained():
         from or1_megatron.convert.to_megatron import hf_to_megatron as run
 
@@ -49,7 +49,7 @@ def megatron_to_hf(
     ] = None,
     verify: _Verify = False,
 ) -> None:
-    """Make an HF folder, as transformers loads it, of a Megatron checkpoint. After a kill the same command resumes."""
+    """Make an HF folder, as transformers loads it, of a Megatron checkpoint."""
     with explained():
         from or1_megatron.convert.to_hf import megatron_to_hf as run
 

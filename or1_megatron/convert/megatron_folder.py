@@ -5,7 +5,6 @@ Each chunk of a tensor is what torch.save makes of it. Loaded without its bytes,
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
@@ -19,42 +18,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import MegatronTensor
-from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
+from or1_megatron.runtime.manifest import MANIFEST, check_manifest
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 _PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors that may have rows of padding at the end."""
-
-
-class _FileView(io.RawIOBase):
-    """Part of a mapped file, as a file that torch.load can read."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")
-        count = max(0, min(len(into), len(self._view) - self._at))
-        into[:count] = self._view[self._at : self._at + count]
-        self._at += count
-        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +56,14 @@ class MegatronCheckpoint:
             metadata = FileSystemReader(self.folder).read_metadata()
         except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
             raise ConvertError(f"{self.folder / '.metadata'} cannot be read ({error!r})") from error
-        self.tensors = {
-            key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
+        stored = metadata.state_dict_metadata.items()
+        self.tensors = {key: tensor for key, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
         self._by_entry: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         storage = metadata.storage_data or {}
         where = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
-        for key, found in self.tensors.items():
-            for chunk in found.chunks:
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
                 place = where.get((key, tuple(chunk.offsets)))
                 if place is None:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
@@ -101,13 +71,11 @@ class MegatronCheckpoint:
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
                 shape = tuple(chunk.offsets), tuple(chunk.sizes)
                 self._chunks[key].append(_Chunk(*shape, place.relative_path, place.offset, place.length))
-        self._manifest = read_manifest(self.folder) if digests and (self.folder / MANIFEST).is_file() else {}
-        if self._manifest:
-            check_manifest(self.folder, digests=False)
+        if digests and (self.folder / MANIFEST).is_file():
+            check_manifest(self.folder)
         self._maps: dict[str, MappedFile] = {}
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._lock = threading.Lock()
-        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def locate(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...]]:
         """Return (the tensor's name here, its index in the stack of that name).
@@ -147,8 +115,8 @@ class MegatronCheckpoint:
             if parts is None:
                 continue
             here, there = parts
-            file = self._file(chunk.file)
-            part = self._tensor(key, chunk, file)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
+            whole, file = self._tensor(key, chunk)
+            part = whole[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
             if part.shape == (count, *rest):
                 if part.is_contiguous():
                     file.populate(part)
@@ -196,36 +164,28 @@ class MegatronCheckpoint:
         ]
         return (slice(low - row, high - row), *[slice(None)] * len(rest)), (slice(low - first, high - first), *rest)
 
-    def _file(self, name: str) -> MappedFile:
-        """Open a file, and first read it once to compare its digest; its pages are then in memory."""
+    def _tensor(self, key: str, chunk: _Chunk) -> tuple[Tensor, MappedFile]:
+        """Return a chunk as pages of its file, and the file."""
         with self._lock:
-            opening = self._opening[name]
-        with opening:
-            if name not in self._maps:
-                path = self.folder / name
+            if chunk.file not in self._maps:
+                path = self.folder / chunk.file
                 try:
-                    if name in self._manifest:
-                        check_digest(path, self._manifest[name])
-                    self._maps[name] = MappedFile(path)
+                    self._maps[chunk.file] = MappedFile(path)
                 except (OSError, ValueError) as error:
                     raise ConvertError(f"{path} cannot be read ({error})") from error
-            return self._maps[name]
-
-    def _tensor(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
-        """Return a chunk as pages of its file."""
-        with self._lock:
+            file = self._maps[chunk.file]
             if (chunk.file, chunk.begin) not in self._tensors:
                 self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
-            return self._tensors[chunk.file, chunk.begin]
+            return self._tensors[chunk.file, chunk.begin], file
 
     def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
         path, end = self.folder / chunk.file, chunk.begin + chunk.length
-        if end > len(file.view):
-            raise ConvertError(f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to {end}")
+        if end > file.size_bytes:
+            raise ConvertError(f"{path} is cut: {file.size_bytes} bytes, of which {key} takes those up to {end}")
         try:
-            with FakeTensorMode():
-                blob = _FileView(file.view[chunk.begin : end])
-                stored = torch.load(blob, weights_only=True)  # type: ignore[arg-type]  # as much of a file as it needs
+            with FakeTensorMode(), path.open("rb") as whole:
+                blob: Any = _create_file_view(whole, chunk.begin, chunk.length)
+                stored = torch.load(blob, weights_only=True)
             storage = stored.untyped_storage()
             begin = chunk.begin + storage._checkpoint_offset
             flat = file.tensor(begin, storage.nbytes() // stored.dtype.itemsize, stored.dtype)

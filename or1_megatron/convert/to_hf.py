@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from or1_megatron.convert.card import model_card
+from or1_megatron.convert.card import RunOf, model_card, run_of
 from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
@@ -32,7 +32,6 @@ from or1_megatron.convert.hf_folder import (
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
-from or1_megatron.convert.run_source import RunOf, run_of
 from or1_megatron.convert.to_megatron import HF, RECORD, identical
 from or1_megatron.parallel.export import CARRIED
 from or1_megatron.runtime.manifest import sync
@@ -110,14 +109,7 @@ class ToHF:
         for run in source.pieces(self.checkpoint.dtype(tensor).itemsize):
             yield run, self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
 
-    def identity(self) -> Mapping[str, Any]:
-        paths = [path for path in sorted(self.checkpoint.folder.iterdir()) if path.is_file()]
-        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-        config = (self.hf_folder / "config.json").read_text()
-        files = [[file.name, [[e.name, e.dtype] for e in file.entries]] for file in self.files]
-        return {"to": "hf", "source": stats, "config": config, "files": files}
-
-    def write(self, path: Path, advance: Advance) -> Any:
+    def write(self, path: Path, advance: Advance) -> None:
         file = self._by_name[path.name]
         with path.open("wb", buffering=0) as out:
             _append(out.fileno(), memoryview(file.header()), advance)
@@ -126,7 +118,7 @@ class ToHF:
                     _append(out.fileno(), _as_bytes(rows), advance)
             os.fsync(out.fileno())
 
-    def complete(self, folder: Path, done: Mapping[str, Any]) -> None:
+    def complete(self, folder: Path) -> None:
         beside = carried(self.hf_folder)
         if self._record is None:  # a base model's README and the like do not describe this model
             beside = [path for path in beside if any(path.match(pattern) for pattern in CARRIED)]
@@ -172,7 +164,7 @@ def megatron_to_hf(
     shard_bytes: int | None = None,
     verify: bool = False,
 ) -> None:
-    """Make the HF folder ``out`` of a checkpoint; resumes a conversion that was killed.
+    """Make the HF folder ``out`` of a checkpoint.
 
     Args:
         hf: the folder that config, tokenizer and so on come from; None: the one that the checkpoint or its run names.
