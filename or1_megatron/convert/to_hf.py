@@ -57,7 +57,7 @@ class ToHF:
         record: Mapping[str, Any] | None,
         run: RunOf | None,
         dtype: torch.dtype | None,
-        shard_bytes: int | None,
+        shard_bytes: int,
     ) -> None:
         self.checkpoint, self.hf_folder, self._record, self._run = checkpoint, hf_folder, record, run
         self.hf = read_hf_config(hf_folder)
@@ -67,18 +67,18 @@ class ToHF:
             self._places.update({source.name: (tensor, source) for source in tensor.sources})
         copies: dict[str, str] = dict(record["copies"]) if record is not None else {}
         self._places.update({name: self._places[original] for name, original in copies.items()})
-        self._as_source = record is not None and dtype is None and shard_bytes is None
+        self._as_source = record is not None and dtype is None
         self.files = self._files(dtype, shard_bytes)
         if unmatched := sorted({e.name for file in self.files for e in file.entries} ^ self._places.keys()):
             raise ConvertError(f"{checkpoint.folder / RECORD} and the model's config disagree about {unmatched[0]}")
         self._by_name = {file.name: file for file in self.files}
         self.sizes = {file.name: file.size_bytes for file in self.files}
 
-    def _files(self, dtype: torch.dtype | None, shard_bytes: int | None) -> list[WeightFile]:
+    def _files(self, dtype: torch.dtype | None, shard_bytes: int) -> list[WeightFile]:
         if self._record is None:
             entries = [self._entry(name, dtype or self._dtype(name)) for name in self._places]
-            return packed(entries, shard_bytes or SHARD_BYTES)
-        files = [
+            return packed(entries, shard_bytes)
+        return [
             WeightFile(
                 file["name"],
                 file["metadata"],
@@ -86,10 +86,6 @@ class ToHF:
             )
             for file in self._record["files"]
         ]
-        if shard_bytes is None:
-            return files
-        by_name = {entry.name: entry for file in files for entry in file.entries}
-        return packed([by_name[name] for name in self._places], shard_bytes)
 
     def _dtype(self, name: str) -> torch.dtype:
         tensor, _ = self._places[name]
@@ -161,7 +157,7 @@ def megatron_to_hf(
     *,
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
 ) -> None:
     """Make the HF folder ``out`` of a checkpoint.
@@ -169,7 +165,7 @@ def megatron_to_hf(
     Args:
         hf: the folder that config, tokenizer and so on come from; None: the one that the checkpoint or its run names.
         dtype: of the weights; None: that of the original HF folder if it is known, else the checkpoint's.
-        shard_bytes: largest file; None: the files of the original HF folder if they are known, else 4 GiB.
+        shard_bytes: largest file, where those of the original HF folder are not known.
         verify: read every tensor back from the disk and compare it.
 
     Raises:

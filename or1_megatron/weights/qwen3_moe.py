@@ -36,7 +36,6 @@ def _experts(hf: HFConfig) -> Experts:
         intermediate=hf["moe_intermediate_size"],
         normalised=bool(hf.get("norm_topk_prob", False)),
         layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if sparse(hf, layer)),
-        shared=hf.get("shared_expert_intermediate_size"),
     )
 
 

@@ -63,8 +63,6 @@ class Experts:
     """Whether the chosen experts' weights are scaled to sum to one."""
     layers: tuple[int, ...]
     """The layers with experts; the others are dense."""
-    shared: int | None = None
-    """Width of the expert that computes every token, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +110,13 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, 1 one. A mixture
-    of experts also has E experts, X one expert's intermediate, S the shared expert's intermediate.
+    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
+    experts also has E experts, X one expert's intermediate.
     """
     head_dim = ModelFamily.head_dim(hf)
-    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared or 0}
+    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate}
     return {
         **mixture,
-        "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],

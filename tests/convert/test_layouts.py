@@ -1,8 +1,8 @@
 """Megatron's own loader reads converted checkpoints at any layout; checkpoints of others convert to the HF folder.
 
-Two ranks start anew for each layout: the threads of a mesh end with its processes. Not proven here: Transformer Engine's
-layers, experts, ranks over several machines, checkpoints of real Megatron-LM runs (with optimizer state and fp8's extra
-state).
+Two ranks start anew for each layout: the threads of a mesh end with its processes. Not proven here: Transformer
+Engine's layers, experts, ranks over several machines, checkpoints of real Megatron-LM runs (with optimizer state and
+fp8's extra state).
 """
 
 from __future__ import annotations
