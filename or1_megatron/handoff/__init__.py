@@ -6,7 +6,7 @@ A module or folder imports only those above it in this list:
     probe                         engine against policy on fixed tokens
     message                       slices of tensors packed into messages, with checksums
     transport                     how messages travel from rank to rank, and what ranks tell each other
-    routes  send_plan             over which hops; who sends what to whom
+    send_plan                     who sends what to whom
     transfer                      a rank's part in a handoff
     sender                        the trainer's end
     vllm                          the engines' end, inside vLLM's workers: loaders, reload, checks

@@ -2,8 +2,11 @@
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
 ranks hold; where several ranks hold one, the least burdened sends it. Engine ranks that want the same (the n-th of each
-engine) form a group: their messages are packed once and are of bounded size. ``routes`` says over which hops a message
-reaches all of its group.
+engine) form a group: their messages are packed once, are of bounded size, and go straight to each of the group.
+
+Engines on the trainer's devices are reached in two hops: to the trainer rank that shares the engine rank's device, then
+across to it. NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way between
+processes. What the neighbour itself holds does not travel.
 
 All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
 that has something for a group. No two ranks can wait for each other: the first message in the order that has not
@@ -20,7 +23,6 @@ from dataclasses import dataclass
 from or1_megatron.handoff.failures import PlanImpossible
 from or1_megatron.handoff.message.shipment import Group, Shipment
 from or1_megatron.handoff.message.slices import Slice, plan_buckets
-from or1_megatron.handoff.routes import Routes
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
@@ -41,11 +43,11 @@ class HandoffPlan:
         return HandoffPlan(self.trainers, self.engines, tuple(mine))
 
     def bytes_sent(self) -> Counter[int]:
-        """Return the bytes that each rank sends in one handoff, including what it passes on."""
+        """Return the bytes that each trainer rank sends in one handoff, including what it passes on."""
         sent = Counter[int]()
         for shipment in self.shipments:
-            for sender, _ in shipment.hops:
-                sent[sender] += shipment.size_bytes
+            for rank in {shipment.source, shipment.via}:
+                sent[rank] += shipment.size_bytes * len(shipment.children(rank))
         return sent
 
     def who(self, rank: int) -> str:
@@ -58,7 +60,7 @@ def make_plan(
     wants: Sequence[Sequence[Slice]],
     trainers: int,
     bucket_bytes: int,
-    routes: Routes | None = None,
+    neighbours: Sequence[int] | None = None,
 ) -> HandoffPlan:
     """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
@@ -67,40 +69,43 @@ def make_plan(
         wants: each engine rank's.
         bucket_bytes: what a group receives in one round, from all ranks that send to it (more only where a row of a
             tensor, which is not cut, is larger than a trainer rank's equal share of it).
-        routes: by default straight from the rank that packs to those that load.
+        neighbours: for each engine rank, from 0, the trainer rank on its device; None: messages go straight.
 
     Raises:
         PlanImpossible: no trainer rank holds some part of a wanted tensor.
     """
-    routes = Routes() if routes is None else routes
     held: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings:
         held[holding.name].append(holding)
-    wanted = _groups(wants, trainers, routes)
-    channels = _channels(held, wanted, trainers, routes.message_bytes(bucket_bytes, trainers, trainers), routes)
+    near = {} if neighbours is None else {trainers + index: rank for index, rank in enumerate(neighbours)}
+    wanted = _groups(wants, trainers, near)
+    # A neighbour holds its own messages beside those that it passes on.
+    share_bytes = max(1, bucket_bytes // (trainers if neighbours is None else trainers + 1))
+    channels = _channels(held, wanted, trainers, share_bytes, near)
     senders = Counter(group for group, _ in channels)
     messages = [
         (index, group, source, slots)
         for (group, source), slices in channels.items()
         for index, slots in enumerate(
-            plan_buckets(slices, routes.message_bytes(bucket_bytes, senders[group], trainers))
+            plan_buckets(slices, max(share_bytes, bucket_bytes // senders[group] if neighbours is None else 0))
         )
     ]
     messages.sort(key=lambda message: message[:3])
-    shard_share = _shard_share(channels)
     shipments = [
-        Shipment(number, index, source, group, routes.tree(source, group, shard_share), slots)
+        Shipment(number, index, source, near.get(group[0], source), group, slots)
         for number, (index, group, source, slots) in enumerate(messages)
     ]
     return HandoffPlan(trainers, len(wants), tuple(shipments))
 
 
-def _groups(wants: Sequence[Sequence[Slice]], trainers: int, routes: Routes) -> dict[Group, frozenset[Slice]]:
-    """Return the groups of engine ranks, with what the ranks of each want."""
+def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, int]) -> dict[Group, frozenset[Slice]]:
+    """Return the groups of engine ranks, with what the ranks of each want; with neighbours, each rank is a group."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
-    return {group: wanted for wanted, ranks in alike.items() for group in routes.groups(tuple(ranks))}
+    if near:
+        return {(rank,): wanted for wanted, ranks in alike.items() for rank in ranks}
+    return {tuple(ranks): wanted for wanted, ranks in alike.items()}
 
 
 def _channels(
@@ -108,7 +113,7 @@ def _channels(
     wanted: Mapping[Group, frozenset[Slice]],
     trainers: int,
     message_bytes: int,
-    routes: Routes,
+    near: Mapping[int, int],
 ) -> dict[tuple[Group, int], list[Slice]]:
     """Return what each trainer rank sends to each group, in the order of the model."""
     order = {name: index for index, name in enumerate(held)}
@@ -123,23 +128,14 @@ def _channels(
         if want not in covered:
             covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
         for box, holders in covered[want]:
-            near = routes.candidates(holders, group)
-            for piece in _divide(box, len(near), want.dtype.itemsize, message_bytes):
+            neighbour = near.get(group[0])
+            candidates = (neighbour,) if neighbour in holders else holders
+            for piece in _divide(box, len(candidates), want.dtype.itemsize, message_bytes):
                 part = Slice(want.name, piece, want.dtype)
-                source = min(near, key=lambda holder: (burden[holder], holder))
+                source = min(candidates, key=lambda holder: (burden[holder], holder))
                 burden[source] += part.size_bytes
                 channels[group, source].append(part)
     return channels
-
-
-def _shard_share(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> float:
-    """Return the bytes of the largest shard, as a multiple of what the trainer rank that packs most packs."""
-    packed, shards = Counter[int](), Counter[Group]()
-    for (group, source), slices in channels.items():
-        size = sum(part.size_bytes for part in slices)
-        packed[source] += size
-        shards[group] += size
-    return max(shards.values(), default=0) / max(1, *packed.values())
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:

@@ -8,7 +8,7 @@
     each handoff:
     start_weight_update, update_weights to the engines
     pack and send own messages    pack and send own messages      receive, compare checksums, load
-    pass on others' (two hops)    pass on others' (two hops)      pass on (relayed)
+    pass on others' (two hops)    pass on others' (two hops)
     compare what was sent with what was received
     finish_weight_update
 
@@ -27,9 +27,9 @@ from concurrent.futures import Future
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.failures import HandoffError, failing_together
 from or1_megatron.handoff.message.slices import whole_tensor
-from or1_megatron.handoff.routes import choose_transport, round_bytes, routes_for
 from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.handoff.transfer import Transfer
+from or1_megatron.handoff.transport.choice import choose_transport, neighbours_of, round_bytes
 from or1_megatron.handoff.transport.links import this_location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, join_store, open_store
 from or1_megatron.interfaces import EngineControl, PolicyWeights
@@ -125,7 +125,6 @@ class WeightSender:
             "address": status.tcp.host,
             "port": status.tcp.port,
             "trainers": self._weights.ranks,
-            "workers_per_engine": engines.workers_per_engine,
             "timeout_s": self._config.timeout_s,
         }
         return in_background(lambda: engines.init_weight_transfer_engine(info))
@@ -142,9 +141,9 @@ class WeightSender:
         trainers = [this_location()]
         trainers += [status.read(f"location/{rank}", f"trainer rank {rank}") for rank in range(1, self._weights.ranks)]
         transport = self._config.transport or choose_transport(trainers, locations)
-        routes = routes_for(transport, trainers, locations)
+        neighbours = neighbours_of(transport, trainers, locations)
         size = round_bytes(transport, self._config.bucket_bytes)
-        plan = make_plan(self._weights.holdings(), wants, len(trainers), size, routes)
+        plan = make_plan(self._weights.holdings(), wants, len(trainers), size, neighbours)
         busiest, most = plan.bytes_sent().most_common(1)[0]
         log.info(
             "handoff over %s in %d messages; %s sends most, %d bytes",

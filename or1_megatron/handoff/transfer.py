@@ -76,7 +76,7 @@ class Transfer:
             HandoffError: a rank failed, or did not keep up.
         """
         packed, passing = deque[_Outgoing](), deque[_Outgoing]()
-        pools = self._pools()
+        pools: dict[Transport, BufferPool] = {link: BufferPool(link.allocate) for link in self.links.all}
         capacity = max((shipment.size_bytes for shipment in self.plan.shipments), default=0)
         sums: dict[int, int] = {}
         for shipment in self.plan.shipments:
@@ -102,47 +102,31 @@ class Transfer:
         return sums
 
     def receive(self) -> Iterator[tuple[Shipment, Tensor, bool]]:
-        """Receive this engine rank's messages in the order of the plan, and pass on, as they come, those that go on.
+        """Receive this engine rank's messages in the order of the plan.
 
         Yields (shipment, message, whether it is its round's last). Messages stay as they are until the one after their
         round's last is asked for; what is needed of them afterwards must be copied by then.
         """
         to_come = deque(self.plan.shipments)
-        capacity = max((shipment.size_bytes for shipment in to_come), default=0)
-        pools = self._pools()
-        under_way = deque[tuple[Shipment, Future[Arrival], Tensor | None]]()
+        under_way = deque[tuple[Shipment, Future[Arrival]]]()
         held: list[Arrival] = []
-        passing: list[_Outgoing] = []
         while under_way or to_come:
             current = (under_way[0][0] if under_way else to_come[0]).round
             while to_come and to_come[0].round <= current + _ROUNDS_AHEAD:
                 shipment = to_come.popleft()
-                children = shipment.children(self.rank)
-                into = pools[self.links.between(self.rank, children[0])].take(capacity) if children else None
-                under_way.append((shipment, self._receive(shipment, into), into))
-            shipment, arriving, into = under_way.popleft()
-            parent = shipment.parent(self.rank)
-            assert parent is not None
-            arrival = self.status.wait(arriving, f"{shipment.slots[0].slice} from {self.plan.who(parent)}")
+                under_way.append((shipment, self._receive(shipment)))
+            shipment, arriving = under_way.popleft()
+            arrival = self.status.wait(arriving, f"{shipment.slots[0].slice} from {self.plan.who(shipment.via)}")
             held.append(arrival)
-            if into is not None:
-                pool = pools[self.links.between(self.rank, shipment.children(self.rank)[0])]
-                passing.append(_Outgoing(shipment, self._send(shipment, arrival.message), into, pool))
             last = not under_way or under_way[0][0].round != shipment.round
             yield shipment, arrival.message, last
             if last:
-                for outgoing in passing:
-                    self._finish(outgoing)
                 for arrival in held:
                     arrival.release()
-                passing.clear()
                 held.clear()
         self.links.free_buffers()
 
-    def _pools(self) -> dict[Transport, BufferPool]:
-        return {link: BufferPool(link.allocate) for link in self.links.all}
-
-    def _receive(self, shipment: Shipment, into: Tensor | None) -> Future[Arrival]:
+    def _receive(self, shipment: Shipment, into: Tensor | None = None) -> Future[Arrival]:
         parent = shipment.parent(self.rank)
         assert parent is not None
         return self.links.between(parent, self.rank).receive(shipment.size_bytes, parent, shipment.number, into)
@@ -176,7 +160,7 @@ class Transfer:
         except HandoffError as error:
             self.status.fail(error)
 
-    def _finish(self, outgoing: _Outgoing, watched: Future[Any] | None = None) -> None:
+    def _finish(self, outgoing: _Outgoing, watched: Future[Any] | None) -> None:
         """Wait until a message has been taken, and give its memory back."""
         shipment = outgoing.shipment
         for future, child in zip(outgoing.taken, shipment.children(self.rank), strict=True):

@@ -10,7 +10,7 @@ import torch
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
-from or1_megatron.handoff.routes import check_transport
+from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule

@@ -14,7 +14,6 @@ import torch
 from or1_megatron.handoff.failures import PlanImpossible
 from or1_megatron.handoff.message.shipment import Shipment
 from or1_megatron.handoff.message.slices import Slice
-from or1_megatron.handoff.routes import Relayed, TwoHops
 from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.weights.holdings import Holding
 
@@ -35,15 +34,21 @@ def table(plan: HandoffPlan) -> list[tuple[int, int, str, tuple]]:
     ]
 
 
+def hops(s: Shipment) -> tuple[tuple[int, int], ...]:
+    """(from, to), in the order of the message's way."""
+    ranks = (s.source,) if s.via == s.source else (s.source, s.via)
+    return tuple((rank, child) for rank in ranks for child in s.children(rank))
+
+
 def ways(plan: HandoffPlan) -> list[tuple[tuple, tuple]]:
-    return [(shipment.destinations, shipment.hops) for shipment in plan.shipments]
+    return [(shipment.destinations, hops(shipment)) for shipment in plan.shipments]
 
 
 def link_bytes(plan: HandoffPlan) -> Counter[tuple[int, int]]:
     """Bytes of weights by (from, to), including those that are passed on."""
     total = Counter[tuple[int, int]]()
     for shipment in plan.shipments:
-        for hop in shipment.hops:
+        for hop in hops(shipment):
             total[hop] += sum(part.size_bytes for part in shipment.slices)
     return total
 
@@ -133,7 +138,7 @@ def test_a_round_is_divided_among_those_who_send_to_the_group() -> None:
     plan = make_plan(held, wants, 2, 256)
     assert [(s.round, s.payload_bytes) for s in plan.shipments] == [(0, 256)]
     assert plan.bytes_sent() == {0: 256 + 2 * 8}
-    plan = make_plan(held, wants, 2, 384, TwoHops([0], 2))  # rank 0 holds its own and what it passes on
+    plan = make_plan(held, wants, 2, 384, [0])  # rank 0 holds its own and what it passes on
     assert [(s.round, s.payload_bytes) for s in plan.shipments] == [(0, 128), (1, 128)]
 
 
@@ -144,29 +149,10 @@ def test_engines_that_want_the_same_are_packed_for_once() -> None:
     assert ways(plan) == [((2, 4), ((0, 2), (0, 4))), ((3, 5), ((1, 3), (1, 5)))]
 
 
-def test_relays_where_the_trainers_links_are_the_limit() -> None:
-    """w is 128 bytes, an engine's shard. One trainer rank: it sends that once, and engine after engine passes it on.
-
-    Two: each packs 64, so each may send to two engines of four without sending more than an engine receives.
-    """
-    whole = [want("w", ((0, 8), (0, 4)))]
-    one = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], [whole] * 4, 1, 1 << 20, Relayed())
-    assert ways(one) == [((1, 2, 3, 4), ((0, 1), (1, 2), (2, 3), (3, 4)))]
-    assert link_bytes(one) == {(0, 1): 128, (1, 2): 128, (2, 3): 128, (3, 4): 128}
-    two = make_plan(tp2("w"), [whole] * 4, 2, 1 << 20, Relayed())
-    assert ways(two) == [
-        ((2, 3, 4, 5), ((0, 2), (0, 3), (2, 4), (3, 5))),
-        ((2, 3, 4, 5), ((1, 2), (1, 3), (2, 4), (3, 5))),
-    ]
-    assert link_bytes(two)[2, 4] == 128 and link_bytes(two)[0, 2] == 64
-    four = make_plan(tp2("w", ((0, 2), (1, 3))), [whole] * 2, 4, 1 << 20, Relayed())
-    assert all(start < 4 for hops in ways(four) for start, _ in hops[1])  # their links carry it: nobody passes on
-
-
 def test_two_hops_by_hand() -> None:
     """TP2 trainer, an engine beside each rank. Each half comes from its owner, if need be over the neighbour."""
     whole = [want("w", ((0, 8), (0, 4)))]
-    plan = make_plan(tp2("w"), [whole] * 2, 2, 1 << 20, TwoHops([0, 1], 2))
+    plan = make_plan(tp2("w"), [whole] * 2, 2, 1 << 20, [0, 1])
     assert ways(plan) == [
         ((2,), ((0, 2),)),
         ((2,), ((1, 0), (0, 2))),
@@ -174,7 +160,7 @@ def test_two_hops_by_hand() -> None:
         ((3,), ((1, 3),)),
     ]
     alike = [[want("w", ((0, 4), (0, 4)))], [want("w", ((4, 8), (0, 4)))]]
-    plan = make_plan(tp2("w", ((0, 2), (1, 3))), alike * 2, 4, 1 << 20, TwoHops([0, 1, 2, 3], 4))
+    plan = make_plan(tp2("w", ((0, 2), (1, 3))), alike * 2, 4, 1 << 20, [0, 1, 2, 3])
     assert ways(plan) == [((4 + rank,), ((rank, 4 + rank),)) for rank in range(4)]  # nothing leaves a device
 
 
@@ -225,7 +211,7 @@ def carried_out(plan: HandoffPlan, ranks: int, buffers: int = 2) -> int:
                         have.add((s.number, rank))
                     moved = True
         for s in plan.shipments:
-            for start, stop in s.hops:
+            for start, stop in hops(s):
                 if (s.number, start) in have and (s.number, stop) in started and (s.number, stop) not in have:
                     have.add((s.number, stop))
                     moved = True
@@ -234,7 +220,7 @@ def carried_out(plan: HandoffPlan, ranks: int, buffers: int = 2) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
-    """Random cuts, replicas, engines and routes; with one buffer as with two."""
+    """Random cuts, replicas, engines and neighbours; with one buffer as with two."""
     draw = random.Random(seed)
     trainers, engines, tensor = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2)
     held = []
@@ -244,8 +230,8 @@ def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
         held += [Holding(name, ((0, middle), (0, 4)), owners[0]), Holding(name, ((middle, 8), (0, 4)), owners[1])]
     shards = [[want(name, ((8 * r // tensor, 8 * (r + 1) // tensor), (0, 4))) for name in NAMES] for r in range(tensor)]
     neighbours = [draw.randrange(trainers) for _ in range(engines * tensor)]
-    for routes in (Relayed(), TwoHops(neighbours, trainers)):
-        plan = make_plan(held, shards * engines, trainers, 64, routes)
+    for near in (None, neighbours):
+        plan = make_plan(held, shards * engines, trainers, 64, near)
         for buffers in (1, 2):
             assert carried_out(plan, trainers + engines * tensor, buffers) == len(plan.shipments)
 

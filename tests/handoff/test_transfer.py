@@ -20,10 +20,10 @@ from torch import Tensor
 from or1_megatron.handoff.failures import HandoffError, SliceMismatch
 from or1_megatron.handoff.message.shipment import unpack
 from or1_megatron.handoff.message.slices import Slice
-from or1_megatron.handoff.routes import choose_transport, round_bytes, routes_for
 from or1_megatron.handoff.send_plan import make_plan
 from or1_megatron.handoff.transfer import Transfer
 from or1_megatron.handoff.transport.base import Arrival, GlooTransport
+from or1_megatron.handoff.transport.choice import choose_transport, neighbours_of, round_bytes
 from or1_megatron.handoff.transport.links import Location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, join_store, open_store
 from or1_megatron.weights.holdings import Box, Holding, whole
@@ -47,8 +47,8 @@ class Ranks:
             cuts = [rows * rank // trainers for rank in range(trainers + 1)]
             held += [Holding(name, ((cuts[r], cuts[r + 1]), *whole(rest)), (r,)) for r in range(trainers)]
         here = Location("here", "")
-        routes = routes_for(transport, [here] * trainers, [here] * len(wants))
-        self.plan = make_plan(held, wants, trainers, bucket_bytes, routes)
+        near = neighbours_of(transport, [here] * trainers, [here] * len(wants))
+        self.plan = make_plan(held, wants, trainers, bucket_bytes, near)
         self._server = open_store("127.0.0.1", DEADLINE_S)
 
         def meet(rank: int) -> Transfer:
@@ -329,8 +329,8 @@ def test_messages_between_gpus_fill_the_bucket(transport: str) -> None:
 def test_plans_for_two_hops_name_what_stands_wrong() -> None:
     here, gpu = Location("n0", ""), Location("n0", "GPU-1")
     with pytest.raises(HandoffError, match="engine rank 1 has none beside it"):
-        routes_for("gloo+shared_memory", [here], [here, Location("n1", "")])
+        neighbours_of("gloo+shared_memory", [here], [here, Location("n1", "")])
     with pytest.raises(HandoffError, match=r"one node.*engine rank 0 is not where"):
-        routes_for("shared_memory", [here], [Location("n1", "")])
+        neighbours_of("shared_memory", [here], [Location("n1", "")])
     with pytest.raises(HandoffError, match="NCCL refuses two ranks on one"):
-        routes_for("nccl", [gpu], [gpu])
+        neighbours_of("nccl", [gpu], [gpu])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
-from or1_megatron.handoff.routes import check_transport
+from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.selftest.known_checks import CHECKS, chosen
 from or1_megatron.selftest.one_check import CheckedMachine, CheckOutcome, Context, lacking
 from or1_megatron.selftest.plans import (

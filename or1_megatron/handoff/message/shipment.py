@@ -12,23 +12,21 @@ from or1_megatron.handoff.failures import SliceMismatch
 from or1_megatron.handoff.message.checksum import checksum, checksums, word_sum
 from or1_megatron.handoff.message.slices import Slice, Slot
 
-Hop = tuple[int, int]
-"""(from, to)"""
 Group = tuple[int, ...]
 """Engine ranks, numbered after the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """One message of a plan: what a trainer rank packs for a group of engine ranks, and the hops to them."""
+    """One message of a plan: what a trainer rank packs for a group of engine ranks."""
 
     number: int
     """Its place in the order of all."""
     round: int
     source: int
+    via: int
+    """The trainer rank that sends it to its destinations: the source, or the one that shares their device."""
     destinations: Group
-    hops: tuple[Hop, ...]
-    """Each comes after the hop by which the message reaches its sender."""
     slots: tuple[Slot, ...]
 
     @property
@@ -46,11 +44,15 @@ class Shipment:
 
     def parent(self, rank: int) -> int | None:
         """Return the rank from which ``rank`` receives it."""
-        return next((sender for sender, receiver in self.hops if receiver == rank), None)
+        if rank in self.destinations:
+            return self.via
+        return self.source if rank == self.via != self.source else None
 
     def children(self, rank: int) -> tuple[int, ...]:
         """Return the ranks to which ``rank`` sends it."""
-        return tuple(receiver for sender, receiver in self.hops if sender == rank)
+        if rank == self.via:
+            return self.destinations
+        return (self.via,) if rank == self.source else ()
 
 
 @dataclass(slots=True)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import secrets
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,8 +21,6 @@ from or1_megatron.handoff.failures import HandoffError
 from or1_megatron.handoff.transport.base import Arrival, Transport, Work, abort, nothing
 
 _NOTICE_BYTES = 2048
-_HEADER_BYTES = mmap.PAGESIZE
-_TOKEN_BYTES = 16
 
 
 class SharedMemory(Protocol):
@@ -45,67 +41,45 @@ class SharedMemory(Protocol):
         """Free what has been allocated and mapped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One piece of shared memory, in the process that has made it."""
-
-    descriptor: int
-    token: bytes
-
-
 class HostSharedMemory:
     """``SharedMemory`` of the host without names (memfd): it is freed when the last process that maps it ends."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._mapped: dict[tuple[int, int, bytes], Tensor] = {}
+        self._descriptors: dict[int, int] = {}  # by address
+        self._mapped: dict[tuple[int, int], Tensor] = {}
 
     def allocate(self, size_bytes: int) -> Tensor:
         descriptor = os.memfd_create("or1-handoff", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _HEADER_BYTES + size_bytes)
-        pages = _tensor(mmap.mmap(descriptor, _HEADER_BYTES + size_bytes))
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        pages[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        buffer = pages[_HEADER_BYTES:]
-        self._segments[buffer.data_ptr()] = Segment(descriptor, token)
+        os.ftruncate(descriptor, size_bytes)
+        buffer = torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
+        self._descriptors[buffer.data_ptr()] = descriptor
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
-        segment = self._segments[buffer.data_ptr()]
-        return os.getpid(), segment.descriptor, segment.token
+        return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:
         if (known := self._mapped.get(description)) is not None:
             return known
-        pid, number, token = description
+        pid, descriptor = description
         try:
-            with open(f"/proc/{pid}/fd/{number}", "r+b") as file:
-                pages = _tensor(mmap.mmap(file.fileno(), 0))
+            with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
+                pages = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         except (OSError, ValueError) as error:
-            raise _unreachable(pid, error) from error
-        if bytes(pages[:_TOKEN_BYTES].tolist()) != token:
-            raise _unreachable(pid, "another process has this number here")
-        return self._mapped.setdefault(description, pages[_HEADER_BYTES:])
+            raise HandoffError(
+                f"handoff: cannot map the memory of process {pid} ({error}); shared memory needs trainer and engines "
+                "on one node, under one user and in one PID namespace; handoff.transport = gloo does not"
+            ) from error
+        return self._mapped.setdefault(description, pages)
 
     def finish_reading(self) -> None:
         """Do nothing: operations on host memory have read it when they return."""
 
     def free(self) -> None:
-        for segment in self._segments.values():
-            os.close(segment.descriptor)
-        self._segments.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
         self._mapped.clear()
-
-
-def _tensor(pages: mmap.mmap) -> Tensor:
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _unreachable(pid: int, why: object) -> HandoffError:
-    return HandoffError(
-        f"handoff: cannot map the memory of process {pid} ({why}); shared memory needs trainer and engines on one "
-        "node, under one user and in one PID namespace; handoff.transport = gloo does not"
-    )
 
 
 class _Answered:

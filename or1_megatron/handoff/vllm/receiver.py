@@ -37,7 +37,6 @@ class SlicesInitInfo(WeightTransferInitInfo):
     address: str
     port: int
     trainers: int
-    workers_per_engine: int
     timeout_s: float
     engine_index: int
 
@@ -93,13 +92,8 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
 
     def init_transfer_engine(self, init_info: SlicesInitInfo) -> None:
         """Find out what the loaders ask for, tell the trainer, and join the group; blocks until all ranks have."""
-        if init_info.workers_per_engine != self.parallel_config.world_size:
-            raise ValueError(
-                f"engine {init_info.engine_index} has {self.parallel_config.world_size} workers, the trainer expects "
-                f"{init_info.workers_per_engine} per engine"
-            )
         self.shutdown()  # an earlier connection
-        index = init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
+        index = init_info.engine_index * self.parallel_config.world_size + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         status = StatusStore(store, f"engine rank {index}", init_info.timeout_s)
         try:

@@ -18,9 +18,9 @@ import torch
 
 from or1_megatron.handoff.message.shipment import unpack
 from or1_megatron.handoff.message.slices import Slice
-from or1_megatron.handoff.routes import routes_for
 from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.handoff.transfer import Transfer
+from or1_megatron.handoff.transport.choice import neighbours_of
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore, join_store, open_group, open_store
 from or1_megatron.selftest.one_check import Context
@@ -52,7 +52,7 @@ def plan_of(transport: str, trainers: int, engines: int, tensors: int, rows: int
     devices = [str(rank) for rank in range(trainers + engines)]
     locations = [Location("here", devices[rank]) for rank in range(trainers)]
     theirs = [Location("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
-    return make_plan(held, wants, trainers, bucket_bytes, routes_for(transport, locations, theirs))
+    return make_plan(held, wants, trainers, bucket_bytes, neighbours_of(transport, locations, theirs))
 
 
 def device_of(rank: int, trainers: int, transport: str) -> str:
