@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from or1_megatron.convert.card import RunOf, model_card, run_of
+from or1_megatron.config.load import load_config
 from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
@@ -33,12 +33,12 @@ from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
 from or1_megatron.convert.to_megatron import HF, RECORD, identical
-from or1_megatron.parallel.export import CARRIED
+from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.manifest import sync
+from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
 
 SHARD_BYTES: Final = 4 << 30
-CARD: Final = "README.md"
 
 
 class ToHF:
@@ -47,7 +47,6 @@ class ToHF:
     Args:
         hf_folder: where config, tokenizer and so on come from.
         record: what ``to_megatron`` recorded of the files that the checkpoint was made of.
-        run: the run that wrote the checkpoint, for the model card.
     """
 
     def __init__(
@@ -55,11 +54,10 @@ class ToHF:
         checkpoint: MegatronCheckpoint,
         hf_folder: Path,
         record: Mapping[str, Any] | None,
-        run: RunOf | None,
         dtype: torch.dtype | None,
         shard_bytes: int,
     ) -> None:
-        self.checkpoint, self.hf_folder, self._record, self._run = checkpoint, hf_folder, record, run
+        self.checkpoint, self.hf_folder, self._record = checkpoint, hf_folder, record
         self.hf = read_hf_config(hf_folder)
         self._places: dict[str, tuple[MegatronTensor, HFSource]] = {}
         for tensor in megatron_tensors(family_of(self.hf), self.hf):
@@ -123,10 +121,9 @@ class ToHF:
             (folder / INDEX).write_text(self._record["index"])
         elif len(self.files) > 1:
             (folder / INDEX).write_text(index_json(self.files))
-        if not self._as_source:
-            _set_dtype(folder / "config.json", self.files)
-        if self._run is not None:
-            (folder / CARD).write_text(model_card(self._run))
+        dtypes = {entry.dtype for file in self.files for entry in file.entries}
+        if not self._as_source and len(dtypes) == 1:
+            record_dtype(folder, DTYPES[dtypes.pop()])
         for path in folder.iterdir():
             sync(path)
 
@@ -174,17 +171,26 @@ def megatron_to_hf(
     """
     checkpoint = MegatronCheckpoint(megatron)
     record = _read_record(checkpoint.folder)
-    run = None if record is not None else run_of(checkpoint.folder)
-    source = hf or (checkpoint.folder / HF if record is not None else run.base if run is not None else None)
+    source = hf or (checkpoint.folder / HF if record is not None else _hf_of_run(checkpoint.folder))
     if source is None:
         raise ConvertError(
             f"{checkpoint.folder} does not say what model it is of; name an HF folder of the same architecture "
             "(config.json, tokenizer) with --hf"
         )
-    conversion = ToHF(checkpoint, source, record, run, dtype, shard_bytes)
+    conversion = ToHF(checkpoint, source, record, dtype, shard_bytes)
     convert(conversion, out, console, verify)
     total_bytes = sum(conversion.sizes.values())
     console.print(f"{out}: {total_bytes:,} bytes in {len(conversion.files)} safetensors files")
+
+
+def _hf_of_run(checkpoint: Path) -> Path | None:
+    """Return the base model, else the export, of the run whose ``checkpoints/step_N`` this is; None for no such."""
+    checkpoint = checkpoint.resolve()  # best is a link
+    run = RunFolder(checkpoint.parents[1])
+    if step_of(checkpoint) is None or not run.config.is_file():
+        return None
+    folders = (load_config(run.config).model.hf, run.hf)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def _read_record(folder: Path) -> Mapping[str, Any] | None:
@@ -209,13 +215,3 @@ def _append(descriptor: int, view: memoryview, advance: Advance) -> None:
         count = os.write(descriptor, view[: 4 << 20])
         view = view[count:]
         advance(count)
-
-
-def _set_dtype(path: Path, files: Sequence[WeightFile]) -> None:
-    """Write the weights' dtype into config.json, if it names another one."""
-    dtypes = {entry.dtype for file in files for entry in file.entries}
-    config = json.loads(path.read_text())
-    named = {key: config[key] for key in ("torch_dtype", "dtype") if key in config}
-    wanted = str(DTYPES[dtypes.pop()]).removeprefix("torch.") if len(dtypes) == 1 else None
-    if wanted is not None and set(named.values()) - {wanted}:
-        path.write_text(json.dumps({**config, **dict.fromkeys(named, wanted)}, indent=2) + "\n")

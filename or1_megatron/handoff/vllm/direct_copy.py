@@ -12,7 +12,7 @@ that it computes with.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -43,12 +43,12 @@ def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str
     """Return the names of the tensors that need no loader: for each layer all that it takes up, or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
-    filled: dict[tuple[str, str], list[ParameterView]] = defaultdict(list)
+    filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
     for (name, _), destinations in trace.destinations.items():
-        for place in destinations:
-            inside[place.module].add(name)
-            around[name].add(place.module)
-            filled[place.module, place.parameter].append(place)
+        for target in destinations:
+            inside[target.module].add(name)
+            around[name].add(target.module)
+            filled[target.module][target.parameter].append(target)
     names = {
         name
         for name, views in trace.sources.items()
@@ -58,7 +58,7 @@ def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str
         and _disjoint([source.box for source in views.values()])
     }
     modules = dict(model.named_modules())
-    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, trace, filled)}
+    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, trace, filled[path])}
     while True:
         kept = {path for path in layers if inside[path] <= names}
         left = {name for name in names if around[name] <= kept}
@@ -73,19 +73,13 @@ def _plain(layer: Any) -> bool:
     return not is_deferred_attention_layer(layer) and (method is None or type(method).__name__ in _PLAIN)
 
 
-def _is_filled(path: str, trace: LoaderTrace, filled: dict[tuple[str, str], list[ParameterView]]) -> bool:
+def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
     """Return whether the traced copies alone write all elements that vLLM waits for in this layer, each once."""
     total = 0
-    for (module, parameter), destinations in filled.items():
-        if module != path:
-            continue
-        boxes: list[Box] = []
-        for place in destinations:
-            written = source_box_of(place.shape, place.view)
-            if written is None:
-                return False
-            boxes.append(written.box)
-        if (path, parameter) in trace.written_otherwise or not _disjoint(boxes):
+    for parameter, views in filled.items():
+        written = [source_box_of(target.shape, target.view) for target in views]
+        boxes = [source.box for source in written if source is not None]
+        if len(boxes) < len(written) or (path, parameter) in trace.written_otherwise or not _disjoint(boxes):
             return False
         total += sum(map(box_size, boxes))
     return total == trace.elements[path]

@@ -56,7 +56,7 @@ class _Connection:
         self.transfer, self._model, self._trace = transfer, model, trace
         self.check = ParameterCheck(model, trace)
         self.direct = DirectCopy(model, trace, slices)
-        self._through_loaders: list[Slice] = [each for each in slices if each.name not in self.direct.names]
+        self._through_loaders: list[Slice] = [part for part in slices if part.name not in self.direct.names]
         self.loader = SliceLoader(trace, self._through_loaders)
         self.handoff = 0
 
