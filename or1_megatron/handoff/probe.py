@@ -76,8 +76,8 @@ class Probe:
         if not result.mean <= bound:
             raise HandoffMismatch(
                 f"handoff: engine {means.index(result.mean)} does not compute what the policy computes: over "
-                f"{sum(map(len, policy))} probe tokens their log-probs differ by {result.mean:.3g} on average; the bound "
-                f"({what}) is {bound:.3g}"
+                f"{sum(map(len, policy))} probe tokens their log-probs differ by {result.mean:.3g} on average; the "
+                f"bound ({what}) is {bound:.3g}"
             )
         self._baseline = self._baseline or result.mean
         return result
