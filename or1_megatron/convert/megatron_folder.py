@@ -61,16 +61,16 @@ class MegatronCheckpoint:
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
         self._by_entry: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         storage = metadata.storage_data or {}
-        where = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
+        where = {(index.fqn, tuple(index.offset or ())): stored_at for index, stored_at in storage.items()}
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
-                place = where.get((key, tuple(chunk.offsets)))
-                if place is None:
+                stored_at = where.get((key, tuple(chunk.offsets)))
+                if stored_at is None:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
-                if getattr(place, "transform_descriptors", None):
+                if getattr(stored_at, "transform_descriptors", None):
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
                 shape = tuple(chunk.offsets), tuple(chunk.sizes)
-                self._chunks[key].append(_Chunk(*shape, place.relative_path, place.offset, place.length))
+                self._chunks[key].append(_Chunk(*shape, stored_at.relative_path, stored_at.offset, stored_at.length))
         if digests and (self.folder / MANIFEST).is_file():
             check_manifest(self.folder)
         self._maps: dict[str, MappedFile] = {}
@@ -94,12 +94,12 @@ class MegatronCheckpoint:
         raise ConvertError(f"{self.folder} lacks {tensor.keys[0]}: it is of another model, or not whole")
 
     def _check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
-        found = tuple(self.tensors[key].size)
-        same = found == wanted
+        shape = tuple(self.tensors[key].size)
+        same = shape == wanted
         if key in _PADDED:
-            same = len(found) == 2 and found[0] >= wanted[0] and found[1] == wanted[1]
+            same = len(shape) == 2 and shape[0] >= wanted[0] and shape[1] == wanted[1]
         if not same:
-            raise ConvertError(f"{self.folder}: {key} has shape {found}; the model's config implies {wanted}")
+            raise ConvertError(f"{self.folder}: {key} has shape {shape}; the model's config implies {wanted}")
 
     def dtype(self, tensor: MegatronTensor) -> torch.dtype:
         return self.tensors[self.locate(tensor)[0]].properties.dtype
@@ -108,7 +108,7 @@ class MegatronCheckpoint:
         """Return [count, ...] rows: pages of the file where they lie in one chunk, else a copy put together."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
-        found = None
+        rows = None
         covered = 0
         for chunk in self._chunks_of(key, index):
             parts = self._overlap(chunk, len(index), first, count)
@@ -121,17 +121,17 @@ class MegatronCheckpoint:
                 if part.is_contiguous():
                     file.populate(part)
                 return part
-            if found is None:
-                found = torch.empty((count, *rest), dtype=part.dtype)
-            found[there] = part
+            if rows is None:
+                rows = torch.empty((count, *rest), dtype=part.dtype)
+            rows[there] = part
             covered += part.numel()
-        if found is None or covered != found.numel():
+        if rows is None or covered != rows.numel():
             wanted = count * math.prod(rest)
             raise ConvertError(
                 f"{self.folder}: {covered} of the {wanted} elements of {key}{list(index) or ''}, rows {first} to "
                 f"{first + count}, are there"
             )
-        return found
+        return rows
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
         """Return the chunks that hold part of an entry of a stack."""

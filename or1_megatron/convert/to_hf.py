@@ -133,9 +133,9 @@ class ToHF:
         def compare(name: str, advance: Advance) -> None:
             path = folder / name
             try:
-                with safe_open(path, framework="pt") as found:
+                with safe_open(path, framework="pt") as file:
                     for entry in self._by_name[name].entries:
-                        tensor = found.get_slice(entry.name)
+                        tensor = file.get_slice(entry.name)
                         for run, expected in self._rows(entry):
                             if not identical(tensor[run.hf_row : run.hf_row + run.rows], expected):
                                 key = self._places[entry.name][0].keys[0]

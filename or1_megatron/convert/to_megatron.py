@@ -165,8 +165,8 @@ class ToMegatron:
 
         def compare(name: str, advance: Advance) -> None:
             for piece in self.files[name]:
-                found = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
-                if not identical(found, self._tensor(piece)):
+                written = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
+                if not identical(written, self._tensor(piece)):
                     source = piece.source.name
                     raise ConvertError(
                         f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
