@@ -154,7 +154,6 @@ class ToMegatron:
         index = self.folder / INDEX
         return {
             "format": 1,
-            "source": self.folder.resolve().name,
             "files": files,
             "index": index.read_text() if index.is_file() and not self.dropped else None,
             "copies": self.copies,

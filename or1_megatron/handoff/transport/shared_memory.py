@@ -82,23 +82,13 @@ class HostSharedMemory:
         self._mapped.clear()
 
 
-class _Answered:
-    """A notice and the answer to it, as one work."""
-
-    def __init__(self, notice: Work, answer: Work) -> None:
-        self._notice, self._answer = notice, answer
-
-    def wait(self, timeout: timedelta) -> None:
-        self._notice.wait(timeout)
-        self._answer.wait(timeout)
-
-
 class SharedMemoryTransport(Transport):
     """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
     def __init__(self, group: ProcessGroupGloo, memory: SharedMemory, timeout_s: float) -> None:
         """``group``: all ranks'; it carries notices and acknowledgements."""
         super().__init__(timeout_s, lambda: abort(group))
+        self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = group  # send and recv are absent from torch's stub
         self._memory = memory
 
@@ -109,15 +99,19 @@ class SharedMemoryTransport(Transport):
         raw = pickle.dumps((self._memory.describe(buffer), buffer.numel()))
         assert len(raw) <= _NOTICE_BYTES
         notice = torch.frombuffer(bytearray(raw.ljust(_NOTICE_BYTES, b"\0")), dtype=torch.uint8)
-        answer = torch.empty(1, dtype=torch.uint8)
+        answer, answers = torch.empty(1, dtype=torch.uint8), list[Work]()
 
         def start() -> Work:
-            expected = self._group.recv([answer], destination, number)
-            return _Answered(self._group.send([notice], destination, number), expected)
+            answers.append(self._group.recv([answer], destination, number))
+            return self._group.send([notice], destination, number)  # type: ignore[no-any-return]
 
-        return self._threads.follow(start, nothing)
+        def taken() -> None:
+            answers[0].wait(self._timeout)
+
+        return self._threads.follow(start, taken)
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        assert into is None, "only networks bring what is passed on"
         notice = torch.empty(_NOTICE_BYTES, dtype=torch.uint8)
 
         def release() -> None:
@@ -129,12 +123,7 @@ class SharedMemoryTransport(Transport):
             description, announced = pickle.loads(notice.numpy().tobytes())
             if announced != size_bytes:
                 raise HandoffError(f"handoff: rank {source} sent {announced} bytes, {size_bytes} were expected")
-            message = self._memory.map(description)[:size_bytes]
-            if into is None:
-                return Arrival(message, release)
-            into[:size_bytes].copy_(message)
-            release()
-            return Arrival(into[:size_bytes], nothing)
+            return Arrival(self._memory.map(description)[:size_bytes], release)
 
         return self._threads.follow(lambda: self._group.recv([notice], source, number), arrived)
 

@@ -102,40 +102,32 @@ class StatusStore:
 
         self._poll(done, what, watched, pause_s=0.0)
         if (error := future.exception()) is not None:
-            deadline = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
-            while time.monotonic() < deadline:
-                self._look(what, watched)
-                time.sleep(_LOOK_S)
+            until = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
+            self._poll(lambda: time.monotonic() > until, what, watched, pause_s=_LOOK_S)
             raise HandoffError(f"handoff: {self.who} waited for {what}: {error}") from error
         return future.result()
 
     def _poll(self, done: Callable[[], bool], what: str, watched: Future[Any] | None, pause_s: float) -> None:
+        """Wait until ``done``, and look now and then whether ``watched`` or another rank has failed."""
+        waited = f"handoff: {self.who} waited for {what}"
         deadline = time.monotonic() + self.timeout_s
-        looked = time.monotonic()
+        look_at = time.monotonic() + _LOOK_S
         while True:
             try:
                 if done():
                     return
+                now = time.monotonic()
+                if now >= look_at:
+                    look_at = now + _LOOK_S
+                    if watched is not None and watched.done() and (failure := watched.exception()) is not None:
+                        raise HandoffError(f"{waited}: {failure}") from failure
+                    if self._store.check([self._FAILED]):
+                        raise HandoffError(f"{waited}; meanwhile {self._store.get(self._FAILED).decode()}")
             except (DistNetworkError, DistStoreError) as error:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-            now = time.monotonic()
-            if now - looked >= _LOOK_S:
-                looked = now
-                self._look(what, watched)
+                raise HandoffError(f"{waited}: trainer rank 0 is gone") from error
             if now > deadline:
                 raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
             time.sleep(pause_s)
-
-    def _look(self, what: str, watched: Future[Any] | None) -> None:
-        """Raise HandoffError if ``watched`` or another rank has failed."""
-        if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-            raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
-        try:
-            failed = self._store.get(self._FAILED) if self._store.check([self._FAILED]) else None
-        except (DistNetworkError, DistStoreError) as error:
-            raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-        if failed is not None:
-            raise HandoffError(f"handoff: {self.who} waited for {what}; meanwhile {failed.decode()}")
 
 
 def in_background[T](call: Callable[[], T]) -> Future[T]:

@@ -51,11 +51,7 @@ class ParameterCheck:
         """Note what the parameters should hold when this slice has been loaded."""
         part = received.slice
         if part not in self._readable:
-            self._readable[part] = [
-                target
-                for target in targets(part, self._trace)
-                if self._in_place(target, part.dtype, loaded=False) is not None
-            ]
+            self._readable[part] = list(targets(part, self._trace))
         self._expected.append((part, received.checksum))
 
     def check(self, handoff: int) -> None:
@@ -81,15 +77,13 @@ class ParameterCheck:
                 compared += 1
         log.info("handoff %d: %d slices compared in place, of %d received", handoff, compared, len(expected))
 
-    def _in_place(self, target: ParameterView, dtype: torch.dtype, loaded: bool = True) -> Tensor | None:
-        """Return the parameter if it holds what was loaded; before it is ``loaded``, if it may come to hold that."""
+    def _in_place(self, target: ParameterView, dtype: torch.dtype) -> Tensor | None:
+        """Return the parameter if it holds what was loaded."""
         module: Any = self._modules[target.module]
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _IN_PLACE:
             return None
         parameter = module._parameters.get(target.parameter)
-        if parameter is None or parameter.dtype != dtype:
+        if parameter is None or (parameter.dtype, tuple(parameter.shape)) != (dtype, target.shape):
             return None
-        if loaded and (tuple(parameter.shape) != target.shape or not parameter.is_contiguous()):
-            return None
-        return parameter.data
+        return parameter.data if parameter.is_contiguous() else None
