@@ -119,7 +119,7 @@ def _without_watchdog() -> Iterator[None]:
 
 
 class CudaSharedMemory:
-    """``SharedMemory`` of the device, over CUDA IPC."""
+    """Memory of the device for ``SharedMemoryTransport``, over CUDA IPC."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()

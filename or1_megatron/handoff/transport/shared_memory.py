@@ -1,7 +1,7 @@
 """Messages that stay where the sender has packed them: the receiver maps the memory and reads it there.
 
 A notice (which memory, how much) goes one way and an acknowledgement the other, both over gloo; the weights do not
-travel. Memory is shared through the ``SharedMemory`` port: the host's here, CUDA IPC in ``gpu``.
+travel. The memory is the host's (``HostSharedMemory``), or a device's over CUDA IPC (``gpu.CudaSharedMemory``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pickle
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,29 +20,14 @@ from torch.distributed import ProcessGroupGloo
 from or1_megatron.handoff.failures import HandoffError
 from or1_megatron.handoff.transport.base import Arrival, Transport, Work, abort, nothing
 
+if TYPE_CHECKING:
+    from or1_megatron.handoff.transport.gpu import CudaSharedMemory
+
 _NOTICE_BYTES = 2048
 
 
-class SharedMemory(Protocol):
-    """Memory that other processes of this node can map."""
-
-    def allocate(self, size_bytes: int) -> Tensor: ...
-
-    def describe(self, buffer: Tensor) -> Any:
-        """Return what ``map`` needs in another process, picklable; what was written to ``buffer`` is visible."""
-
-    def map(self, description: Any) -> Tensor:
-        """Map the memory of a description. Raises HandoffError when it cannot be reached from here."""
-
-    def finish_reading(self) -> None:
-        """Block until the operations that were started on mapped memory no longer need it."""
-
-    def free(self) -> None:
-        """Free what has been allocated and mapped."""
-
-
 class HostSharedMemory:
-    """``SharedMemory`` of the host without names (memfd): it is freed when the last process that maps it ends."""
+    """Memory of the host without names (memfd): it is freed when the last process that maps it ends."""
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}  # by address
@@ -56,9 +41,11 @@ class HostSharedMemory:
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
+        """Return what ``map`` needs in another process, picklable; what was written to ``buffer`` is visible."""
         return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:
+        """Map the memory of a description. Raises HandoffError when it cannot be reached from here."""
         if (known := self._mapped.get(description)) is not None:
             return known
         pid, descriptor = description
@@ -76,6 +63,7 @@ class HostSharedMemory:
         """Do nothing: operations on host memory have read it when they return."""
 
     def free(self) -> None:
+        """Free what has been allocated and mapped."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -85,7 +73,7 @@ class HostSharedMemory:
 class SharedMemoryTransport(Transport):
     """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
-    def __init__(self, group: ProcessGroupGloo, memory: SharedMemory, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroupGloo, memory: HostSharedMemory | CudaSharedMemory, timeout_s: float) -> None:
         """``group``: all ranks'; it carries notices and acknowledgements."""
         super().__init__(timeout_s, lambda: abort(group))
         self._timeout = timedelta(seconds=timeout_s)
