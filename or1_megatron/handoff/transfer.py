@@ -95,7 +95,7 @@ class Transfer:
                 while passing and passing[0].shipment.round < shipment.round - _ROUNDS_AHEAD:
                     self._finish(passing.popleft(), watched)
                 buffer = pool.take(capacity)
-                passing.append(_Outgoing(shipment, self._pass_on(shipment, buffer), buffer, pool))
+                passing.append(_Outgoing(shipment, [self._pass_on(shipment, buffer)], buffer, pool))
         for outgoing in (*packed, *passing):
             self._finish(outgoing, watched)
         self.links.free_buffers()
@@ -135,20 +135,18 @@ class Transfer:
         rank, number = self.rank, shipment.number
         return [self.links.between(rank, to).send(message, to, number) for to in shipment.children(rank)]
 
-    def _pass_on(self, shipment: Shipment, into: Tensor) -> list[Future[None]]:
+    def _pass_on(self, shipment: Shipment, into: Tensor) -> Future[None]:
         """Receive a message into a buffer, and send it on from there by the thread that sees it arrive."""
-        passed: list[Future[None]] = [Future() for _ in shipment.children(self.rank)]
+        passed: Future[None] = Future()
 
         def arrived(arriving: Future[Arrival]) -> None:
             try:
-                sent = self._send(shipment, arriving.result().message)
-            except Exception as error:  # belongs to whoever waits for the futures, which may be later
-                for future in passed:
-                    future.set_exception(error)
-                in_background(lambda: self._report(shipment, passed[0]))
-                return
-            for inner, outer in zip(sent, passed, strict=True):
-                inner.add_done_callback(lambda inner, outer=outer: chain(inner, outer))  # type: ignore[misc]
+                (sent,) = self._send(shipment, arriving.result().message)
+            except Exception as error:  # belongs to whoever waits for the future, which may be later
+                passed.set_exception(error)
+                in_background(lambda: self._report(shipment, passed))
+            else:
+                sent.add_done_callback(lambda sent: chain(sent, passed))
 
         self._receive(shipment, into).add_done_callback(arrived)
         return passed
