@@ -25,7 +25,7 @@ import logging
 from concurrent.futures import Future
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.failures import HandoffError, failing_together
+from or1_megatron.handoff.failures import HandoffError, SendError
 from or1_megatron.handoff.message.slices import whole_tensor
 from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.handoff.transfer import Transfer
@@ -33,6 +33,7 @@ from or1_megatron.handoff.transport.choice import choose_transport, neighbours_o
 from or1_megatron.handoff.transport.links import this_location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, join_store, open_store
 from or1_megatron.interfaces import EngineControl, PolicyWeights
+from or1_verify.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -61,25 +62,40 @@ class WeightSender:
         Raises:
             SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
         """
-        with failing_together(self._weights, self.close):
-            try:
-                self._transfer = transfer = self._transfer or self._connect()
-                self._handoffs += 1
-                receiving = None if self._engines is None else self._start_receiving(self._engines)
-                sums = transfer.send(self._weights.read, self._handoffs, receiving)
-                transfer.status.publish(f"sent/{self._handoffs}/{self._rank}", sums)
-                if self._engines is None or receiving is None:
-                    return transfer.plan.bytes_sent()[self._rank]
-                transfer.status.wait(receiving, f"{self._engines.engines} engines to load the weights")
-                assert self.plan is not None
-                self._compare(self.plan, transfer.status)
+        sent = 0
+        error: SendError | None = None
+        try:
+            sent = self._send()
+            if self._engines is not None:
                 self._engines.finish_weight_update(version)
-                sent = self.plan.bytes_sent()
-                return sum(sent[rank] for rank in range(self.plan.trainers))
-            except BaseException as error:
-                if self._status is not None:
-                    self._status.fail(error)
-                raise
+        except BaseException as failure:
+            if self._status is not None:
+                self._status.fail(failure)
+            if not isinstance(failure, RuntimeError) or not isinstance(failure, UserError):
+                raise  # of a rank's own code
+            log.info("the handoff failed", exc_info=True)
+            error = SendError(str(failure))
+        # Rank 0 sees whatever fails among the engines and the other ranks.
+        error = self._weights.from_rank_0(error) or error
+        if error is not None:
+            self.close()
+            raise error
+        return sent
+
+    def _send(self) -> int:
+        """Make one handoff, up to the comparison of checksums; return the bytes sent."""
+        self._transfer = transfer = self._transfer or self._connect()
+        self._handoffs += 1
+        receiving = None if self._engines is None else self._start_receiving(self._engines)
+        sums = transfer.send(self._weights.read, self._handoffs, receiving)
+        transfer.status.publish(f"sent/{self._handoffs}/{self._rank}", sums)
+        if self._engines is None or receiving is None:
+            return transfer.plan.bytes_sent()[self._rank]
+        transfer.status.wait(receiving, f"{self._engines.engines} engines to load the weights")
+        assert self.plan is not None
+        self._compare(self.plan, transfer.status)
+        sent = self.plan.bytes_sent()
+        return sum(sent[rank] for rank in range(self.plan.trainers))
 
     def close(self) -> None:
         """Leave the engines; the next handoff meets them anew.
@@ -98,7 +114,8 @@ class WeightSender:
         Raises:
             HandoffError: a rank failed, or did not come within ``timeout_s``.
         """
-        timeout_s, address, store = self._config.timeout_s, None, None
+        timeout_s = self._config.timeout_s
+        address, store = None, None
         if self._engines is not None:
             store = open_store(self._engines.address, timeout_s)
             address = (store.host, store.port)
