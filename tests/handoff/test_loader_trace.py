@@ -127,7 +127,7 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
 
 def arrived(part: Slice, values: Tensor) -> ReceivedSlice:
     flat = values.view(torch.uint8).flatten()
-    return ReceivedSlice(Slot(part, 0, part.size_bytes, part.shape), flat, checksum(part, flat, 1), 0, 1)
+    return ReceivedSlice(Slot(part, 0, part.size_bytes), flat, checksum(part, flat, 1), 0, 1)
 
 
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:

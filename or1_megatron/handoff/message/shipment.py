@@ -83,7 +83,7 @@ class ReceivedSlice:
     @property
     def values(self) -> Tensor:
         """In the slice's shape: a view into the message."""
-        return self.flat.view(self.slot.shape)
+        return self.flat.view(self.slice.shape)
 
     def verify(self) -> None:
         """Raise SliceMismatch if it is not what was sent. Reads it: best called where it is read anyway."""
