@@ -281,9 +281,6 @@ class PolicyWeights(Protocol):
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank."""
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole tensors in the order of ``metadata``, on rank 0; on other ranks each may be None. Collective."""
-
     def holdings(self) -> list[Holding]:
         """Which trainer rank holds which part of which tensor; the same on every rank."""
 

@@ -42,7 +42,7 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("rollout.worker", "self.model_runner"): "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     ("rollout.worker", "sampler"): "vllm.v1.sample.sampler.Sampler",
     ("handoff.vllm.loader_trace", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
-    ("handoff.shard.direct_copy", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
+    ("handoff.vllm.direct_copy", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
     ("handoff.vllm.reload", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
 }
 """Classes of objects that our code holds as Any: (module of ours, expression) to the class."""
@@ -68,7 +68,7 @@ STRINGS: Final[Sequence[tuple[str, str, str]]] = (
     ("rollout.pool", "num_gpus", "ray._common.ray_option_utils"),
     ("rollout.pool", "scheduling_strategy", "ray._common.ray_option_utils"),
     ("rollout.pool", "runtime_env", "ray._common.ray_option_utils"),
-    ("handoff.shard.direct_copy", "UnquantizedLinearMethod", "vllm.model_executor.layers.linear"),
+    ("handoff.vllm.direct_copy", "UnquantizedLinearMethod", "vllm.model_executor.layers.linear"),
 )
 """Names that both sides write down: (module of ours, name, the library's module)."""
 

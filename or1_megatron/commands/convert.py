@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +26,7 @@ def hf_to_megatron(
     dtype: _Dtype = None,
     verify: _Verify = False,
 ) -> None:
-    """Make a Megatron checkpoint, loadable at any layout, of an HF folder. After a kill the same command resumes."""
+    """Make a Megatron checkpoint, loadable at any layout, of an HF folder."""
     with explained():
         from or1_megatron.convert.to_megatron import hf_to_megatron as run
 
@@ -44,17 +43,13 @@ def megatron_to_hf(
         Path | None, typer.Option(help="Where config and tokenizer come from, if the checkpoint does not say.")
     ] = None,
     dtype: _Dtype = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Of a file, e.g. 5GB or 500MB; divided as the source was, if not given.")
-    ] = None,
     verify: _Verify = False,
 ) -> None:
-    """Make an HF folder, as transformers loads it, of a Megatron checkpoint. After a kill the same command resumes."""
+    """Make an HF folder, as transformers loads it, of a Megatron checkpoint."""
     with explained():
         from or1_megatron.convert.to_hf import megatron_to_hf as run
 
-        shard_bytes = None if max_shard_size is None else _bytes(max_shard_size)
-        run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype), shard_bytes=shard_bytes, verify=verify)
+        run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype), verify=verify)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -64,12 +59,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in known:
         raise typer.BadParameter(f"'{name}' is none of {', '.join(known)}", param_hint="--dtype")
     return known[name] if name is not None else None
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise typer.BadParameter(
-            f"'{text}' is no size; expected e.g. 5GB, 500MB or 4GiB", param_hint="--max-shard-size"
-        )
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

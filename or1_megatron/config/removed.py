@@ -32,6 +32,10 @@ REMOVED: Final = {
     ),
     "parallel.overlap_tensor": Removed(
         False, "no layout set it, and `or1 plan` expected 2% of a run's time from it at best; take the key out"
+    "handoff.backend": Removed(
+        "shard",
+        "every handoff sends each engine rank just the slices that it needs; rank 0 gathering whole tensors (gloo) was "
+        "1.9 times slower. Take the key out; handoff.transport says what carries the slices (docs/handoff.md)",
     ),
 }
 """By the dotted key without places in lists."""

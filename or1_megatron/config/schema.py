@@ -190,11 +190,8 @@ HOST_ROUND_BYTES: Final = 32 << 20
 class HandoffConfig(Section):
     """How weights get from the policy to the engines, and how it is checked that they did."""
 
-    backend: Literal["gloo", "shard"] = "shard"
-    """shard: all trainer ranks send, and each engine rank receives just the slices that its loaders ask for; gloo: rank
-    0 gathers whole tensors and sends them to all engines, the plain fallback."""
     transport: Transport | None = None
-    """For shard. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. Two
+    """CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. Two
     names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). Unset: by
     where the ranks run, shared_memory on one node, else gloo; with GPUs nccl+cuda_ipc if they are shared, else nccl."""
     bucket_bytes: Positive = 512 << 20

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError
-from or1_megatron.weights.files import read_header
+from or1_megatron.weights.files import Header, StoredTensor, read_header
 
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {
@@ -35,7 +36,7 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a safetensors file; ``dtype`` as the format spells it."""
+    """A tensor of a safetensors file that is written; ``dtype`` as the format spells it."""
 
     name: str
     dtype: str
@@ -78,7 +79,7 @@ class MappedFile:
         self.path = path
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.view = memoryview(self._map)
+        self.size_bytes = len(self._map)
         self._address = self.tensor(0, 1, torch.uint8).data_ptr()
 
     def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -92,67 +93,44 @@ class MappedFile:
 
         Reading them one page fault at a time costs as much as the copy.
         """
-        try:
-            self._advise(_MADV_POPULATE_READ, tensor)
-        except OSError:  # kernels before 5.14 do not have it
-            self._advise(mmap.MADV_WILLNEED, tensor)
-
-    def release(self, tensor: Tensor) -> None:
-        """Unmap the pages again: a kernel short of memory drops mapped pages last."""
-        self._advise(mmap.MADV_DONTNEED, tensor)
-
-    def _advise(self, advice: int, tensor: Tensor) -> None:
         begin = tensor.data_ptr() - self._address
         page = begin - begin % mmap.PAGESIZE
-        self._map.madvise(advice, page, begin + tensor.nbytes - page)
+        with contextlib.suppress(OSError):  # kernels before 5.14 cannot
+            self._map.madvise(_MADV_POPULATE_READ, page, begin + tensor.nbytes - page)
 
 
 class HFWeights:
     """The tensors of an HF folder whose headers have been checked (``weights.files.check_weight_files``)."""
 
     def __init__(self, folder: Path) -> None:
-        self.files: list[WeightFile] = []
-        self._where: dict[str, tuple[MappedFile, int, TensorInfo]] = {}
+        self.headers: dict[Path, Header] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self._where: dict[str, tuple[MappedFile, int]] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            header, mapped = read_header(path), MappedFile(path)
-            entries = []
-            for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin):
-                entry = TensorInfo(name, stored.dtype, stored.shape)
-                if entry.dtype not in DTYPES:
+            self.headers[path] = header = read_header(path)
+            mapped = MappedFile(path)
+            for name, stored in header.tensors.items():
+                if stored.dtype not in DTYPES:
                     raise ModelError(
-                        f"{path}: {name} is of dtype {entry.dtype}, of a quantised model perhaps; expected one of "
+                        f"{path}: {name} is of dtype {stored.dtype}, of a quantised model perhaps; expected one of "
                         f"{', '.join(DTYPES)}"
                     )
-                if (found := stored.end - stored.begin) != entry.size_bytes:
-                    raise ModelError(f"{path}: {name} has {found} bytes; its shape takes {entry.size_bytes}")
-                entries.append(entry)
-                self._where[name] = (mapped, header.size_bytes + stored.begin, entry)
-            self.files.append(WeightFile(path.name, header.metadata, tuple(entries)))
-
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def entry(self, name: str) -> TensorInfo:
-        return self._where[name][2]
+                size, expected = stored.end - stored.begin, math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+                if size != expected:
+                    raise ModelError(f"{path}: {name} has {size} bytes; its shape takes {expected}")
+                self.tensors[name] = stored
+                self._where[name] = (mapped, header.size_bytes + stored.begin)
 
     def file_of(self, name: str) -> Path:
         return self._where[name][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Return [count, ...] rows as pages of the file, already read."""
-        rows = self._rows(name, first, count)
-        self._where[name][0].populate(rows)
-        return rows
-
-    def release(self, name: str, first: int, count: int) -> None:
-        """Say that the rows are not needed any more; they can still be read again."""
-        self._where[name][0].release(self._rows(name, first, count))
-
-    def _rows(self, name: str, first: int, count: int) -> Tensor:
-        mapped, begin, entry = self._where[name]
-        dtype, numbers = DTYPES[entry.dtype], math.prod(entry.shape[1:])
-        found = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
-        return found.view(count, *entry.shape[1:])
+        (mapped, begin), stored = self._where[name], self.tensors[name]
+        dtype, numbers = DTYPES[stored.dtype], math.prod(stored.shape[1:])
+        rows = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
+        mapped.populate(rows)
+        return rows.view(count, *stored.shape[1:])
 
 
 def carried(folder: Path) -> list[Path]:

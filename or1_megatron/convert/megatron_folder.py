@@ -5,7 +5,6 @@ Each chunk of a tensor is what torch.save makes of it. Loaded without its bytes,
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from or1_megatron.checkpoint.manifest import MANIFEST, check_digest, check_manifest, read_manifest
+from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
 from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import MegatronTensor
@@ -28,33 +28,6 @@ from or1_megatron.convert.rows import MegatronTensor
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 _PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors that may have rows of padding at the end."""
-
-
-class _FileView(io.RawIOBase):
-    """Part of a mapped file, as a file that torch.load can read."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")
-        count = max(0, min(len(into), len(self._view) - self._at))
-        into[:count] = self._view[self._at : self._at + count]
-        self._at += count
-        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +56,26 @@ class MegatronCheckpoint:
             metadata = FileSystemReader(self.folder).read_metadata()
         except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
             raise ConvertError(f"{self.folder / '.metadata'} cannot be read ({error!r})") from error
-        self.tensors = {
-            key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
+        stored = metadata.state_dict_metadata.items()
+        self.tensors = {key: tensor for key, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
         self._by_entry: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         storage = metadata.storage_data or {}
-        where = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
-        for key, found in self.tensors.items():
-            for chunk in found.chunks:
-                place = where.get((key, tuple(chunk.offsets)))
-                if place is None:
+        where = {(index.fqn, tuple(index.offset or ())): stored_at for index, stored_at in storage.items()}
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                stored_at = where.get((key, tuple(chunk.offsets)))
+                if stored_at is None:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
-                if getattr(place, "transform_descriptors", None):
+                if getattr(stored_at, "transform_descriptors", None):
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
                 shape = tuple(chunk.offsets), tuple(chunk.sizes)
-                self._chunks[key].append(_Chunk(*shape, place.relative_path, place.offset, place.length))
-        self._manifest = read_manifest(self.folder) if digests and (self.folder / MANIFEST).is_file() else {}
-        if self._manifest:
-            check_manifest(self.folder, digests=False)
+                self._chunks[key].append(_Chunk(*shape, stored_at.relative_path, stored_at.offset, stored_at.length))
+        if digests and (self.folder / MANIFEST).is_file():
+            check_manifest(self.folder)
         self._maps: dict[str, MappedFile] = {}
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._lock = threading.Lock()
-        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def locate(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...]]:
         """Return (the tensor's name here, its index in the stack of that name).
@@ -126,12 +94,12 @@ class MegatronCheckpoint:
         raise ConvertError(f"{self.folder} lacks {tensor.keys[0]}: it is of another model, or not whole")
 
     def _check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
-        found = tuple(self.tensors[key].size)
-        same = found == wanted
+        shape = tuple(self.tensors[key].size)
+        same = shape == wanted
         if key in _PADDED:
-            same = len(found) == 2 and found[0] >= wanted[0] and found[1] == wanted[1]
+            same = len(shape) == 2 and shape[0] >= wanted[0] and shape[1] == wanted[1]
         if not same:
-            raise ConvertError(f"{self.folder}: {key} has shape {found}; the model's config implies {wanted}")
+            raise ConvertError(f"{self.folder}: {key} has shape {shape}; the model's config implies {wanted}")
 
     def dtype(self, tensor: MegatronTensor) -> torch.dtype:
         return self.tensors[self.locate(tensor)[0]].properties.dtype
@@ -140,30 +108,30 @@ class MegatronCheckpoint:
         """Return [count, ...] rows: pages of the file where they lie in one chunk, else a copy put together."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
-        found = None
+        rows = None
         covered = 0
         for chunk in self._chunks_of(key, index):
             parts = self._overlap(chunk, len(index), first, count)
             if parts is None:
                 continue
             here, there = parts
-            file = self._file(chunk.file)
-            part = self._tensor(key, chunk, file)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
+            whole, file = self._tensor(key, chunk)
+            part = whole[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
             if part.shape == (count, *rest):
                 if part.is_contiguous():
                     file.populate(part)
                 return part
-            if found is None:
-                found = torch.empty((count, *rest), dtype=part.dtype)
-            found[there] = part
+            if rows is None:
+                rows = torch.empty((count, *rest), dtype=part.dtype)
+            rows[there] = part
             covered += part.numel()
-        if found is None or covered != found.numel():
+        if rows is None or covered != rows.numel():
             wanted = count * math.prod(rest)
             raise ConvertError(
                 f"{self.folder}: {covered} of the {wanted} elements of {key}{list(index) or ''}, rows {first} to "
                 f"{first + count}, are there"
             )
-        return found
+        return rows
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
         """Return the chunks that hold part of an entry of a stack."""
@@ -196,36 +164,28 @@ class MegatronCheckpoint:
         ]
         return (slice(low - row, high - row), *[slice(None)] * len(rest)), (slice(low - first, high - first), *rest)
 
-    def _file(self, name: str) -> MappedFile:
-        """Open a file, and first read it once to compare its digest; its pages are then in memory."""
+    def _tensor(self, key: str, chunk: _Chunk) -> tuple[Tensor, MappedFile]:
+        """Return a chunk as pages of its file, and the file."""
         with self._lock:
-            opening = self._opening[name]
-        with opening:
-            if name not in self._maps:
-                path = self.folder / name
+            if chunk.file not in self._maps:
+                path = self.folder / chunk.file
                 try:
-                    if name in self._manifest:
-                        check_digest(path, self._manifest[name])
-                    self._maps[name] = MappedFile(path)
+                    self._maps[chunk.file] = MappedFile(path)
                 except (OSError, ValueError) as error:
                     raise ConvertError(f"{path} cannot be read ({error})") from error
-            return self._maps[name]
-
-    def _tensor(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
-        """Return a chunk as pages of its file."""
-        with self._lock:
+            file = self._maps[chunk.file]
             if (chunk.file, chunk.begin) not in self._tensors:
                 self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
-            return self._tensors[chunk.file, chunk.begin]
+            return self._tensors[chunk.file, chunk.begin], file
 
     def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
         path, end = self.folder / chunk.file, chunk.begin + chunk.length
-        if end > len(file.view):
-            raise ConvertError(f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to {end}")
+        if end > file.size_bytes:
+            raise ConvertError(f"{path} is cut: {file.size_bytes} bytes, of which {key} takes those up to {end}")
         try:
-            with FakeTensorMode():
-                blob = _FileView(file.view[chunk.begin : end])
-                stored = torch.load(blob, weights_only=True)  # type: ignore[arg-type]  # as much of a file as it needs
+            with FakeTensorMode(), path.open("rb") as whole:
+                blob: Any = _create_file_view(whole, chunk.begin, chunk.length)
+                stored = torch.load(blob, weights_only=True)
             storage = stored.untyped_storage()
             begin = chunk.begin + storage._checkpoint_offset
             flat = file.tensor(begin, storage.nbytes() // stored.dtype.itemsize, stored.dtype)

@@ -88,11 +88,11 @@ def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
         assert len({shape[1:] for shape in parts}) == 1, f"{row.megatron}: its HF tensors differ in more than rows"
         runs: dict[str, list[Run]] = {name: [] for name in row.hf}
         for piece in pieces(row, hf, shapes, rank=0, size=1):
-            (first, stop), (place, _) = piece.box[0], piece.place[0]
-            runs[piece.name].append(Run(first, place, stop - first))
-        sources = tuple(HFSource(name, shapes[name], tuple(sorted(found))) for name, found in runs.items())
+            (first, stop), (row_there, _) = piece.box[0], piece.place[0]
+            runs[piece.name].append(Run(first, row_there, stop - first))
+        sources = tuple(HFSource(name, shapes[name], tuple(sorted(of_name))) for name, of_name in runs.items())
         key, stack, index = _stacked(row.megatron, layers, 0 if experts is None else experts.count)
-        layer = int(found[1]) if (found := _LAYER.match(row.megatron)) else None
+        layer = int(match[1]) if (match := _LAYER.match(row.megatron)) else None
         shape = (sum(shape[0] for shape in parts), *parts[0][1:])
         made.append(MegatronTensor((key, *fused_names(key)), stack, index, shape, sources, layer))
     return made
@@ -102,8 +102,8 @@ def _alike(names: list[str]) -> bool:
     """Return whether all layers have the same tensors."""
     of_layer: defaultdict[int, set[str]] = defaultdict(set)
     for name in names:
-        if found := _LAYER.match(name):
-            of_layer[int(found[1])].add(name[found.end() :])
+        if match := _LAYER.match(name):
+            of_layer[int(match[1])].add(name[match.end() :])
     return len({frozenset(tails) for tails in of_layer.values()}) <= 1
 
 
@@ -111,10 +111,10 @@ def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...]
     """Return (key, shape of the stack, index in it); ``layers`` is 0 where layers are not stacked."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
-    if layers and (found := _LAYER.match(name)):
-        name = "decoder.layers." + name[found.end() :]
-        stack, index = (layers,), (int(found[1]),)
-    if found := _EXPERT.search(name):
-        name = name[: found.start()] + "experts.experts." + name[found.end() :]
-        stack, index = (*stack, experts), (*index, int(found[1]))
+    if layers and (match := _LAYER.match(name)):
+        name = "decoder.layers." + name[match.end() :]
+        stack, index = (layers,), (int(match[1]),)
+    if match := _EXPERT.search(name):
+        name = name[: match.start()] + "experts.experts." + name[match.end() :]
+        stack, index = (*stack, experts), (*index, int(match[1]))
     return name, stack, index

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import sync
-from or1_megatron.convert.card import model_card
+from or1_megatron.config.load import load_config
 from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
@@ -33,13 +33,12 @@ from or1_megatron.convert.hf_folder import (
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
-from or1_megatron.convert.run_source import RunOf, run_of
 from or1_megatron.convert.to_megatron import HF, RECORD, identical
-from or1_megatron.parallel.export import CARRIED
+from or1_megatron.parallel.export import CARRIED, record_dtype
+from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
 
 SHARD_BYTES: Final = 4 << 30
-CARD: Final = "README.md"
 
 
 class ToHF:
@@ -48,7 +47,6 @@ class ToHF:
     Args:
         hf_folder: where config, tokenizer and so on come from.
         record: what ``to_megatron`` recorded of the files that the checkpoint was made of.
-        run: the run that wrote the checkpoint, for the model card.
     """
 
     def __init__(
@@ -56,11 +54,10 @@ class ToHF:
         checkpoint: MegatronCheckpoint,
         hf_folder: Path,
         record: Mapping[str, Any] | None,
-        run: RunOf | None,
         dtype: torch.dtype | None,
-        shard_bytes: int | None,
+        shard_bytes: int,
     ) -> None:
-        self.checkpoint, self.hf_folder, self._record, self._run = checkpoint, hf_folder, record, run
+        self.checkpoint, self.hf_folder, self._record = checkpoint, hf_folder, record
         self.hf = read_hf_config(hf_folder)
         self._places: dict[str, tuple[MegatronTensor, HFSource]] = {}
         for tensor in megatron_tensors(family_of(self.hf), self.hf):
@@ -68,18 +65,18 @@ class ToHF:
             self._places.update({source.name: (tensor, source) for source in tensor.sources})
         copies: dict[str, str] = dict(record["copies"]) if record is not None else {}
         self._places.update({name: self._places[original] for name, original in copies.items()})
-        self._as_source = record is not None and dtype is None and shard_bytes is None
+        self._as_source = record is not None and dtype is None
         self.files = self._files(dtype, shard_bytes)
         if unmatched := sorted({e.name for file in self.files for e in file.entries} ^ self._places.keys()):
             raise ConvertError(f"{checkpoint.folder / RECORD} and the model's config disagree about {unmatched[0]}")
         self._by_name = {file.name: file for file in self.files}
         self.sizes = {file.name: file.size_bytes for file in self.files}
 
-    def _files(self, dtype: torch.dtype | None, shard_bytes: int | None) -> list[WeightFile]:
+    def _files(self, dtype: torch.dtype | None, shard_bytes: int) -> list[WeightFile]:
         if self._record is None:
             entries = [self._entry(name, dtype or self._dtype(name)) for name in self._places]
-            return packed(entries, shard_bytes or SHARD_BYTES)
-        files = [
+            return packed(entries, shard_bytes)
+        return [
             WeightFile(
                 file["name"],
                 file["metadata"],
@@ -87,10 +84,6 @@ class ToHF:
             )
             for file in self._record["files"]
         ]
-        if shard_bytes is None:
-            return files
-        by_name = {entry.name: entry for file in files for entry in file.entries}
-        return packed([by_name[name] for name in self._places], shard_bytes)
 
     def _dtype(self, name: str) -> torch.dtype:
         tensor, _ = self._places[name]
@@ -110,14 +103,7 @@ class ToHF:
         for run in source.pieces(self.checkpoint.dtype(tensor).itemsize):
             yield run, self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
 
-    def identity(self) -> Mapping[str, Any]:
-        paths = [path for path in sorted(self.checkpoint.folder.iterdir()) if path.is_file()]
-        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-        config = (self.hf_folder / "config.json").read_text()
-        files = [[file.name, [[e.name, e.dtype] for e in file.entries]] for file in self.files]
-        return {"to": "hf", "source": stats, "config": config, "files": files}
-
-    def write(self, path: Path, advance: Advance) -> Any:
+    def write(self, path: Path, advance: Advance) -> None:
         file = self._by_name[path.name]
         with path.open("wb", buffering=0) as out:
             _append(out.fileno(), memoryview(file.header()), advance)
@@ -126,7 +112,7 @@ class ToHF:
                     _append(out.fileno(), _as_bytes(rows), advance)
             os.fsync(out.fileno())
 
-    def complete(self, folder: Path, done: Mapping[str, Any]) -> None:
+    def complete(self, folder: Path) -> None:
         beside = carried(self.hf_folder)
         if self._record is None:  # a base model's README and the like do not describe this model
             beside = [path for path in beside if any(path.match(pattern) for pattern in CARRIED)]
@@ -135,10 +121,9 @@ class ToHF:
             (folder / INDEX).write_text(self._record["index"])
         elif len(self.files) > 1:
             (folder / INDEX).write_text(index_json(self.files))
-        if not self._as_source:
-            _set_dtype(folder / "config.json", self.files)
-        if self._run is not None:
-            (folder / CARD).write_text(model_card(self._run))
+        dtypes = {entry.dtype for file in self.files for entry in file.entries}
+        if not self._as_source and len(dtypes) == 1:
+            record_dtype(folder, DTYPES[dtypes.pop()])
         for path in folder.iterdir():
             sync(path)
 
@@ -148,9 +133,9 @@ class ToHF:
         def compare(name: str, advance: Advance) -> None:
             path = folder / name
             try:
-                with safe_open(path, framework="pt") as found:
+                with safe_open(path, framework="pt") as file:
                     for entry in self._by_name[name].entries:
-                        tensor = found.get_slice(entry.name)
+                        tensor = file.get_slice(entry.name)
                         for run, expected in self._rows(entry):
                             if not identical(tensor[run.hf_row : run.hf_row + run.rows], expected):
                                 key = self._places[entry.name][0].keys[0]
@@ -169,15 +154,15 @@ def megatron_to_hf(
     *,
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
 ) -> None:
-    """Make the HF folder ``out`` of a checkpoint; resumes a conversion that was killed.
+    """Make the HF folder ``out`` of a checkpoint.
 
     Args:
         hf: the folder that config, tokenizer and so on come from; None: the one that the checkpoint or its run names.
         dtype: of the weights; None: that of the original HF folder if it is known, else the checkpoint's.
-        shard_bytes: largest file; None: the files of the original HF folder if they are known, else 4 GiB.
+        shard_bytes: largest file, where those of the original HF folder are not known.
         verify: read every tensor back from the disk and compare it.
 
     Raises:
@@ -186,17 +171,26 @@ def megatron_to_hf(
     """
     checkpoint = MegatronCheckpoint(megatron)
     record = _read_record(checkpoint.folder)
-    run = None if record is not None else run_of(checkpoint.folder)
-    source = hf or (checkpoint.folder / HF if record is not None else run.base if run is not None else None)
+    source = hf or (checkpoint.folder / HF if record is not None else _hf_of_run(checkpoint.folder))
     if source is None:
         raise ConvertError(
             f"{checkpoint.folder} does not say what model it is of; name an HF folder of the same architecture "
             "(config.json, tokenizer) with --hf"
         )
-    conversion = ToHF(checkpoint, source, record, run, dtype, shard_bytes)
+    conversion = ToHF(checkpoint, source, record, dtype, shard_bytes)
     convert(conversion, out, console, verify)
     total_bytes = sum(conversion.sizes.values())
     console.print(f"{out}: {total_bytes:,} bytes in {len(conversion.files)} safetensors files")
+
+
+def _hf_of_run(checkpoint: Path) -> Path | None:
+    """Return the base model, else the export, of the run whose ``checkpoints/step_N`` this is; None for no such."""
+    checkpoint = checkpoint.resolve()  # best is a link
+    run = RunFolder(checkpoint.parents[1])
+    if step_of(checkpoint) is None or not run.config.is_file():
+        return None
+    folders = (load_config(run.config).model.hf, run.hf)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def _read_record(folder: Path) -> Mapping[str, Any] | None:
@@ -221,13 +215,3 @@ def _append(descriptor: int, view: memoryview, advance: Advance) -> None:
         count = os.write(descriptor, view[: 4 << 20])
         view = view[count:]
         advance(count)
-
-
-def _set_dtype(path: Path, files: Sequence[WeightFile]) -> None:
-    """Write the weights' dtype into config.json, if it names another one."""
-    dtypes = {entry.dtype for file in files for entry in file.entries}
-    config = json.loads(path.read_text())
-    named = {key: config[key] for key in ("torch_dtype", "dtype") if key in config}
-    wanted = str(DTYPES[dtypes.pop()]).removeprefix("torch.") if len(dtypes) == 1 else None
-    if wanted is not None and set(named.values()) - {wanted}:
-        path.write_text(json.dumps({**config, **dict.fromkeys(named, wanted)}, indent=2) + "\n")

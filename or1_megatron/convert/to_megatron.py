@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ class ToMegatron:
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
         self.copies = self._copies()
         named = {source.name for tensor in self.tensors for source in tensor.sources}
-        self.dropped = sorted(self.weights.names() - named - self.copies.keys())
+        self.dropped = sorted(self.weights.tensors.keys() - named - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
         held = file_bytes
         for piece in self._pieces():
@@ -71,10 +71,11 @@ class ToMegatron:
             current.append(piece)
             held += self._size_bytes(piece)
         self.sizes = {name: sum(map(self._size_bytes, pieces)) for name, pieces in self.files.items()}
+        self._written: dict[str, tuple[list[WrittenSlice], FileEntry]] = {}
 
     def _pieces(self) -> Iterator[_Piece]:
         for tensor in self.tensors:
-            if len({self.weights.entry(source.name).dtype for source in tensor.sources}) > 1 and self._dtype is None:
+            if len({self.weights.tensors[source.name].dtype for source in tensor.sources}) > 1 and self._dtype is None:
                 raise ConvertError(
                     f"{self.folder}: {', '.join(source.name for source in tensor.sources)} are of several dtypes, and "
                     "Megatron holds them as one tensor; choose one with --dtype"
@@ -85,9 +86,12 @@ class ToMegatron:
 
     def _copies(self) -> dict[str, str]:
         """Return {output layer: embedding} if a tied model's files hold both; the two must be the same."""
-        if not (tied(self.hf) and _OUTPUT in self.weights.names()):
+        if not (tied(self.hf) and _OUTPUT in self.weights.tensors):
             return {}
-        if not _same_tensor(self.weights, _OUTPUT, _EMBEDDING):
+        output, embedding = (
+            self.weights.rows(name, 0, self.weights.tensors[name].shape[0]) for name in (_OUTPUT, _EMBEDDING)
+        )
+        if not identical(output, embedding):
             raise ConvertError(
                 f"{self.folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set "
                 "tie_word_embeddings to false if the two are meant to differ"
@@ -95,7 +99,7 @@ class ToMegatron:
         return {_OUTPUT: _EMBEDDING}
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
-        return self._dtype or DTYPES[self.weights.entry(source.name).dtype]
+        return self._dtype or DTYPES[self.weights.tensors[source.name].dtype]
 
     def _size_bytes(self, piece: _Piece) -> int:
         return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize
@@ -105,52 +109,44 @@ class ToMegatron:
         return rows.to(self._dtype_of(piece.source))
 
     def _slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """The content of a file; each tensor is valid until the next one is asked for."""
+        """The content of a file."""
         for piece in self.files[name]:
             yield piece.slice, self._tensor(piece)
-            self.weights.release(piece.source.name, piece.run.hf_row, piece.run.rows)
 
-    def identity(self) -> Mapping[str, Any]:
-        files = [*sorted(self.folder.glob("*.safetensors")), *carried(self.folder)]
-        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-        names = {name: len(pieces) for name, pieces in self.files.items()}
-        return {"to": "megatron", "source": stats, "dtype": str(self._dtype), "files": names}
-
-    def write(self, path: Path, advance: Advance) -> Any:
+    def write(self, path: Path, advance: Advance) -> None:
         torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests check more
-        written, entry = write_slices(path, self._slices(path.name), advance)
-        return [asdict(entry), [[stored.offset, stored.length] for stored in written]]
+        self._written[path.name] = write_slices(path, self._slices(path.name), advance)
 
-    def complete(self, folder: Path, done: Mapping[str, Any]) -> None:
-        written: list[WrittenSlice] = []
-        entries: dict[str, FileEntry] = {}
-        for name, pieces in self.files.items():
-            entry, places = done[name]
-            entries[name] = FileEntry(**entry)
-            for piece, (offset, length) in zip(pieces, places, strict=True):
-                stored = WrittenSlice(piece.slice, self._dtype_of(piece.source), name, offset, length)
-                # The same bytes under each name that a reader may use.
-                written += [replace(stored, part=replace(stored.part, key=key)) for key in piece.tensor.keys]
-        write_metadata(folder, written)
+    def complete(self, folder: Path) -> None:
+        listed = [
+            replace(stored, part=replace(stored.part, key=key))
+            for name, pieces in self.files.items()
+            for piece, stored in zip(pieces, self._written[name][0], strict=True)
+            for key in piece.tensor.keys  # the same bytes under each name that a reader may use
+        ]
+        write_metadata(folder, listed)
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
         carry(carried(self.folder), folder / HF)
         (folder / RECORD).write_text(json.dumps(self._record(), indent=1))
-        write_manifest(folder, entries)
+        write_manifest(folder, {name: entry for name, (_, entry) in self._written.items()})
 
     def _record(self) -> dict[str, Any]:
         """Return what the way back needs beside hf/."""
         files = [
             {
-                "name": file.name,
-                "metadata": file.metadata,
-                "tensors": [[entry.name, entry.dtype] for entry in file.entries if entry.name not in self.dropped],
+                "name": path.name,
+                "metadata": header.metadata,
+                "tensors": [
+                    [name, stored.dtype]
+                    for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin)
+                    if name not in self.dropped
+                ],
             }
-            for file in self.weights.files
+            for path, header in self.weights.headers.items()
         ]
         index = self.folder / INDEX
         return {
             "format": 1,
-            "source": self.folder.resolve().name,
             "files": files,
             "index": index.read_text() if index.is_file() and not self.dropped else None,
             "copies": self.copies,
@@ -161,8 +157,8 @@ class ToMegatron:
 
         def compare(name: str, advance: Advance) -> None:
             for piece in self.files[name]:
-                found = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
-                if not identical(found, self._tensor(piece)):
+                written = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
+                if not identical(written, self._tensor(piece)):
                     source = piece.source.name
                     raise ConvertError(
                         f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
@@ -171,16 +167,6 @@ class ToMegatron:
                 advance(self._size_bytes(piece))
 
         return compare
-
-
-def _same_tensor(weights: HFWeights, name: str, other: str) -> bool:
-    """Return whether two tensors of an HF folder are the same to the bit."""
-    entry = weights.entry(name)
-    if (entry.shape, entry.dtype) != (weights.entry(other).shape, weights.entry(other).dtype):
-        return False
-    every = HFSource(name, entry.shape, (Run(0, 0, entry.shape[0]),))
-    pieces = every.pieces(DTYPES[entry.dtype].itemsize)
-    return all(identical(weights.rows(name, p.row, p.rows), weights.rows(other, p.row, p.rows)) for p in pieces)
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -199,7 +185,7 @@ def hf_to_megatron(
     verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Make the checkpoint ``out`` of the HF folder ``hf``; resumes a conversion that was killed.
+    """Make the checkpoint ``out`` of the HF folder ``hf``.
 
     Args:
         dtype: of the checkpoint; None: the source's.

@@ -2,12 +2,12 @@
 
 A module or folder imports only those above it in this list:
 
-    errors                        what a handoff fails with
-    probe  backend_check          engine against policy on fixed tokens; which backend runs where
+    failures                      what a handoff fails with
+    probe                         engine against policy on fixed tokens
     message                       slices of tensors packed into messages, with checksums
     transport                     how messages travel from rank to rank, and what ranks tell each other
-    vllm                          vLLM's loaders and reload, inside its workers
-    shard                         every rank sends slices
-    gather                        the same connection, with whole tensors from rank 0
-    sender                        the trainer's end, whichever the backend
+    send_plan                     who sends what to whom
+    transfer                      a rank's part in a handoff
+    sender                        the trainer's end
+    vllm                          the engines' end, inside vLLM's workers: loaders, reload, checks
 """

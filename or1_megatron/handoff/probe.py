@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.failures import HandoffMismatch
 from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
@@ -63,26 +63,24 @@ class Probe:
         Raises:
             HandoffMismatch: they differ by more than is tolerated.
         """
-        if self._dtype == "float32":
-            largest = compare_probe(engines, policy, self._bound)
-            return ProbeResult(largest, max(_mean(scores, policy) for scores in engines))
-        largest = compare_probe(engines, policy, math.inf)
+        exact = self._dtype == "float32"
+        largest = compare_probe(engines, policy, self._bound if exact else math.inf)
         means = [_mean(scores, policy) for scores in engines]
-        mean = max(means)
-        if self._baseline is None:
-            bound, what = self._bound, "handoff.probe_bound"
-        else:
+        result = ProbeResult(largest, max(means))
+        if exact:
+            return result
+        bound, what = self._bound, "handoff.probe_bound"
+        if self._baseline is not None:
             bound = self._growth * self._baseline
             what = f"handoff.probe_growth = {self._growth:g} times the {self._baseline:.3g} of the run's first handoff"
-        if not mean <= bound:
+        if not result.mean <= bound:
             raise HandoffMismatch(
-                f"handoff: engine {means.index(mean)} does not compute what the policy computes: over "
-                f"{sum(map(len, policy))} probe tokens their log-probs differ by {mean:.3g} on average; the bound "
-                f"({what}) is {bound:.3g}"
+                f"handoff: engine {means.index(result.mean)} does not compute what the policy computes: over "
+                f"{sum(map(len, policy))} probe tokens their log-probs differ by {result.mean:.3g} on average; the "
+                f"bound ({what}) is {bound:.3g}"
             )
-        if self._baseline is None:
-            self._baseline = mean
-        return ProbeResult(largest, mean)
+        self._baseline = self._baseline or result.mean
+        return result
 
 
 def _mean(scores: Sequence[Float32Array], policy: Sequence[Float32Array]) -> float:

@@ -1,40 +1,199 @@
-"""The trainer's end of a handoff, whichever the backend."""
+"""A trainer rank's end of the handoff, without vllm: every rank sends the slices that it holds.
+
+    rank 0                        other trainer ranks             engine ranks (vllm/receiver.py)
+    host the status store ──────▶ join it            ──────────▶ join it
+    publish the tensors ────────────────────────────────────────▶ run the loaders on placeholders, publish their wants
+    make the plan, publish it ──▶ read it             ──────────▶ read it
+    ───────────────────────────── form one gloo group, open the transports ──────────────
+    each handoff:
+    start_weight_update, update_weights to the engines
+    pack and send own messages    pack and send own messages      receive, compare checksums, load
+    pass on others' (two hops)    pass on others' (two hops)
+    compare what was sent with what was received
+    finish_weight_update
+
+vLLM's trainer factory is not used: every trainer rank would have to import vllm for it, and only rank 0 has a client.
+
+What is sent is what the policy computes with: with ``model.dtype: bfloat16`` its bf16 parameters, not the optimizer's
+fp32 masters. Megatron rounds the masters to the parameters after every update, so a cast of the masters would give the
+same bits; but they are cut over the replicas by the distributed optimizer, and may lie on the host.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+from concurrent.futures import Future
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.gather import GatherTrainer
-from or1_megatron.handoff.shard.trainer import ShardTrainer
+from or1_megatron.handoff.failures import HandoffError, SendError
+from or1_megatron.handoff.message.slices import whole_tensor
+from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
+from or1_megatron.handoff.transfer import Transfer
+from or1_megatron.handoff.transport.choice import choose_transport, neighbours_of, round_bytes
+from or1_megatron.handoff.transport.links import this_location
+from or1_megatron.handoff.transport.status_store import StatusStore, in_background, join_store, open_store
 from or1_megatron.interfaces import EngineControl, PolicyWeights
+from or1_verify.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
-class WeightSender(Protocol):
-    """A trainer rank's end of the handoff."""
+class WeightSender:
+    """Brings the engines to the policy's weights; one on each trainer rank."""
+
+    def __init__(
+        self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
+    ) -> None:
+        """``engines``: needed on rank 0 only."""
+        self._weights, self._rank, self._config = weights, rank, config
+        self._engines = engines if rank == 0 else None
+        self._status: StatusStore | None = None
+        self._transfer: Transfer | None = None
+        self._handoffs = 0
+        self.plan: HandoffPlan | None = None
+        """The whole plan; on rank 0 only, once the engines have been met."""
 
     def send(self, version: int) -> int:
         """Bring every engine to ``version``, prefix caches emptied; collective over the trainer's ranks.
 
-        Returns the bytes that were sent; on ranks other than 0 those that this rank sent.
+        Meets the engines if that has not been done. Returns the bytes that all trainer ranks sent; on other ranks than
+        0 those that this rank sent.
 
         Raises:
             SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
         """
+        sent = 0
+        error: SendError | None = None
+        try:
+            sent = self._send()
+            if self._engines is not None:
+                self._engines.finish_weight_update(version)
+        except BaseException as failure:
+            if self._status is not None:
+                self._status.fail(failure)
+            if not isinstance(failure, RuntimeError) or not isinstance(failure, UserError):
+                raise  # of a rank's own code
+            log.info("the handoff failed", exc_info=True)
+            error = SendError(str(failure))
+        # Rank 0 sees whatever fails among the engines and the other ranks.
+        error = self._weights.from_rank_0(error) or error
+        if error is not None:
+            self.close()
+            raise error
+        return sent
+
+    def _send(self) -> int:
+        """Make one handoff, up to the comparison of checksums; return the bytes sent."""
+        self._transfer = transfer = self._transfer or self._connect()
+        self._handoffs += 1
+        receiving = None if self._engines is None else self._start_receiving(self._engines)
+        sums = transfer.send(self._weights.read, self._handoffs, receiving)
+        transfer.status.publish(f"sent/{self._handoffs}/{self._rank}", sums)
+        if self._engines is None or receiving is None:
+            return transfer.plan.bytes_sent()[self._rank]
+        transfer.status.wait(receiving, f"{self._engines.engines} engines to load the weights")
+        assert self.plan is not None
+        self._compare(self.plan, transfer.status)
+        sent = self.plan.bytes_sent()
+        return sum(sent[rank] for rank in range(self.plan.trainers))
 
     def close(self) -> None:
-        """Leave the engines; the next ``send`` meets them anew."""
+        """Leave the engines; the next handoff meets them anew.
 
+        The status store stays until then, so that other ranks can read what has failed.
+        """
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer, self._handoffs = None, 0
 
-def make_sender(
-    weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
-) -> WeightSender:
-    """Return the sender of ``config.backend`` for trainer rank ``rank``.
+    # -- meeting -------------------------------------------------------------------------------------------------
 
-    Only rank 0 needs ``engines``, and no rank imports vllm.
-    """
-    if rank == 0 and engines is None:
-        raise ValueError("the sender of trainer rank 0 needs the engines that it sends to")
-    engines = engines if rank == 0 else None
-    backend = ShardTrainer if config.backend == "shard" else GatherTrainer
-    return backend(weights, rank, config, engines)
+    def _connect(self) -> Transfer:
+        """Meet the engines and make the plan.
+
+        Raises:
+            HandoffError: a rank failed, or did not come within ``timeout_s``.
+        """
+        timeout_s = self._config.timeout_s
+        address, store = None, None
+        if self._engines is not None:
+            store = open_store(self._engines.address, timeout_s)
+            address = (store.host, store.port)
+        host, port = self._weights.from_rank_0(address)
+        store = store or join_store(host, port, timeout_s)
+        self._status = status = StatusStore(store, f"trainer rank {self._rank}", timeout_s)
+        joined: Future[None] | None = None
+        if self._engines is not None:
+            joined = self._invite(self._engines, status)
+            self.plan = self._publish_plan(self._engines, status, joined)
+        else:
+            status.publish(f"location/{self._rank}", this_location())
+        transport, plan = status.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
+        transfer = Transfer.open(plan, transport, self._rank, status, joined)
+        if joined is not None:
+            status.wait(joined, f"{plan.engines} engine ranks to be ready for handoffs")
+        return transfer
+
+    def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
+        """Tell the engines where to meet; done when all are ready for handoffs."""
+        status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
+        info = {
+            "address": status.tcp.host,
+            "port": status.tcp.port,
+            "trainers": self._weights.ranks,
+            "timeout_s": self._config.timeout_s,
+        }
+        return in_background(lambda: engines.init_weight_transfer_engine(info))
+
+    def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> HandoffPlan:
+        """Publish each rank's part of the plan, made from the wants of all engine ranks."""
+        wants, locations = zip(
+            *(
+                status.read(f"wants/{index}", f"engine rank {index}", watched=joined)
+                for index in range(engines.engines * engines.workers_per_engine)
+            ),
+            strict=True,
+        )
+        trainers = [this_location()]
+        trainers += [status.read(f"location/{rank}", f"trainer rank {rank}") for rank in range(1, self._weights.ranks)]
+        transport = self._config.transport or choose_transport(trainers, locations)
+        neighbours = neighbours_of(transport, trainers, locations)
+        size = round_bytes(transport, self._config.bucket_bytes)
+        plan = make_plan(self._weights.holdings(), wants, len(trainers), size, neighbours)
+        busiest, most = plan.bytes_sent().most_common(1)[0]
+        log.info(
+            "handoff over %s in %d messages; %s sends most, %d bytes",
+            *(transport, len(plan.shipments), plan.who(busiest), most),
+        )
+        for rank in range(plan.trainers + plan.engines):
+            status.publish(f"plan/{rank}", (transport, plan.of(rank)))
+        return plan
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _start_receiving(self, engines: EngineControl) -> Future[None]:
+        """Have the engines receive; what this rank packs first can wait for them."""
+        info = {"handoff": self._handoffs}
+
+        def receive() -> None:
+            engines.start_weight_update()
+            engines.update_weights(info)
+
+        return in_background(receive)
+
+    def _compare(self, plan: HandoffPlan, status: StatusStore) -> None:
+        """Compare what the engine ranks say they received with what the trainer ranks say they sent.
+
+        Raises:
+            HandoffError: they differ.
+        """
+        handoff = self._handoffs
+        sent = [status.read(f"sent/{handoff}/{rank}", plan.who(rank)) for rank in range(plan.trainers)]
+        for rank in range(plan.trainers, plan.trainers + plan.engines):
+            received = status.read(f"received/{handoff}/{rank}", plan.who(rank))
+            expected = sum(sums.get(rank, 0) for sums in sent)
+            if received != expected:
+                raise HandoffError(
+                    f"handoff {handoff}: {plan.who(rank)} received slices whose checksums sum up to {received:x}; "
+                    f"those that were sent sum up to {expected:x}"
+                )

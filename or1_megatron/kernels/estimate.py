@@ -42,76 +42,37 @@ class Gpu:
         )
 
 
-@dataclass(frozen=True)
-class HeadEstimate:
-    """The estimate for one forward and backward pass with bf16 inputs."""
-
-    tiles: int
-    """How many tiles [t, v]; in one_pass, where v is all rows, [t, V/tp]."""
-    floor_s: float
-    """8THV or 6THV operations at the GPU's rate."""
-    epilogue_bytes: int
-    """The fp32 logits are read twice, their bf16 gradient written once."""
-    weight_sum_bytes: int
-    """The weight's fp32 gradient is read and written once per tile of tokens."""
-    hidden_sum_bytes: int
-    """A tile's fp32 hidden gradient is read and written once per block of rows."""
-    products_s: float
-    """The products in whole waves."""
-    seconds: float
-    """Expected: the products, and all these bytes."""
-
-    @property
-    def share_of_floor(self) -> float:
-        return self.floor_s / self.seconds
-
-    @property
-    def share_of_waves(self) -> float:
-        """The share of the products' waves that computes results."""
-        return self.floor_s / self.products_s
-
-    @property
-    def moved_bytes(self) -> int:
-        return self.epilogue_bytes + self.weight_sum_bytes + self.hidden_sum_bytes
-
-
 def wave_efficiency(rows: int, columns: int, sms: int) -> float:
     """Return the share of SMs at work over the waves of a product with ``rows`` x ``columns`` results."""
     tiles = _tiles(rows, columns)
     return tiles / (-(-tiles // sms) * sms)
 
 
-def estimate(
+def head_seconds(
     tokens: int, hidden: int, vocab_local: int, tile_tokens: int, block_rows: int, mode: Mode, gpu: Gpu
-) -> HeadEstimate:
-    """Estimate a head call in tiles of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
+) -> float:
+    """Return the expected seconds of a head call with bf16 inputs, forward and backward.
 
-    Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 283 ms, 91% of the floor;
-    one_pass in tiles of 4,096 tokens: 219 ms, 88%.
+    Its tiles are of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
+
+    Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 283 ms, 91% of the rate of
+    full waves; one_pass in tiles of 4,096 tokens: 219 ms, 88%.
     """
     logits_products = 2 if mode == "recompute" else 1
-    products_s = 0.0
-    tiles = 0
-    for (t, token_tiles), (v, blocks) in product(_cut(tokens, tile_tokens), _cut(vocab_local, block_rows)):
-        products_s += (token_tiles * blocks) * (
+    products_s = sum(
+        (token_tiles * blocks)
+        * (
             logits_products * _product_s(t, v, hidden, gpu)
             + _product_s(t, hidden, v, gpu)
             + _product_s(v, hidden, t, gpu)
         )
-        tiles += token_tiles * blocks
-    token_tiles, blocks = -(-tokens // tile_tokens), -(-vocab_local // block_rows)
-    epilogue_bytes = tokens * vocab_local * (4 + 4 + 2)
-    weight_sum_bytes = 8 * vocab_local * hidden * token_tiles
-    hidden_sum_bytes = 8 * tokens * hidden * blocks
-    return HeadEstimate(
-        tiles=tiles,
-        floor_s=2 * (logits_products + 2) * tokens * hidden * vocab_local / gpu.flops,
-        epilogue_bytes=epilogue_bytes,
-        weight_sum_bytes=weight_sum_bytes,
-        hidden_sum_bytes=hidden_sum_bytes,
-        products_s=products_s,
-        seconds=products_s + (epilogue_bytes + weight_sum_bytes + hidden_sum_bytes) / gpu.bandwidth,
+        for (t, token_tiles), (v, blocks) in product(_cut(tokens, tile_tokens), _cut(vocab_local, block_rows))
     )
+    # The fp32 logits are read twice, their bf16 gradient is written once; the weight's fp32 gradient is read and
+    # written once per tile of tokens, a tile's fp32 hidden gradient once per block of rows.
+    token_tiles, blocks = -(-tokens // tile_tokens), -(-vocab_local // block_rows)
+    moved_bytes = 10 * tokens * vocab_local + 8 * hidden * (vocab_local * token_tiles + tokens * blocks)
+    return products_s + moved_bytes / gpu.bandwidth
 
 
 def _product_s(rows: int, columns: int, summed: int, gpu: Gpu) -> float:

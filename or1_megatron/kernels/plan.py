@@ -13,12 +13,12 @@ from itertools import product
 import torch
 
 from or1_megatron.config.hardware import read_hardware
-from or1_megatron.kernels.estimate import Gpu, Mode, estimate
+from or1_megatron.kernels.estimate import Gpu, Mode, head_seconds
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
     # So tiles are large, and nearly square in recompute, which can cut both ways. One pass with half of these bytes
-    # takes 11% longer by ``estimate``.
+    # takes 11% longer by ``head_seconds``.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 2_560_000_000,
     # Tiles of 1,024 x 1,024, 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py at d9f6202).
@@ -83,7 +83,7 @@ def allocation_plan(
 ) -> AllocationPlan:
     """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
 
-    On CUDA the sizes are those near the budget with the least expected time (``estimate``, on an H100).
+    On CUDA the sizes are those near the budget with the least expected time (``head_seconds``, on an H100).
 
     Args:
         dtype: of hidden and weight.
@@ -110,7 +110,7 @@ def allocation_plan(
         gpu = Gpu.of(read_hardware("h100"))
         tile_tokens, block_rows = min(
             product(_near(tile_tokens, tokens), _near(block_rows, rows) if mode == "recompute" else [rows]),
-            key=lambda tile: estimate(tokens, hidden, rows, tile[0], tile[1], mode, gpu).seconds,
+            key=lambda tile: head_seconds(tokens, hidden, rows, tile[0], tile[1], mode, gpu),
         )
     widest = aligned(block_rows)
     cast = dtype != torch.float32 and not on_cuda

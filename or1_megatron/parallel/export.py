@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -97,15 +98,14 @@ class HFWriter:
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / _WEIGHT_INDEX).write_text(json.dumps(index, indent=2))
-        self._record_dtype()
+        record_dtype(self._aside, self._dtype)
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)
 
-    def _record_dtype(self) -> None:
-        path = self._aside / "config.json"
-        config = json.loads(path.read_text())
-        name = str(self._dtype).removeprefix("torch.")
-        for key in ("torch_dtype", "dtype"):
-            if key in config:
-                config[key] = name
-        path.write_text(json.dumps(config, indent=2) + "\n")
+
+def record_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights' dtype into a folder's config.json, where that names one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    named = dict.fromkeys(config.keys() & {"torch_dtype", "dtype"}, str(dtype).removeprefix("torch."))
+    path.write_text(json.dumps({**config, **named}, indent=2) + "\n")

@@ -89,8 +89,6 @@ class EngineSettings:
     max_model_tokens: int
     """Longest prompt + response."""
     config: RolloutConfig
-    weight_transfer: str = "shard"
-    """``handoff.backend``, as which ``worker`` makes it known to vLLM."""
     serves_folder: bool = True
     """False: nothing is served before a handoff has replaced the folder's weights."""
 
@@ -128,7 +126,7 @@ class VllmEngine:
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
-            weight_transfer_config={"backend": settings.weight_transfer},
+            weight_transfer_config={"backend": "slices"},  # as ``handoff.vllm.receiver`` is known to vLLM
             worker_extension_cls=WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
             **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),

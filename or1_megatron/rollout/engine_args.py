@@ -44,7 +44,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "kv_cache_memory_bytes": "set rollout.kv_cache_bytes",
     "num_gpu_blocks_override": "set rollout.kv_cache_bytes",
     "tensor_parallel_size": "set rollout.tensor_parallel",
-    "weight_transfer_config": "set handoff.backend",
+    "weight_transfer_config": "take it out: the handoff sets it",
     "load_format": "an engine reads the safetensors of model.hf, and a handoff brings whole tensors for its loaders",
     "logprobs_mode": "recorded log-probs are those of the distribution that was sampled, temperature applied",
     "max_logprobs": "a response needs the log-prob of its sampled token alone",

@@ -133,7 +133,6 @@ class EnginePool:
         run_id: str,
         on_cpu: bool,
         places: Sequence[EnginePlace] | None = None,
-        weight_transfer: str = "shard",
         on_restart: Callable[[int, str], None] = lambda index, reason: None,
     ) -> None:
         """
@@ -142,7 +141,6 @@ class EnginePool:
             run_id: as given to ``cluster.start_ray``.
             on_cpu: the engines' nodes have no GPU.
             places: one per engine; None lets Ray choose, which does not know of trainer ranks and their GPUs.
-            weight_transfer: ``handoff.backend``.
             on_restart: called with (engine, why) when one is replaced.
 
         Raises:
@@ -166,8 +164,7 @@ class EnginePool:
         self._started_s = time.monotonic()
         self._deadline = StartDeadline.of(config, model)
         self._settings = [
-            EngineSettings(index, model, dtype, max_model_tokens, config, weight_transfer)
-            for index in range(config.engines)
+            EngineSettings(index, model, dtype, max_model_tokens, config) for index in range(config.engines)
         ]
         self.node_ids: list[str] = []
         self.restarts = [0] * config.engines

@@ -1,7 +1,7 @@
 """What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
 
 vLLM imports this module in every worker process, before the worker makes its message queues and looks up its
-weight-transfer backend. So registering our backends here makes them known there, under tensor parallelism too.
+weight-transfer backend. So registering our backend here makes it known there, under tensor parallelism too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from or1_megatron.handoff.shard import worker
+from or1_megatron.handoff.vllm import receiver
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.rollout.engine import hold_less, wait_without_spinning
 from or1_megatron.rollout.speculation import DraftSampler
 
-worker.register()
+receiver.register()
 wait_without_spinning()
 hold_less()
 

@@ -91,7 +91,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "handoff",
         "engines hold the policy's weights after a handoff by every transport: checksums, and the log-prob probe",
-        "or1_megatron/handoff/shard/trainer.py",
+        "or1_megatron/handoff/sender.py",
         _ENGINES,
         limit_s=300.0,
         module=CHECKS_PACKAGE + "engines",

@@ -206,7 +206,7 @@ def layer_numbers(
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
     experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate
     return kept_numbers(recompute, hidden, attention, width / parallel.tensor, shape.head_dim if own else None)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from or1_megatron.config.hardware import known, read_hardware
 from or1_megatron.config.schema import Config, EntropyConfig
-from or1_megatron.kernels.estimate import Gpu, estimate
+from or1_megatron.kernels.estimate import Gpu, head_seconds
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Evaluation, Plan
@@ -81,16 +81,10 @@ def _head_rows(found: Plan) -> Iterator[Row]:
     sizes = allocation_plan(tokens, hidden, rows, torch.bfloat16, parallel.head)
     tile = sizes.tile_tokens, sizes.block_rows
     gpus = {name.upper(): Gpu.of(hardware) for name in known() if (hardware := read_hardware(name)).match}
-    took = {name: estimate(tokens, hidden, rows, *tile, parallel.head, gpu) for name, gpu in gpus.items()}
-    times = _by_gpu({name: f"{each.seconds * 1e3:.3g} ms ({each.share_of_floor:.0%})" for name, each in took.items()})
-    waves = _by_gpu({name: f"{each.share_of_waves:.0%}" for name, each in took.items()})
-    moved = max(each.moved_bytes for each in took.values())  # the same on all
-    yield f"head, {parallel.head}", f"{times} per micro-batch (share of full rate), expected"
-    yield (
-        "",
-        f"waves of its products full by {waves}; {moved / 1e9:.3g} GB of logits and sums; "
-        f"tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}",
-    )
+    took = {name: head_seconds(tokens, hidden, rows, *tile, parallel.head, gpu) for name, gpu in gpus.items()}
+    times = _by_gpu({name: f"{seconds * 1e3:.3g} ms" for name, seconds in took.items()})
+    yield f"head, {parallel.head}", f"{times} per micro-batch, expected"
+    yield "", f"tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}"
 
 
 def _by_gpu(values: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from or1_megatron.checkpoint.memory_folder import SHARED_MEMORY, memory_keeper
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
-from or1_megatron.handoff.backend_check import check_choice
+from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
@@ -53,7 +53,7 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
-    check_choice(config, torch.cuda.is_available())
+    check_transport(config, torch.cuda.is_available())
     check_engine_args(config.rollout)
     if torch.cuda.is_available():
         check_gpus_here(config, torch.cuda.device_count())

@@ -23,7 +23,7 @@ from or1_megatron.data.stream import MixtureStream
 from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
-from or1_megatron.handoff.sender import make_sender
+from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
@@ -134,7 +134,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         reference = frozen_reference(config, mesh)
-        sender = make_sender(policy.weights, mesh.rank, config.handoff)
+        sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
         verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
@@ -239,7 +239,7 @@ def serve_policy(
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
     stack.enter_context(saver)
     group = engines.control(config.handoff.timeout_s)
-    sender = make_sender(policy.weights, 0, config.handoff, group)
+    sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
     lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released

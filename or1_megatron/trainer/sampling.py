@@ -29,7 +29,6 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
         folder.run_id,
         not torch.cuda.is_available(),
         engine_places(config),
-        config.handoff.backend,
         lambda index, reason: faults.write(Fault("engine", f"engine {index}", reason)),
     )
     stack.callback(engines.close)

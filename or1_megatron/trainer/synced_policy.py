@@ -13,7 +13,7 @@ import torch
 
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import EngineStrayed, HandoffMismatch, SendError
+from or1_megatron.handoff.failures import EngineStrayed, HandoffMismatch, SendError
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep, Verb

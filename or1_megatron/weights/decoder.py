@@ -6,18 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from or1_megatron.weights.layout import FusedQKV, GateUp, PaddedVocabulary
+from or1_megatron.weights.layout import FusedQKV, GateUp
 from or1_megatron.weights.slicing import Cut
-from or1_megatron.weights.table import HFConfig, Row, untied
+from or1_megatron.weights.table import HFConfig, Row
 
 HF: Final = "model.layers.{layer}."
 MEGATRON: Final = "decoder.layers.{layer}."
-
-EMBEDDING = Row(
-    ("model.embed_tokens.weight",), ("VH",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary()
-)
-FINAL_NORM = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
-OUTPUT = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary(), when=untied)
 
 INPUT_NORM = Row((HF + "input_layernorm.weight",), ("H",), MEGATRON + "input_layernorm.weight", Cut.WHOLE)
 QKV = Row(

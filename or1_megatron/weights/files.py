@@ -50,22 +50,22 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     """
     family = family_of(hf)
     wanted = family.shapes(hf)
-    found = {
+    stored = {
         name: (path, tensor.shape)
         for path in _weight_files(folder)
         for name, tensor in read_header(path).tensors.items()
     }
     for name, shape in wanted.items():
-        if name not in found:
-            missing = len(wanted.keys() - found.keys())
+        if name not in stored:
+            missing = len(wanted.keys() - stored.keys())
             raise ModelError(f"{folder}: its safetensors lack {name} ({missing} of {len(wanted)} tensors are missing)")
-        if found[name][1] != shape:
-            raise ModelError(f"{found[name][0]}: {name} has shape {found[name][1]}; config.json implies {shape}")
+        if stored[name][1] != shape:
+            raise ModelError(f"{stored[name][0]}: {name} has shape {stored[name][1]}; config.json implies {shape}")
     # A tied model's files may hold the output layer too, and old files hold RoPE's frequencies.
     extra = {"lm_head.weight"} if tied(hf) else set()
-    unknown = sorted(name for name in found.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
+    unknown = sorted(name for name in stored.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
     if unknown:
-        raise ModelError(f"{found[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
+        raise ModelError(f"{stored[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
 
 
 def _weight_files(folder: Path) -> list[Path]:

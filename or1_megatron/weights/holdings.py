@@ -114,13 +114,13 @@ def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
         place_rest = whole((len(columns), *shapes[row.hf[0]][2:]))
     else:
         fused = cut(fused, row.cut, rank, size)
-    found = []
+    held = []
     for place, label, length in _runs(fused[:, 0], {start for start, _ in owners}):
         start, name = max(owner for owner in owners if owner[0] <= label)
-        found.append(
+        held.append(
             Piece(name, ((label - start, label - start + length), *rest), ((place, place + length), *place_rest))
         )
-    return found
+    return held
 
 
 def _runs(labels: Tensor, breaks: set[int]) -> list[tuple[int, int, int]]:
@@ -150,7 +150,7 @@ def holdings(
         stage: returns the pipeline stage that holds a row.
         expert_rank: returns the expert-parallel rank that holds a row; None for a row that belongs to no expert.
     """
-    found: list[Holding] = []
+    held: list[Holding] = []
     for row in rows:
         holders: dict[tuple[str, Box], list[int]] = {}
         for tensor_rank in range(grid.tensor):
@@ -160,5 +160,5 @@ def holdings(
                 )
         order = {name: index for index, name in enumerate(row.hf)}
         for name, box in sorted(holders, key=lambda key: (order[key[0]], key[1])):
-            found.append(Holding(name, box, tuple(sorted(holders[name, box]))))
-    return found
+            held.append(Holding(name, box, tuple(sorted(holders[name, box]))))
+    return held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts
+from or1_megatron.weights.decoder import DENSE_LAYER, decoder_conflicts
 from or1_megatron.weights.table import HFConfig, ModelFamily
 
 
@@ -20,8 +20,6 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
 
 MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
-    before=(EMBEDDING,),
     layers=DENSE_LAYER,
-    after=(FINAL_NORM, OUTPUT),
     conflicts=_conflicts,
 )

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from or1_megatron.weights.decoder import (
-    DENSE_LAYER,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    QKV_BIAS,
-    switched_window_conflicts,
-)
+from or1_megatron.weights.decoder import DENSE_LAYER, QKV_BIAS, switched_window_conflicts
 from or1_megatron.weights.table import ModelFamily
 
 QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
-    before=(EMBEDDING,),
     layers=(*DENSE_LAYER, QKV_BIAS),
-    after=(FINAL_NORM, OUTPUT),
     qkv_bias=True,
     conflicts=switched_window_conflicts,
 )

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from or1_megatron.weights.decoder import (
-    DENSE_LAYER,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    QK_NORM,
-    switched_window_conflicts,
-)
+from or1_megatron.weights.decoder import DENSE_LAYER, QK_NORM, switched_window_conflicts
 from or1_megatron.weights.table import ModelFamily
 
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",
-    before=(EMBEDDING,),
     layers=(*DENSE_LAYER, *QK_NORM),
-    after=(FINAL_NORM, OUTPUT),
     qk_norm=True,
     conflicts=switched_window_conflicts,
 )

@@ -7,11 +7,8 @@ from dataclasses import replace
 from or1_megatron.weights.decoder import (
     ATTENTION,
     DENSE_MLP,
-    EMBEDDING,
-    FINAL_NORM,
     HF,
     MEGATRON,
-    OUTPUT,
     QK_NORM,
     gated_mlp,
     switched_window_conflicts,
@@ -36,7 +33,6 @@ def _experts(hf: HFConfig) -> Experts:
         intermediate=hf["moe_intermediate_size"],
         normalised=bool(hf.get("norm_topk_prob", False)),
         layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if sparse(hf, layer)),
-        shared=hf.get("shared_expert_intermediate_size"),
     )
 
 
@@ -49,9 +45,7 @@ LAYER_MLP = (*(replace(row, in_layer=dense) for row in DENSE_MLP), ROUTER, *EXPE
 
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
-    before=(EMBEDDING,),
     layers=(*ATTENTION, *QK_NORM, *LAYER_MLP),
-    after=(FINAL_NORM, OUTPUT),
     qk_norm=True,
     conflicts=switched_window_conflicts,
     experts=_experts,

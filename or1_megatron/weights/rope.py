@@ -28,9 +28,9 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
 
     ``rope_type`` and ``rope_theta`` are always there.
     """
-    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    theta = found.get("rope_theta") or hf.get("rope_theta") or 10_000.0
-    return {**found, "rope_type": found.get("rope_type") or found.get("type") or "default", "rope_theta": float(theta)}
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default", "rope_theta": float(theta)}
 
 
 def rope_conflicts(hf: HFConfig) -> Iterator[str]:

@@ -69,7 +69,7 @@ class Shape:
         every, experts = attention + 2 * self.hidden, self.experts
         if experts is None or layer not in experts.layers:
             return every + 3 * self.hidden * self.intermediate
-        width = (experts.count if whole else experts.chosen) * experts.intermediate + (experts.shared or 0)
+        width = (experts.count if whole else experts.chosen) * experts.intermediate
         return every + 3 * self.hidden * width + self.hidden * experts.count  # the router last
 
     def _decoder(self, whole: bool) -> int:

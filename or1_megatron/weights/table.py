@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from or1_megatron.weights.layout import Layout
+from or1_megatron.weights.layout import Layout, PaddedVocabulary
 from or1_megatron.weights.slicing import Cut
 
 HFConfig = Mapping[str, Any]
@@ -27,8 +27,6 @@ class Row:
     megatron: str
     cut: Cut
     layout: Layout = Layout()
-    when: Callable[[HFConfig], bool] = lambda hf: True
-    """Whether models with this HF config have the row."""
     in_layer: Callable[[HFConfig, int], bool] = lambda hf, layer: True
     """Whether this layer has the row: models may mix dense layers and mixtures of experts."""
     expert: int | None = None
@@ -49,6 +47,14 @@ class Row:
         )
 
 
+EMBEDDING: Final = Row(
+    ("model.embed_tokens.weight",), ("VH",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary()
+)
+FINAL_NORM: Final = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
+OUTPUT: Final = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary())
+"""Of models whose embeddings are not tied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in numbers."""
@@ -63,8 +69,6 @@ class Experts:
     """Whether the chosen experts' weights are scaled to sum to one."""
     layers: tuple[int, ...]
     """The layers with experts; the others are dense."""
-    shared: int | None = None
-    """Width of the expert that computes every token, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,8 @@ class ModelFamily:
 
     architecture: str
     """``architectures[0]`` of the HF config."""
-    before: tuple[Row, ...]
     layers: tuple[Row, ...]
-    after: tuple[Row, ...]
+    """The rows of a layer; what stands before and after the layers is the same in all families."""
     conflicts: Callable[[HFConfig], Iterator[str]]
     """Yields a sentence for each setting of a config that this package does not compute."""
     qk_norm: bool = False
@@ -86,14 +89,16 @@ class ModelFamily:
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
         """Yield every row of a model, in the model's order."""
-        yield from (row for row in self.before if row.when(hf))
+        yield EMBEDDING
         mixture = self.experts(hf)
         for layer in range(hf["num_hidden_layers"]):
-            of_layer = [row for row in self.layers if row.when(hf) and row.in_layer(hf, layer)]
+            of_layer = [row for row in self.layers if row.in_layer(hf, layer)]
             yield from (row.at(layer) for row in of_layer if not row.per_expert)
             for expert in range(mixture.count if mixture else 0):
                 yield from (row.at(layer, expert) for row in of_layer if row.per_expert)
-        yield from (row for row in self.after if row.when(hf))
+        yield FINAL_NORM
+        if not tied(hf):
+            yield OUTPUT
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
         """Return every HF tensor of a model with the shape that its config implies."""
@@ -112,14 +117,13 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, 1 one. A mixture
-    of experts also has E experts, X one expert's intermediate, S the shared expert's intermediate.
+    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
+    experts also has E experts, X one expert's intermediate.
     """
     head_dim = ModelFamily.head_dim(hf)
-    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared or 0}
+    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate}
     return {
         **mixture,
-        "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],
@@ -132,7 +136,3 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
 def tied(hf: HFConfig) -> bool:
     """Whether input embedding and output layer are one tensor."""
     return bool(hf.get("tie_word_embeddings", False))
-
-
-def untied(hf: HFConfig) -> bool:
-    return not tied(hf)

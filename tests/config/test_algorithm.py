@@ -60,7 +60,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "rollout.speculation={method: ngram}",
             "was removed: drafts are vLLM's to configure; set rollout.engine_a",
         ),
-        ("handoff.backend=nccl", "handoff.backend: found \"nccl\" (string), expected 'gloo' or 'shard'"),
+        ("handoff.backend=gloo", "was removed: every handoff sends each engine rank just the slices"),
         ("algorithm.entropy.bonus_on=some", "expected 'all' or 'clipped'"),
     ],
 )

@@ -158,7 +158,10 @@ def test_other_dtypes_and_file_sizes(qwen2: Path, converted: Path, tmp_path: Pat
     megatron_to_hf(tmp_path / "wide", tmp_path / "narrow", QUIET, verify=True)
     assert_same_folder(qwen2, tmp_path / "narrow")
     out = tmp_path / "fp32"
-    megatron_to_hf(converted, out, QUIET, dtype=torch.float32, shard_bytes=100_000, verify=True)
+    plain = shutil.copytree(converted, tmp_path / "plain")
+    (plain / "conversion_record.json").unlink()  # as a checkpoint that was not converted
+    (plain / "manifest.json").unlink()
+    megatron_to_hf(plain, out, QUIET, hf=qwen2, dtype=torch.float32, shard_bytes=100_000, verify=True)
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     assert len(sizes) >= 4 and max(sizes) < 110_000
     index = json.loads((out / "model.safetensors.index.json").read_text())

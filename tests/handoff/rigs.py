@@ -1,4 +1,4 @@
-"""A trainer over each transport that runs here, and faults to inject."""
+"""A trainer whose messages can be changed, and faults to inject."""
 
 from __future__ import annotations
 
@@ -53,14 +53,6 @@ class TamperedTrainer:
                 kind.send = method  # type: ignore[method-assign]
 
 
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "gloo": {"backend": "gloo"},
-    "shard": {"backend": "shard", "transport": "gloo"},
-    "shared_memory": {"backend": "shard", "transport": "shared_memory"},
-}
-"""Name to keys of ``HandoffConfig``."""
-
-
 def perturbed(model: Any, seed: int) -> Any:
     """An HF model with every tensor changed by noise of its own size."""
     other = copy.deepcopy(model)
@@ -107,7 +99,7 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> AbstractContextManag
 
         from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-        from or1_megatron.handoff.shard.direct_copy import DirectCopy
+        from or1_megatron.handoff.vllm.direct_copy import DirectCopy
 
         load, copy = Qwen2ForCausalLM.load_weights, DirectCopy.copy
         names = {one: other, other: one}

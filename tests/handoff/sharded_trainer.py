@@ -6,7 +6,7 @@ Everything but Megatron is real: senders, status store, gloo group, engines.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.sender import make_sender
+from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut
@@ -55,14 +55,12 @@ class Grid:
 
 
 class RankWeights:
-    """``interfaces.PolicyWeights`` of one rank. Gathering is free here, but not done out of order."""
+    """``interfaces.PolicyWeights`` of one rank."""
 
     def __init__(self, grid: Grid, rank: int) -> None:
         self._grid, self._rank = grid, rank
         self.tensor_rank = rank % grid.grid.tensor
         self.stage = rank // (grid.grid.tensor * grid.grid.replicas)
-        self.reads: list[tuple[str, Box]] = []
-        self.tamper: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
 
     @property
     def ranks(self) -> int:
@@ -70,11 +68,6 @@ class RankWeights:
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, torch.float32, shape) for name, shape in self._grid.shapes.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        state = self._grid.model.state_dict()
-        for name in self._grid.shapes:
-            yield name, self.tamper(name, state[name]) if self._rank == 0 else None
 
     def holdings(self) -> list[Holding]:
         grid = self._grid
@@ -84,7 +77,6 @@ class RankWeights:
         return self._grid.from_rank_0(self._rank, value)
 
     def read(self, name: str, box: Box) -> Tensor:
-        self.reads.append((name, box))
         grid, size = self._grid, self._grid.grid.tensor
         row = next(row for row in grid.rows if name in row.hf)
         assert grid.stage(row) == self.stage, f"rank {self._rank} does not hold {name}"
@@ -97,7 +89,7 @@ class RankWeights:
                     slice(there + start - low, there + stop - low)
                     for (start, stop), (low, _), (there, _) in zip(box, piece.box, piece.place, strict=True)
                 )
-                return self.tamper(name, shard[place])
+                return shard[place]
         raise AssertionError(f"rank {self._rank} does not hold {name} at {box}")
 
 
@@ -107,7 +99,7 @@ class Trainer:
     def __init__(self, grid: Grid, config: HandoffConfig, control: Any) -> None:
         self.grid = grid
         self.weights = [RankWeights(grid, rank) for rank in range(grid.world)]
-        self.senders = [make_sender(weights, rank, config, control) for rank, weights in enumerate(self.weights)]
+        self.senders = [WeightSender(weights, rank, config, control) for rank, weights in enumerate(self.weights)]
 
     def send(self, version: int) -> list[int]:
         return self.grid.on_every_rank(lambda rank: self.senders[rank].send(version))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
-from rigs import TRANSPORTS, TamperedTrainer, in_engine, perturbed, scores
+from rigs import TamperedTrainer, in_engine, perturbed, scores
 from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import HandoffConfig
@@ -29,21 +29,15 @@ PROBE = probe_tokens(len(WORDS), 48)
 TIMEOUT_S = 240.0
 
 
-@pytest.fixture(params=["gloo", "shard"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
-def pool(tiny_model: TinyModel, ray_cluster: None, transport: str) -> Iterator[EnginePool]:
+def pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
     pool = EnginePool(
         rollout_config(max_engine_restarts=1),
         tiny_model.folder,
         "float32",
         MAX_MODEL_TOKENS,
-        f"{RUN_ID}-death-{transport}",
+        f"{RUN_ID}-death",
         on_cpu=True,
-        weight_transfer=TRANSPORTS[transport]["backend"],
     )
     pool.wait_ready()
     yield pool
@@ -74,9 +68,9 @@ def silent(handle: Any, seed: int) -> bool:
 
 
 @pytest.mark.slow
-def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool, transport: str) -> None:
+def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool) -> None:
     """Its successor has new weights before it serves; a second death is one too many."""
-    config = HandoffConfig(bucket_bytes=40_000, timeout_s=TIMEOUT_S, **TRANSPORTS[transport])
+    config = HandoffConfig(bucket_bytes=40_000, timeout_s=TIMEOUT_S, transport="gloo")
     control = pool.control(TIMEOUT_S)
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
     trainer = TamperedTrainer(old, config, control)

@@ -18,7 +18,6 @@ import pytest
 import torch
 from engine_fixtures import MAX_MODEL_TOKENS, WORDS, TinyModel
 from rigs import (
-    TRANSPORTS,
     TamperedTrainer,
     perturbed,
     scores,
@@ -28,7 +27,7 @@ from rigs import (
 )
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.failures import HandoffMismatch
 from or1_megatron.handoff.probe import Probe, compare_probe, probe_tokens
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.pool import EnginePool
@@ -55,9 +54,9 @@ class Rig:
         return compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e9)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=["gloo", "shared_memory"])
 def rig(request: pytest.FixtureRequest, tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Rig]:
-    config = HandoffConfig(bucket_bytes=40_000, timeout_s=240.0, **TRANSPORTS[request.param])
+    config = HandoffConfig(bucket_bytes=40_000, timeout_s=240.0, transport=request.param)
     control = engine_pool.control(config.timeout_s)
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
     trainer = TamperedTrainer(old, config, control)

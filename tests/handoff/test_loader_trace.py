@@ -1,6 +1,6 @@
 """Loaders of many habits, traced on placeholders and then fed with slices, through vLLM's own layerwise reload.
 
-The model is a toy; what real models' loaders do is tried in test_shard.
+The model is a toy; what real models' loaders do is tried in test_to_engines.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from or1_megatron.handoff.message.buckets import Slice, Slot, whole_tensor
 from or1_megatron.handoff.message.checksum import checksum
-from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.message.shipment import ReceivedSlice
+from or1_megatron.handoff.message.slices import Slice, Slot, whole_tensor
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -127,7 +127,7 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
 
 def arrived(part: Slice, values: Tensor) -> ReceivedSlice:
     flat = values.view(torch.uint8).flatten()
-    return ReceivedSlice(Slot(part, 0, part.size_bytes, part.shape), flat, flat.numpy(), checksum(part, flat, 1), 0, 1)
+    return ReceivedSlice(Slot(part, 0, part.size_bytes), flat, checksum(part, flat, 1), 0, 1)
 
 
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
@@ -171,7 +171,7 @@ def test_slices_are_copied_directly_where_loaders_only_copy(traced: Any) -> None
     """And the rest goes through its loaders, in the same handoff; twice."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.shard.direct_copy import DirectCopy
+    from or1_megatron.handoff.vllm.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.loader_trace import SliceLoader
     from or1_megatron.handoff.vllm.reload import finish_reload
 
@@ -202,8 +202,8 @@ def test_slices_are_copied_directly_where_loaders_only_copy(traced: Any) -> None
 def test_a_slice_that_is_not_what_was_sent_is_not_copied(traced: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.errors import SliceMismatch
-    from or1_megatron.handoff.shard.direct_copy import DirectCopy
+    from or1_megatron.handoff.failures import SliceMismatch
+    from or1_megatron.handoff.vllm.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.reload import put_back
 
     toy, trace = traced
@@ -221,7 +221,7 @@ def test_a_slice_that_is_not_what_was_sent_is_not_copied(traced: Any) -> None:
 
 
 def test_layer_that_lacks_a_slice_is_named(traced: Any) -> None:
-    from or1_megatron.handoff.shard.direct_copy import DirectCopy
+    from or1_megatron.handoff.vllm.direct_copy import DirectCopy
 
     toy, trace = traced
     direct_copy = DirectCopy(toy, trace, trace.wants())
@@ -288,7 +288,7 @@ def test_a_layer_is_filled_in_place_where_its_weight_stays_what_was_loaded() -> 
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
 
-    from or1_megatron.handoff.shard.direct_copy import DirectCopy
+    from or1_megatron.handoff.vllm.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.loader_trace import trace_loaders
     from or1_megatron.handoff.vllm.reload import finish_reload
 
@@ -334,7 +334,7 @@ def added(param: Tensor, loaded_weight: Tensor) -> None:
 def test_layer_is_copied_directly_whole_or_not_at_all(other: Any, direct: set[str]) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from or1_megatron.handoff.shard.direct_copy import copied_directly
+    from or1_megatron.handoff.vllm.direct_copy import copied_directly
     from or1_megatron.handoff.vllm.loader_trace import trace_loaders
 
     pair = Pair(copied, other)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.failures import HandoffMismatch
 from or1_megatron.handoff.probe import Probe, compare_probe, probe_tokens
 
 POLICY = [np.array([-1.0, -2.0, -3.0], dtype=np.float32), np.array([-0.5], dtype=np.float32)]

@@ -12,46 +12,32 @@ import pytest
 import torch
 
 from or1_megatron.config.hardware import read_hardware
-from or1_megatron.kernels.estimate import Gpu, estimate, wave_efficiency
+from or1_megatron.kernels.estimate import Gpu, head_seconds, wave_efficiency
 from or1_megatron.kernels.plan import BUDGET_BYTES, allocation_plan
 
 TOKENS, HIDDEN, ROWS = 32768, 5120, 152064  # Qwen2.5-32B
 H100 = Gpu.of(read_hardware("h100"))
 
 
-@pytest.mark.parametrize(("mode", "tile", "tiles", "floor_ms", "shares", "weight_sum_gb", "hidden_sum_gb", "ms"), [
+@pytest.mark.parametrize(("mode", "tile", "shares", "ms"), [
     # 4 x 15 tiles. 2,560 of 20 x 132 tiles of logits, 1,280 of 10 x 132 of dH, 1,600 of 13 x 132 of dW.
     # Products: (2 / 0.964 + 1 / 0.970 + 1 / 0.923) x 64.49 ms, where waves that are not full and the smaller last block
     # count; then 49.8 + 24.9 + 20.1 GB.
-    ("recompute", (8192, 10176), 60, 258.0, (0.970, 0.970, 0.932), 24.91, 20.13, 292),
-    # 16 x 1 tiles. 72 full waves of logits; 320 of 3 x 132; 180 full waves. Products: (1 + 1 / 0.808 + 1) x 64.49 ms.
-    ("one_pass", (2048, 152064), 16, 193.5, (1.0, 0.808, 1.0), 99.66, 1.34, 244),
+    ("recompute", (8192, 10176), (0.970, 0.970, 0.932), 292),
+    # 16 x 1 tiles. 72 full waves of logits; 320 of 3 x 132; 180 full waves. Products: (1 + 1 / 0.808 + 1) x 64.49 ms;
+    # then 49.8 + 99.7 + 1.3 GB.
+    ("one_pass", (2048, 152064), (1.0, 0.808, 1.0), 244),
     # What is chosen. 4 x 18 tiles: 2,112 = 16 x 132 of logits, 1,280 of 10 x 132, 1,320 = 10 x 132.
-    ("recompute", (8192, 8448), 72, 258.0, (1.0, 0.970, 1.0), 24.91, 24.16, 283),
+    ("recompute", (8192, 8448), (1.0, 0.970, 1.0), 283),
     # 8 x 1 tiles: 144 full waves, 640 of 5 x 132, 180 full waves.
-    ("one_pass", (4096, 152064), 8, 193.5, (1.0, 0.970, 1.0), 49.83, 1.34, 219),
+    ("one_pass", (4096, 152064), (1.0, 0.970, 1.0), 219),
 ])  # fmt: skip
-def test_qwen_32b_on_h200(
-    mode: Any,
-    tile: tuple[int, int],
-    tiles: int,
-    floor_ms: float,
-    shares: tuple[float, ...],
-    weight_sum_gb: float,
-    hidden_sum_gb: float,
-    ms: float,
-) -> None:
+def test_qwen_32b_on_h200(mode: Any, tile: tuple[int, int], shares: tuple[float, ...], ms: float) -> None:
     """8 or 6 x 32,768 x 5,120 x 152,064 operations at 0.8 x 989 TFLOP/s, bytes at 0.9 x 4.8 TB/s."""
-    found = estimate(TOKENS, HIDDEN, ROWS, *tile, mode, Gpu.of(read_hardware("h200")))
     t, v = tile
-    assert found.tiles == tiles
-    assert found.floor_s * 1e3 == pytest.approx(floor_ms, abs=0.1)
     assert [wave_efficiency(*of, 132) for of in ((t, v), (t, HIDDEN), (v, HIDDEN))] == pytest.approx(shares, abs=5e-4)
-    assert found.weight_sum_bytes == pytest.approx(weight_sum_gb * 1e9, abs=1e7)
-    assert found.hidden_sum_bytes == pytest.approx(hidden_sum_gb * 1e9, abs=1e7)
-    assert found.epilogue_bytes == 10 * TOKENS * ROWS
-    assert found.seconds * 1e3 == pytest.approx(ms, abs=0.5)
-    assert found.share_of_floor == pytest.approx(floor_ms / ms, abs=2e-3)
+    seconds = head_seconds(TOKENS, HIDDEN, ROWS, t, v, mode, Gpu.of(read_hardware("h200")))
+    assert seconds * 1e3 == pytest.approx(ms, abs=0.5)
 
 
 def test_a_small_call_by_hand() -> None:
@@ -61,10 +47,9 @@ def test_a_small_call_by_hand() -> None:
     has two. Each product takes one wave on 2 SMs: 2 x 2 x 128 x 256 / 2^24 = 1/128 s per number that is summed over.
     One pass of the 4: logits 4 x 256, dH 2 x (256 + 44), dW 2 x (128 + 72): 2,024 / 128 s.
     """
-    found = estimate(200, 256, 300, 128, 256, "one_pass", Gpu(sms=2, flops=2.0**24, bandwidth=1e6))
+    seconds = head_seconds(200, 256, 300, 128, 256, "one_pass", Gpu(sms=2, flops=2.0**24, bandwidth=1e6))
     moved = 200 * 300 * 10 + 2 * 8 * 300 * 256 + 2 * 8 * 200 * 256
-    assert found.tiles == 4
-    assert found.seconds == pytest.approx(2024 / 128 + moved / 1e6)
+    assert seconds == pytest.approx(2024 / 128 + moved / 1e6)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "one_pass"])
@@ -77,7 +62,7 @@ def test_no_other_size_is_much_faster(mode: Any, tokens: int, rows: int) -> None
     plan = allocation_plan(tokens, HIDDEN, rows, torch.bfloat16, mode)
 
     def seconds(t: int, v: int) -> float:
-        return estimate(tokens, HIDDEN, rows, t, v, mode, H100).seconds
+        return head_seconds(tokens, HIDDEN, rows, t, v, mode, H100)
 
     def pieces(whole: int, size: int) -> list[int]:
         return [-(-whole // count) for count in range(1, 2 * -(-whole // size) + 1)]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
-from or1_megatron.handoff.backend_check import check_choice
+from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.selftest.known_checks import CHECKS, chosen
 from or1_megatron.selftest.one_check import CheckedMachine, CheckOutcome, Context, lacking
 from or1_megatron.selftest.plans import (
@@ -116,7 +116,7 @@ def test_handoffs_keep_to_the_devices(devices: int, tmp_path: Path) -> None:
         for transport in transports:
             assert transport in transports_for(True, devices)
             handoff = config.handoff.model_copy(update={"transport": transport})
-            check_choice(config.model_copy(update={"handoff": handoff}), cuda=True)
+            check_transport(config.model_copy(update={"handoff": handoff}), cuda=True)
 
 
 @pytest.mark.parametrize("devices", GPUS)

@@ -36,7 +36,7 @@ MUTANTS = {
         ("self._engine.abort_request(", "self._engine.abort_requests(", "'abort_requests'"),  # of a hinted object
     ],
     "rollout/client.py": [("timeout=timeout_s)", "time_limit=timeout_s)", "'time_limit'")],
-    "handoff/shard/worker.py": [("def receive_weights(", "def take_weights(", "lacks")],  # an abstract method
+    "handoff/vllm/receiver.py": [("def receive_weights(", "def take_weights(", "lacks")],  # an abstract method
 }
 """Per file: what is replaced, by what, and a part of the problem that must be reported."""
 

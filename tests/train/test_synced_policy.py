@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import SendError
+from or1_megatron.handoff.failures import SendError
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.engine_group import EngineError

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import FAMILIES as TINY
 
-from or1_megatron.weights.decoder import HF, MEGATRON, QK_NORM, QKV_BIAS, gated_mlp
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.slicing import Cut, cut, join
-from or1_megatron.weights.table import Row
 
 ALL = list(TINY)
 BASE = {
@@ -78,31 +75,6 @@ def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:
     assert "decoder.layers.0.mlp.linear_fc1.weight" not in by_name
     assert sum(row.expert is not None for row in by_name.values()) == 3 * 4 * 2
     assert sparse({"decoder_sparse_step": 2}, 1) and not sparse({"decoder_sparse_step": 2}, 2)
-
-
-def test_a_shared_expert_is_rows_and_no_more(tmp_path: Path) -> None:
-    """Qwen2-MoE's shared expert, which no known family has, takes three more rows; compared with transformers."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    shared = tuple(
-        replace(row, in_layer=sparse)
-        for row in gated_mlp(HF + "mlp.shared_expert.", MEGATRON + "mlp.shared_experts.", "S")
-    )
-    gate = Row((HF + "mlp.shared_expert_gate.weight",), ("1H",), MEGATRON + "mlp.shared_experts.gate_weight", Cut.WHOLE)
-    layers = [row for row in QWEN3_MOE.layers if row not in QK_NORM]
-    family = replace(
-        QWEN3_MOE,
-        architecture="Qwen2MoeForCausalLM",
-        layers=(*layers, QKV_BIAS, *shared, replace(gate, in_layer=sparse)),
-        qk_norm=False,
-        qkv_bias=True,
-    )
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
-    config = Qwen2MoeConfig(**sizes, **heads, moe_intermediate_size=24, shared_expert_intermediate_size=40)
-    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
-    saved = {at: tuple(tensor.shape) for at, tensor in load_file(tmp_path / "model.safetensors").items()}
-    assert family.shapes(json.loads((tmp_path / "config.json").read_text())) == saved
 
 
 def _oracle(hf: dict[str, Any]) -> tuple[torch.Tensor, float]:

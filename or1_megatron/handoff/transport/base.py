@@ -6,22 +6,19 @@ import atexit
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-_QUIET_S = 0.2  # for threads that have nothing left to wait for
+_QUIET_S = 0.2  # for threads whose work is done
 _CLOSE_S = 1.0  # for threads whose wait has been broken off
-_LEFT = "this rank has left the handoff"
 _NO_MESSAGE = 1 << 30  # a tag above the numbers of all messages
 
 
@@ -33,21 +30,7 @@ class Arrival:
     release: Callable[[], None]
 
 
-class ByteCounter:
-    """Counts a transport's bytes; its waiting threads may count at the same time."""
-
-    def __init__(self) -> None:
-        # by this rank to other ranks, and from them, since the transport was opened; without notices
-        self.bytes_sent = self.bytes_received = 0
-        self._lock_counts = Lock()
-
-    def count(self, sent: int = 0, received: int = 0) -> None:
-        with self._lock_counts:
-            self.bytes_sent += sent
-            self.bytes_received += received
-
-
-class Transport(ByteCounter, ABC):
+class Transport(ABC):
     """Moves bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
 
     ``number`` identifies a message among all of a handoff.
@@ -55,15 +38,7 @@ class Transport(ByteCounter, ABC):
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
         """``abort`` breaks off the waits that ``close`` finds."""
-        super().__init__()
         self._threads = WaitingThreads(timeout_s, abort)
-
-    def begin(self, numbers: Sequence[int]) -> None:  # not every transport needs it
-        """Begin a handoff in which this rank starts these messages over this transport, each once for each peer.
-
-        Called where several threads of the rank start messages; a transport that needs one order then uses this one.
-        Others do nothing: their messages have tags, and none waits for another.
-        """
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Tensor:
@@ -112,69 +87,8 @@ class BufferPool:
         self._idle.clear()
 
 
-class OrderedStarts:
-    """Starts the operations that several threads hand in, in one order, on a thread of its own that may wait."""
-
-    def __init__(self) -> None:
-        self._order: deque[int] = deque()
-        self._given: list[tuple[int, Callable[[], Future[Any]], Future[Any]]] = []
-        self._changed = Condition()
-        self._closed = False
-        Thread(target=self._serve, name="handoff start", daemon=True).start()
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Start operations in this order from now on; a number may occur several times.
-
-        Before the first call, and after the last number, they start as they come.
-        """
-        with self._changed:
-            self._order = deque(numbers)
-            self._changed.notify()
-
-    def hand_in[T](self, number: int, start: Callable[[], Future[T]]) -> Future[T]:
-        """Call ``start`` when it is ``number``'s turn; the future completes as the one that ``start`` returns."""
-        found: Future[T] = Future()
-        with self._changed:
-            if self._closed:
-                found.set_exception(RuntimeError(_LEFT))
-            else:
-                self._given.append((number, start, found))
-                self._changed.notify()
-        return found
-
-    def _due(self) -> int | None:
-        """Return the index, in what has been handed in, of what is to be started now."""
-        if not self._order:
-            return 0 if self._given else None
-        return next((index for index, item in enumerate(self._given) if item[0] == self._order[0]), None)
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._due() is not None)
-                index = self._due()
-                if self._closed or index is None:
-                    return
-                _, start, found = self._given.pop(index)
-                if self._order:
-                    self._order.popleft()
-            try:
-                start().add_done_callback(lambda inner, outer=found: _follow(inner, outer))  # type: ignore[misc]
-            except Exception as error:  # belongs to whoever waits for the future
-                found.set_exception(error)
-            del start, found
-
-    def close(self) -> None:
-        """Fail what has not been started."""
-        with self._changed:
-            self._closed = True
-            left, self._given = self._given, []
-            self._changed.notify()
-        for _, _, found in left:
-            found.set_exception(RuntimeError(_LEFT))
-
-
-def _follow[T](inner: Future[T], outer: Future[T]) -> None:
+def chain[T](inner: Future[T], outer: Future[T]) -> None:
+    """Complete ``outer`` as ``inner`` has completed."""
     if (error := inner.exception()) is not None:
         outer.set_exception(error)
     else:
@@ -198,63 +112,52 @@ class WaitingThreads:
         """``abort``: makes all works that are under way fail."""
         self._timeout, self._abort = timedelta(seconds=timeout_s), abort
         atexit.register(self.close)  # a thread inside a wait of torch's aborts the process when Python ends
-        self._started: SimpleQueue[tuple[Work, Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._lock = Lock()
-        self._starting = Lock()  # works are started by these threads too; and a start may hang, where close must not
-        self._threads: list[Thread] = []
-        self._idle = 0
+        self._starting = Lock()  # works are started by these threads too; a start may hang, so close takes no lock
+        self._threads: set[Thread] = set()
         self._closed = False
 
     def follow[T](self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
         """Start a work; the future is what ``then`` returns when it is done."""
         done: Future[T] = Future()
-        with self._starting:
-            try:
-                if self._closed:
-                    raise RuntimeError(_LEFT)
-                work = start()
-            except RuntimeError as error:  # a connection that is known to be broken
-                done.set_exception(error)
-                return done
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-            else:
-                self._threads.append(Thread(target=self._serve, name="handoff wait", daemon=True))
-                self._threads[-1].start()
-            self._started.put((work, then, done))
-            if self._closed:  # meanwhile: for a thread that close did not know of
-                self._started.put(None)
-        return done
 
-    def _serve(self) -> None:
-        while (item := self._started.get()) is not None:
-            work, then, done = item
+        def wait(work: Work) -> None:
             try:
                 work.wait(self._timeout)
                 done.set_result(then())
             except Exception as error:  # belongs to whoever waits for the future
                 done.set_exception(error)
-            del item, work, then, done  # or the last message's memory would be held while waiting for the next
-            with self._lock:
-                self._idle += 1
+            self._threads.discard(current_thread())
+
+        with self._starting:
+            try:
+                if self._closed:
+                    raise RuntimeError("this rank has left the handoff")
+                thread = Thread(target=wait, args=(start(),), name="handoff wait", daemon=True)
+            except RuntimeError as error:  # a connection that is known to be broken
+                done.set_exception(error)
+                return done
+            self._threads.add(thread)
+            thread.start()
+        return done
 
     def close(self) -> None:
         """End the threads; those that still wait for something fail."""
         atexit.unregister(self.close)
-        with self._lock:
-            self._closed = True
-            for _ in self._threads:
-                self._started.put(None)
+        self._closed = True
         if not self._joined(_QUIET_S):
             self._abort()
             self._joined(_CLOSE_S)
 
     def _joined(self, within_s: float) -> bool:
         deadline = time.monotonic() + within_s
-        for thread in self._threads:
+        threads = self._threads.copy()
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
+
+
+def nothing() -> None:
+    """Do nothing, when a work is done or an arrival is released."""
 
 
 def abort(group: ProcessGroupGloo) -> None:
@@ -288,11 +191,7 @@ class PooledTransport(Transport):
                 self.finish_reading()
                 self._buffers.give(owner)
 
-        def arrived() -> Arrival:
-            self.count(received=size_bytes)
-            return Arrival(message, release)
-
-        return message, arrived
+        return message, lambda: Arrival(message, release)
 
     def free_buffers(self) -> None:
         self._buffers.clear()
@@ -309,9 +208,7 @@ class GlooTransport(PooledTransport):
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        return self._threads.follow(
-            lambda: self._group.send([buffer], destination, number), lambda: self.count(sent=buffer.numel())
-        )
+        return self._threads.follow(lambda: self._group.send([buffer], destination, number), nothing)
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         message, arrived = self.place_for(size_bytes, into)

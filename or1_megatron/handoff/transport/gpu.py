@@ -4,8 +4,8 @@ What to look at first when NCCL runs (``or1 selftest transports handoff``):
 
 - A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
   directions share its stream. Setting it up blocks until the other rank does, too.
-- NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1). A trainer rank sends on one
-  thread and passes on with another, so it starts all its messages in the plan's order (``OrderedStarts``).
+- NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), so a trainer rank starts
+  all its messages in the plan's order. A thread of its own starts them, which may hang: the rank still sees errors.
 - A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
 - CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that sees
   only some of the GPUs numbers them in another way than the trainer.
@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, OrderedStarts, PooledTransport, Work
-
-T = TypeVar("T")
+from or1_megatron.handoff.failures import HandoffError
+from or1_megatron.handoff.transport.base import Arrival, PooledTransport, Work, chain, nothing
 
 _DEVICE_ARGUMENT = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
@@ -63,29 +63,29 @@ class NcclTransport(PooledTransport):
         with _without_watchdog():
             self._group: Any = ProcessGroupNCCL(PrefixStore("or1-handoff-nccl", store), rank, world, options)
         self._device = torch.cuda.current_device()
-        self._starts = OrderedStarts()
+        self._starts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=self._start_all, name="handoff start", daemon=True).start()
         super().__init__(timeout_s, self._group.abort)
 
-    def begin(self, numbers: Sequence[int]) -> None:
-        self._starts.begin(numbers)
+    def _start_all(self) -> None:
+        while (start := self._starts.get()) is not None:
+            start()
 
     def allocate(self, size_bytes: int) -> Tensor:
         return device_buffer(size_bytes, self._device)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         # NCCL has no tags: between two ranks the order of starting is the order of the plan
-        return self._follow(
-            number, lambda: self._group.send([buffer], destination, 0), lambda: self.count(sent=buffer.numel())
-        )
+        return self._follow(lambda: self._group.send([buffer], destination, 0), nothing)
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         message, arrived = self.place_for(size_bytes, into)
-        return self._follow(number, lambda: self._group.recv([message], source, 0), arrived)
+        return self._follow(lambda: self._group.recv([message], source, 0), arrived)
 
     def finish_reading(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()  # the loaders' copies; NCCL will write here again
 
-    def _follow(self, number: int, start: Callable[[], Any], then: Callable[[], T]) -> Future[T]:
+    def _follow[T](self, start: Callable[[], Any], then: Callable[[], T]) -> Future[T]:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))  # the buffer has been packed, or read for the last time
 
@@ -94,10 +94,12 @@ class NcclTransport(PooledTransport):
             torch.cuda.current_stream().wait_event(ready)  # for which NCCL's stream waits in its turn
             return _Finished(start(), self._device)
 
-        return self._starts.hand_in(number, lambda: self._threads.follow(work, then))
+        done: Future[T] = Future()
+        self._starts.put(lambda: self._threads.follow(work, then).add_done_callback(lambda inner: chain(inner, done)))
+        return done
 
     def close(self) -> None:
-        self._starts.close()
+        self._starts.put(None)
         super().close()
 
 
@@ -117,7 +119,7 @@ def _without_watchdog() -> Iterator[None]:
 
 
 class CudaSharedMemory:
-    """``SharedMemory`` of the device, over CUDA IPC."""
+    """Memory of the device for ``SharedMemoryTransport``, over CUDA IPC."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()

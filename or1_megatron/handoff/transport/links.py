@@ -11,14 +11,12 @@ nccl+cuda_ipc        GPU, two hops: NCCL among trainer ranks, CUDA IPC to the en
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from or1_megatron.handoff.message.message import Shipment
 from or1_megatron.handoff.transport.base import GlooTransport, Transport
 from or1_megatron.handoff.transport.shared_memory import HostSharedMemory, SharedMemoryTransport
 
@@ -48,7 +46,7 @@ class Links:
 
     def __init__(self, network: Transport, local: Transport | None, trainers: int) -> None:
         """``local``: from a trainer rank to an engine rank, where that is not ``network`` too."""
-        self._network, self._local, self._trainers = network, local, trainers
+        self._network, self._local, self._trainers = network, local or network, trainers
 
     @classmethod
     def open(
@@ -67,30 +65,15 @@ class Links:
                 return SharedMemoryTransport(group, CudaSharedMemory(), timeout_s)
             return NcclTransport(store, rank, world, timeout_s)
 
-        kinds = name.split("+")
-        return cls(made(kinds[0]), made(kinds[1]) if len(kinds) > 1 else None, trainers)
+        network, _, local = name.partition("+")
+        return cls(made(network), made(local) if local else None, trainers)
 
     @property
-    def all(self) -> list[Transport]:
-        return [self._network] if self._local is None else [self._network, self._local]
+    def all(self) -> set[Transport]:
+        return {self._network, self._local}
 
     def between(self, sender: int, receiver: int) -> Transport:
-        crosses = sender < self._trainers <= receiver
-        return self._local if crosses and self._local is not None else self._network
-
-    def begin(self, shipments: Iterable[Shipment], rank: int) -> None:
-        """Tell the transports in which order ``rank`` sends and receives messages: the order of ``shipments``."""
-        numbers: dict[int, list[int]] = {id(link): [] for link in self.all}
-        for shipment in shipments:
-            for sender, receiver in shipment.hops:
-                if rank in (sender, receiver):
-                    numbers[id(self.between(sender, receiver))].append(shipment.number)
-        for link in self.all:
-            link.begin(numbers[id(link)])
-
-    def counts(self) -> tuple[int, int]:
-        """Return (bytes sent, bytes received) by this rank since the links were opened."""
-        return sum(link.bytes_sent for link in self.all), sum(link.bytes_received for link in self.all)
+        return self._local if sender < self._trainers <= receiver else self._network
 
     def free_buffers(self) -> None:
         for link in self.all:

@@ -1,22 +1,56 @@
-"""The store in which all ranks of a handoff see what the others publish, and who has failed."""
+"""Where trainer ranks and engine ranks meet: a store, which shows what others publish and who has failed, and a group.
+
+They stand beside the trainer's default group (Megatron's) and vLLM's own groups: the group is built from a store of its
+own and registered nowhere.
+"""
 
 from __future__ import annotations
 
 import pickle
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.group import join_store
+from or1_megatron.handoff.failures import HandoffError
 
 _LOOK_S = 0.2  # how often a wait looks for failures
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
+
+
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Open a store on a free port of this host, which ``address`` must name."""
+    return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    return TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
+    """Form the group; blocks until all ranks are here.
+
+    Listens on this host's address on the route to the store's host. gloo would otherwise listen on whatever the host
+    name resolves to, which in a container may be nothing.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(store.host))]
+    return ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
+
+
+def _own_address(peer: str) -> str:
+    """Return this host's address on the route to ``peer``; no packet is sent."""
+    family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 class StatusStore:
@@ -47,13 +81,10 @@ class StatusStore:
     def publish(self, key: str, value: Any) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub knows str alone
 
-    def read(self, key: str, whose: str, keep: bool = True, watched: Future[Any] | None = None) -> Any:
-        """Wait for what ``whose`` publishes, and return it. ``keep=False``: nobody else will read it."""
+    def read(self, key: str, whose: str, watched: Future[Any] | None = None) -> Any:
+        """Wait for what ``whose`` publishes, and return it."""
         self._poll(lambda: self._store.check([key]), f"{whose} to publish '{key}'", watched, pause_s=0.005)
-        value = pickle.loads(self._store.get(key))
-        if not keep:
-            self._store.delete_key(key)
-        return value
+        return pickle.loads(self._store.get(key))
 
     def wait[T](self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
         """Wait for the result of ``future``, and return it.
@@ -71,40 +102,32 @@ class StatusStore:
 
         self._poll(done, what, watched, pause_s=0.0)
         if (error := future.exception()) is not None:
-            deadline = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
-            while time.monotonic() < deadline:
-                self._look(what, watched)
-                time.sleep(_LOOK_S)
+            until = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
+            self._poll(lambda: time.monotonic() > until, what, watched, pause_s=_LOOK_S)
             raise HandoffError(f"handoff: {self.who} waited for {what}: {error}") from error
         return future.result()
 
     def _poll(self, done: Callable[[], bool], what: str, watched: Future[Any] | None, pause_s: float) -> None:
+        """Wait until ``done``, and look now and then whether ``watched`` or another rank has failed."""
+        waited = f"handoff: {self.who} waited for {what}"
         deadline = time.monotonic() + self.timeout_s
-        looked = time.monotonic()
+        look_at = time.monotonic() + _LOOK_S
         while True:
             try:
                 if done():
                     return
+                now = time.monotonic()
+                if now >= look_at:
+                    look_at = now + _LOOK_S
+                    if watched is not None and watched.done() and (failure := watched.exception()) is not None:
+                        raise HandoffError(f"{waited}: {failure}") from failure
+                    if self._store.check([self._FAILED]):
+                        raise HandoffError(f"{waited}; meanwhile {self._store.get(self._FAILED).decode()}")
             except (DistNetworkError, DistStoreError) as error:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-            now = time.monotonic()
-            if now - looked >= _LOOK_S:
-                looked = now
-                self._look(what, watched)
+                raise HandoffError(f"{waited}: trainer rank 0 is gone") from error
             if now > deadline:
                 raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
             time.sleep(pause_s)
-
-    def _look(self, what: str, watched: Future[Any] | None) -> None:
-        """Raise HandoffError if ``watched`` or another rank has failed."""
-        if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-            raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
-        try:
-            failed = self._store.get(self._FAILED) if self._store.check([self._FAILED]) else None
-        except (DistNetworkError, DistStoreError) as error:
-            raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-        if failed is not None:
-            raise HandoffError(f"handoff: {self.who} waited for {what}; meanwhile {failed.decode()}")
 
 
 def in_background[T](call: Callable[[], T]) -> Future[T]:

@@ -5,7 +5,7 @@ storage. Whatever views a loader takes of one (narrow, chunk, index), torch keep
 a view into its parameter, a dispatch mode sees it. So fused projections, tensor parallelism, tied embeddings and
 experts need no table here.
 
-At an update most layers need no loader (``shard.direct_copy``). The loaders of the others run again on placeholders,
+At an update most layers need no loader (``direct_copy``). The loaders of the others run again on placeholders,
 through vLLM's layerwise reload, and ``SliceLoader`` makes their copies from the slices that were received. A loader
 that does more to a tensor than copy a part of it gets the whole tensor.
 """
@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.message.shipment import ReceivedSlice
+from or1_megatron.handoff.message.slices import Slice
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
 
@@ -86,13 +86,13 @@ class LoaderTrace:
 
     def wants(self) -> list[Slice]:
         """Return the slices that this rank needs."""
-        found = []
+        wanted = []
         for name, tensor in self.tensors.items():
             if name in self.whole:
-                found.append(tensor)
+                wanted.append(tensor)
             else:
-                found += [Slice(name, source.box, tensor.dtype) for source in self.sources.get(name, {}).values()]
-        return found
+                wanted += [Slice(name, source.box, tensor.dtype) for source in self.sources.get(name, {}).values()]
+        return wanted
 
 
 def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
@@ -144,8 +144,8 @@ class _Placeholders(TorchDispatchMode):
 
     def _name(self, value: Any) -> str | None:
         if isinstance(value, Tensor) and value.is_meta:
-            found = self._names.get(value.untyped_storage()._cdata)
-            return found[0] if found else None
+            known = self._names.get(value.untyped_storage()._cdata)
+            return known[0] if known else None
         return None
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
@@ -162,7 +162,7 @@ class _Placeholders(TorchDispatchMode):
             self.copied(args[0], name, args[1])
             return args[0]
         self.called(func, args)
-        name = next((found for arg in args if (found := self._name(arg)) is not None), None)
+        name = next((known for arg in args if (known := self._name(arg)) is not None), None)
         result = func(*args, **(kwargs or {}))
         if name is not None:
             results = result if isinstance(result, tuple | list) else (result,)
@@ -201,10 +201,10 @@ class _TracingMode(_Placeholders):
         if known is None:
             self.trace.copied_elsewhere.add(name)
         else:
-            place = ParameterView(known[0], known[1], view_of(destination), known[2])
+            target = ParameterView(known[0], known[1], view_of(destination), known[2])
             destinations = self.trace.destinations.setdefault((name, view), [])
-            if place not in destinations:
-                destinations.append(place)
+            if target not in destinations:
+                destinations.append(target)
 
     def transformed(self, name: str, operation: str) -> None:
         self.trace.whole.setdefault(name, f"its loader computes {operation} of it")
@@ -258,7 +258,7 @@ class SliceLoader(_Placeholders):
         """``expected``: all slices that will be taken."""
         super().__init__()
         self._trace = trace
-        self._missing = Counter(each.name for each in expected)
+        self._missing = Counter(part.name for part in expected)
         self._received: dict[str, list[ReceivedSlice]] = defaultdict(list)
         self._complete: list[str] = []
         by_view = self._missing.keys() & trace.sources.keys() - trace.whole.keys()
@@ -282,11 +282,11 @@ class SliceLoader(_Placeholders):
                 model.load_weights((name, self._stand_in(name)) for name in self._complete)  # type: ignore[operator]
             self._complete.clear()
         for name in self.forget_dead():
-            for each in self._received.pop(name):
-                each.verify()  # if nothing has copied it
+            for part in self._received.pop(name):
+                part.verify()  # if nothing has copied it
         for slices in self._received.values():
-            for each in slices:
-                each.keep()
+            for part in slices:
+                part.keep()
 
     def _stand_in(self, name: str) -> Tensor:
         """Return what the loaders get for a tensor: a placeholder, or the tensor itself where it has to come whole."""
@@ -295,9 +295,9 @@ class SliceLoader(_Placeholders):
             return self.placeholder(tensor)
         slices = self._received.pop(name)
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=slices[0].message.device)
-        for each in slices:
-            each.verify()
-            made[tuple(slice(*bounds) for bounds in each.slice.box)] = each.values
+        for part in slices:
+            part.verify()
+            made[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
         return made
 
     def check_complete(self) -> None:
@@ -314,11 +314,11 @@ class SliceLoader(_Placeholders):
         source_box = self._trace.sources[name].get(view)
         if source_box is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was traced")
-        for each in self._received[name]:
-            where = offset_in(each.slice.box, source_box)
+        for part in self._received[name]:
+            where = offset_in(part.slice.box, source_box)
             if where is not None:
-                each.verify()
-                destination[where].copy_(each.values.reshape(destination[where].shape))
+                part.verify()
+                destination[where].copy_(part.values.reshape(destination[where].shape))
         self._due.discard((name, view))
 
     def transformed(self, name: str, operation: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from or1_megatron.config.schema import Config
 from or1_megatron.handoff.probe import Probe, ProbeResult
-from or1_megatron.handoff.sender import make_sender
+from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
@@ -113,7 +113,7 @@ class EngineRank:
 
     def sender(self, transport: str) -> Any:
         settings = self.config.handoff.model_copy(update={"transport": transport})
-        return make_sender(self.policy.weights, self.mesh.rank, settings, self.engines)
+        return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
     def over(self, transport: str) -> dict[str, Any]:
         """Hand off twice over one transport and probe both; the second time nobody has to meet first."""
@@ -170,9 +170,9 @@ class EngineRank:
 
 def start_engines(config: Config, places: Sequence[EnginePlace] | None, stack: ExitStack) -> EngineGroup:
     """Start the engines on rank 0; they end with ``stack``."""
-    cpu, transfer = not torch.cuda.is_available(), config.handoff.backend
+    cpu = not torch.cuda.is_available()
     model = config.model
-    pool = EnginePool(config.rollout, model.hf, model.dtype, ENGINE_TOKENS, _RUN, cpu, places, transfer)
+    pool = EnginePool(config.rollout, model.hf, model.dtype, ENGINE_TOKENS, _RUN, cpu, places)
     stack.callback(pool.close)
     pool.wait_ready()
     return pool.control(config.handoff.timeout_s)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config.hardware import Hardware, hardware_of
-from or1_megatron.kernels.estimate import Gpu, Mode, estimate
+from or1_megatron.kernels.estimate import Gpu, Mode, head_seconds
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.kernels.reference import reference_log_probs_and_entropies
@@ -296,7 +296,7 @@ def expected_s(size: Size, mode: Mode, card: Hardware, rate: float) -> float:
     """Return the estimate for this size on this card, at the measured rate of products."""
     plan = allocation_plan(size.tokens, size.hidden, size.vocabulary, torch.bfloat16, mode)
     tile, gpu = (plan.tile_tokens, plan.block_rows), replace(Gpu.of(card), flops=rate)
-    return estimate(size.tokens, size.hidden, size.vocabulary, *tile, mode, gpu).seconds
+    return head_seconds(size.tokens, size.hidden, size.vocabulary, *tile, mode, gpu)
 
 
 def note_times(context: Context, size: Size, timed: dict[str, tuple[float, int]], epilogue: str) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import unpack
-from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
-from or1_megatron.handoff.shard.routes import routes_for
-from or1_megatron.handoff.shard.transfer import Transfer
-from or1_megatron.handoff.transport.group import join_store, open_group, open_store
+from or1_megatron.handoff.message.shipment import unpack
+from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
+from or1_megatron.handoff.transfer import Transfer
+from or1_megatron.handoff.transport.choice import neighbours_of
 from or1_megatron.handoff.transport.links import Links, Location
-from or1_megatron.handoff.transport.status_store import StatusStore
+from or1_megatron.handoff.transport.status_store import StatusStore, join_store, open_group, open_store
 from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import DEADLINE_S, transports_for
 from or1_megatron.selftest.process import on_ranks
@@ -53,7 +52,7 @@ def plan_of(transport: str, trainers: int, engines: int, tensors: int, rows: int
     devices = [str(rank) for rank in range(trainers + engines)]
     locations = [Location("here", devices[rank]) for rank in range(trainers)]
     theirs = [Location("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
-    return make_plan(held, wants, trainers, bucket_bytes, routes_for(transport, locations, theirs))
+    return make_plan(held, wants, trainers, bucket_bytes, neighbours_of(transport, locations, theirs))
 
 
 def device_of(rank: int, trainers: int, transport: str) -> str:
@@ -72,7 +71,7 @@ def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
     device = device_of(rank, trainers, transport)
     store = join_store("127.0.0.1", settings["port"], DEADLINE_S)
     status = StatusStore(store, f"rank {rank}", DEADLINE_S)
-    plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
+    plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"])
     group: Any = open_group(store, rank, world, DEADLINE_S)
     links = Links.open(transport, group, store, rank, world, trainers, DEADLINE_S)
     transfer = Transfer(plan, rank, links, status)
@@ -93,7 +92,6 @@ def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
                 for part in unpack(shipment, message, handoff):
                     part.verify()
                     held[part.slice.name][slice(*part.slice.box[0])].copy_(part.values)
-            links.free_buffers()
         group.barrier().wait()
         seconds.append(time.perf_counter() - started)
     received = names if rank >= trainers else {}

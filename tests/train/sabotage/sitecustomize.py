@@ -93,7 +93,7 @@ def flip_message(transfer: Any) -> None:
 
 
 def flip_in_engine(worker: Any) -> None:
-    now, engine = flips_now("engine"), worker.ShardWeightTransferEngine
+    now, engine = flips_now("engine"), worker.SlicesWeightTransferEngine
     handoffs = itertools.count(1)
 
     def flip(self: Any) -> None:
@@ -311,19 +311,19 @@ FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
     "hold": {"rl.loop": hold},
     "in_flight": {
         "rl.loop": keep_in_flight,
-        "handoff.shard.worker": strike_receiving,
+        "handoff.vllm.receiver": strike_receiving,
         "rollout.engine": strike_in_handoffs,
     },
     "memory": {
-        "handoff.shard.transfer": flip_message,
-        "handoff.shard.worker": flip_in_engine,
+        "handoff.transfer": flip_message,
+        "handoff.vllm.receiver": flip_in_engine,
         "parallel.lockstep": flip_in_batch,
         "rollout.client": flip_in_responses,
     },
     "turns": {
         "trainer.synced_policy": give_turns,
         "parallel.offload": trainer_holds_device,
-        "handoff.shard.worker": kill_receiving,
+        "handoff.vllm.receiver": kill_receiving,
         "rollout.engine": kill_taking_turns,
         "rollout.scheduler": kill_manager,
     },

@@ -45,8 +45,6 @@ class Slot:
     slice: Slice
     offset_bytes: int
     end_bytes: int
-    shape: tuple[int, ...]
-    """The slice's, computed once: it is read at every handoff."""
 
     def flat(self, message: Tensor) -> Tensor:
         """Return its bytes inside ``message`` [bytes] uint8; no copy."""
@@ -54,7 +52,7 @@ class Slot:
 
     def view(self, message: Tensor) -> Tensor:
         """Return the slice inside ``message``; no copy."""
-        return self.flat(message).view(self.slice.dtype).view(self.shape)
+        return self.flat(message).view(self.slice.dtype).view(self.slice.shape)
 
 
 def plan_buckets(slices: Sequence[Slice], bucket_bytes: int) -> list[tuple[Slot, ...]]:
@@ -69,7 +67,7 @@ def plan_buckets(slices: Sequence[Slice], bucket_bytes: int) -> list[tuple[Slot,
             buckets.append(tuple(slots))
             slots, offset = [], 0
         filled = offset + size
-        slots.append(Slot(part, offset, filled, part.shape))
+        slots.append(Slot(part, offset, filled))
     if slots:
         buckets.append(tuple(slots))
     return buckets

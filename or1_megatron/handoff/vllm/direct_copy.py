@@ -12,7 +12,7 @@ that it computes with.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -27,10 +27,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.message.shipment import ReceivedSlice
+from or1_megatron.handoff.message.slices import Slice
 from or1_megatron.handoff.transport.base import BufferPool
-from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, offset_in, source_box_of
+from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, source_box_of
+from or1_megatron.handoff.vllm.parameter_check import targets
 from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Methods of layers that load by copying. Quantised ones may count what was loaded, or compute.
@@ -42,12 +43,12 @@ def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str
     """Return the names of the tensors that need no loader: for each layer all that it takes up, or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
-    filled: dict[tuple[str, str], list[ParameterView]] = defaultdict(list)
+    filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
     for (name, _), destinations in trace.destinations.items():
-        for place in destinations:
-            inside[place.module].add(name)
-            around[name].add(place.module)
-            filled[place.module, place.parameter].append(place)
+        for target in destinations:
+            inside[target.module].add(name)
+            around[name].add(target.module)
+            filled[target.module][target.parameter].append(target)
     names = {
         name
         for name, views in trace.sources.items()
@@ -57,7 +58,7 @@ def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str
         and _disjoint([source.box for source in views.values()])
     }
     modules = dict(model.named_modules())
-    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, trace, filled)}
+    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, trace, filled[path])}
     while True:
         kept = {path for path in layers if inside[path] <= names}
         left = {name for name in names if around[name] <= kept}
@@ -72,19 +73,13 @@ def _plain(layer: Any) -> bool:
     return not is_deferred_attention_layer(layer) and (method is None or type(method).__name__ in _PLAIN)
 
 
-def _is_filled(path: str, trace: LoaderTrace, filled: dict[tuple[str, str], list[ParameterView]]) -> bool:
+def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
     """Return whether the traced copies alone write all elements that vLLM waits for in this layer, each once."""
     total = 0
-    for (module, parameter), destinations in filled.items():
-        if module != path:
-            continue
-        boxes: list[Box] = []
-        for place in destinations:
-            written = source_box_of(place.shape, place.view)
-            if written is None:
-                return False
-            boxes.append(written.box)
-        if (path, parameter) in trace.written_otherwise or not _disjoint(boxes):
+    for parameter, views in filled.items():
+        written = [source_box_of(target.shape, target.view) for target in views]
+        boxes = [source.box for source in written if source is not None]
+        if len(boxes) < len(written) or (path, parameter) in trace.written_otherwise or not _disjoint(boxes):
             return False
         total += sum(map(box_size, boxes))
     return total == trace.elements[path]
@@ -101,8 +96,8 @@ class DirectCopy:
         """``slices``: all that this rank receives in a handoff."""
         self._modules = dict(model.named_modules())
         self.names = copied_directly(model, trace)
-        self._targets = {each: [*_targets(each, trace)] for each in slices if each.name in self.names}
-        self._expected = Counter(target.module for targets in self._targets.values() for target in targets)
+        self._targets = {part: [*targets(part, trace)] for part in slices if part.name in self.names}
+        self._expected = Counter(target.module for parts in self._targets.values() for target in parts)
         self._missing: dict[str, int] = {}
         self._in_place = set[str]()
         # Memory that is touched for the first time costs more than the copy.
@@ -191,11 +186,3 @@ def _only_packed(layer: torch.nn.Module) -> bool:
     held = None if kernel is None else kernel[0].get("weight")
     on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # which may keep what was loaded into
     return on_cpu and held is not None and not held.numel()
-
-
-def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:
-    """Yield the parts of parameters that take up a slice."""
-    for view, source in trace.sources[part.name].items():
-        where = offset_in(part.box, source)
-        if where is not None:
-            yield from (destination.part(where) for destination in trace.destinations[part.name, view])

@@ -2,8 +2,11 @@
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
 ranks hold; where several ranks hold one, the least burdened sends it. Engine ranks that want the same (the n-th of each
-engine) form a group: their messages are packed once and are of bounded size. ``routes`` says over which hops a message
-reaches all of its group.
+engine) form a group: their messages are packed once, are of bounded size, and go straight to each of the group.
+
+Engines on the trainer's devices are reached in two hops: to the trainer rank that shares the engine rank's device, then
+across to it. NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way between
+processes. What the neighbour itself holds does not travel.
 
 All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
 that has something for a group. No two ranks can wait for each other: the first message in the order that has not
@@ -13,14 +16,13 @@ arrived waits only for messages before it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from or1_megatron.handoff.errors import PlanImpossible
-from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Slice, plan_buckets
-from or1_megatron.handoff.message.message import Group, Hop, Shipment
-from or1_megatron.handoff.shard.routes import Load, Routes
+from or1_megatron.handoff.failures import PlanImpossible
+from or1_megatron.handoff.message.shipment import Group, Shipment
+from or1_megatron.handoff.message.slices import Slice, plan_buckets
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
@@ -35,31 +37,22 @@ class HandoffPlan:
     """Engine ranks."""
     shipments: tuple[Shipment, ...]
 
-    def sent_by(self, rank: int) -> list[Shipment]:
-        """Return the messages that ``rank`` packs."""
-        return [shipment for shipment in self.shipments if shipment.source == rank]
-
-    def through(self, rank: int) -> list[Shipment]:
-        """Return the messages that ``rank`` receives, to keep or to pass on."""
-        return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
-
     def of(self, rank: int) -> HandoffPlan:
-        """Return the part of the plan that ``rank`` takes part in."""
+        """Return the messages that ``rank`` packs, receives or passes on."""
         mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
         return HandoffPlan(self.trainers, self.engines, tuple(mine))
+
+    def bytes_sent(self) -> Counter[int]:
+        """Return the bytes that each trainer rank sends in one handoff, including what it passes on."""
+        sent = Counter[int]()
+        for shipment in self.shipments:
+            for rank in {shipment.source, shipment.via}:
+                sent[rank] += shipment.size_bytes * len(shipment.children(rank))
+        return sent
 
     def who(self, rank: int) -> str:
         """Return a rank's name for errors."""
         return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
-
-    def link_bytes(self) -> dict[Hop, int]:
-        """Return the bytes of weights by (from, to), including those that are passed on."""
-        total: dict[Hop, int] = defaultdict(int)
-        for shipment in self.shipments:
-            size = sum(slot.slice.size_bytes for slot in shipment.slots)
-            for hop in shipment.hops:
-                total[hop] += size
-        return dict(total)
 
 
 def make_plan(
@@ -67,7 +60,7 @@ def make_plan(
     wants: Sequence[Sequence[Slice]],
     trainers: int,
     bucket_bytes: int,
-    routes: Routes | None = None,
+    neighbours: Sequence[int] | None = None,
 ) -> HandoffPlan:
     """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
@@ -76,39 +69,43 @@ def make_plan(
         wants: each engine rank's.
         bucket_bytes: what a group receives in one round, from all ranks that send to it (more only where a row of a
             tensor, which is not cut, is larger than a trainer rank's equal share of it).
-        routes: by default straight from the rank that packs to those that load.
+        neighbours: for each engine rank, from 0, the trainer rank on its device; None: messages go straight.
 
     Raises:
         PlanImpossible: no trainer rank holds some part of a wanted tensor.
     """
-    routes = Routes() if routes is None else routes
     held: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings:
         held[holding.name].append(holding)
-    wanted = _groups(wants, trainers, routes)
-    share, most = (max(1, limit) for limit in routes.message_limits(bucket_bytes, trainers))
-    channels = _channels(held, wanted, trainers, share, routes)
-    load = _load(channels)
-    limits = _limits(channels, bucket_bytes, share, most)
+    near = {} if neighbours is None else {trainers + index: rank for index, rank in enumerate(neighbours)}
+    wanted = _groups(wants, trainers, near)
+    # A neighbour holds its own messages beside those that it passes on.
+    share_bytes = max(1, bucket_bytes // (trainers if neighbours is None else trainers + 1))
+    channels = _channels(held, wanted, trainers, share_bytes, near)
+    senders = Counter(group for group, _ in channels)
     messages = [
         (index, group, source, slots)
         for (group, source), slices in channels.items()
-        for index, slots in enumerate(plan_buckets(slices, limits[group, source]))
+        for index, slots in enumerate(
+            plan_buckets(slices, max(share_bytes, bucket_bytes // senders[group] if neighbours is None else 0))
+        )
     ]
     messages.sort(key=lambda message: message[:3])
     shipments = [
-        Shipment(number, index, source, group, routes.tree(source, group, load), slots)
+        Shipment(number, index, source, near.get(group[0], source), group, slots)
         for number, (index, group, source, slots) in enumerate(messages)
     ]
     return HandoffPlan(trainers, len(wants), tuple(shipments))
 
 
-def _groups(wants: Sequence[Sequence[Slice]], trainers: int, routes: Routes) -> dict[Group, frozenset[Slice]]:
-    """Return the groups of engine ranks, with what the ranks of each want."""
+def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, int]) -> dict[Group, frozenset[Slice]]:
+    """Return the groups of engine ranks, with what the ranks of each want; with neighbours, each rank is a group."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
-    return {group: wanted for wanted, ranks in alike.items() for group in routes.groups(tuple(ranks))}
+    if near:
+        return {(rank,): wanted for wanted, ranks in alike.items() for rank in ranks}
+    return {tuple(ranks): wanted for wanted, ranks in alike.items()}
 
 
 def _channels(
@@ -116,57 +113,29 @@ def _channels(
     wanted: Mapping[Group, frozenset[Slice]],
     trainers: int,
     message_bytes: int,
-    routes: Routes,
+    near: Mapping[int, int],
 ) -> dict[tuple[Group, int], list[Slice]]:
     """Return what each trainer rank sends to each group, in the order of the model."""
     order = {name: index for index, name in enumerate(held)}
-    for want in (want for each in wanted.values() for want in each):
+    asked = [(want, group) for group, wants in wanted.items() for want in wants]
+    for want, _ in asked:
         if want.name not in order:
             raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
     burden = [0] * trainers
     channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
     covered: dict[Slice, list[tuple[Box, tuple[int, ...]]]] = {}
-    asked = [(want, group) for group, each in wanted.items() for want in each]
     for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
         if want not in covered:
             covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
         for box, holders in covered[want]:
-            near = routes.candidates(holders, group)
-            for piece in _divide(box, len(near), want.dtype.itemsize, message_bytes):
+            neighbour = near.get(group[0])
+            candidates = (neighbour,) if neighbour in holders else holders
+            for piece in _divide(box, len(candidates), want.dtype.itemsize, message_bytes):
                 part = Slice(want.name, piece, want.dtype)
-                source = min(near, key=lambda holder: (burden[holder], holder))
+                source = min(candidates, key=lambda holder: (burden[holder], holder))
                 burden[source] += part.size_bytes
                 channels[group, source].append(part)
     return channels
-
-
-def _limits(
-    channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
-) -> dict[tuple[Group, int], int]:
-    """Return the bytes of each channel's messages. Channels that need less than a ``share`` leave the rest to others.
-
-    So there are fewer rounds where an engine rank receives little from most senders. Each round costs a wait and a walk
-    through vLLM's modules.
-    """
-    senders: dict[Group, list[tuple[int, int]]] = defaultdict(list)
-    for (group, source), slices in channels.items():
-        senders[group].append((source, sum(each.size_bytes + ALIGNMENT_BYTES for each in slices)))
-    found = {}
-    for group, sizes in senders.items():
-        little = [size for _, size in sizes if size <= share]
-        large = (bucket_bytes - sum(little)) // max(1, len(sizes) - len(little))
-        for source, size in sizes:
-            found[group, source] = share if size <= share else max(share, min(most, large))
-    return found
-
-
-def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
-    packed, shards = defaultdict[int, int](int), defaultdict[Group, int](int)
-    for (group, source), slices in channels.items():
-        size = sum(each.size_bytes for each in slices)
-        packed[source] += size
-        shards[group] += size
-    return Load(max(packed.values(), default=0), max(shards.values(), default=0))
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""The part of our backends that runs inside vLLM's workers."""
+"""The part of the handoff that runs inside vLLM's workers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import unpack
-from or1_megatron.handoff.shard.direct_copy import DirectCopy
-from or1_megatron.handoff.shard.transfer import Transfer, TransferStats
-from or1_megatron.handoff.transport.group import join_store
+from or1_megatron.handoff.message.shipment import unpack
+from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.transfer import Transfer
 from or1_megatron.handoff.transport.links import this_location
-from or1_megatron.handoff.transport.status_store import StatusStore
+from or1_megatron.handoff.transport.status_store import StatusStore, join_store
+from or1_megatron.handoff.vllm.direct_copy import DirectCopy
 from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, SliceLoader, trace_loaders
 from or1_megatron.handoff.vllm.parameter_check import ParameterCheck
 from or1_megatron.handoff.vllm.reload import finish_reload, put_back
@@ -32,20 +31,18 @@ _NAMED = 8  # tensors that a warning names
 
 
 @dataclass
-class ShardInitInfo(WeightTransferInitInfo):
-    """Where the trainer's status store is, how the weights come, and which engine this is."""
+class SlicesInitInfo(WeightTransferInitInfo):
+    """Where the trainer's status store is, and which engine this is."""
 
     address: str
     port: int
     trainers: int
-    workers_per_engine: int
     timeout_s: float
-    whole_tensors: bool
     engine_index: int
 
 
 @dataclass
-class ShardUpdateInfo(WeightTransferUpdateInfo):
+class SlicesUpdateInfo(WeightTransferUpdateInfo):
     """The number of this handoff on this connection, from 1."""
 
     handoff: int
@@ -59,17 +56,17 @@ class _Connection:
         self.transfer, self._model, self._trace = transfer, model, trace
         self.check = ParameterCheck(model, trace)
         self.direct = DirectCopy(model, trace, slices)
-        self._through_loaders: list[Slice] = [each for each in slices if each.name not in self.direct.names]
+        self._through_loaders: list[Slice] = [part for part in slices if part.name not in self.direct.names]
         self.loader = SliceLoader(trace, self._through_loaders)
         self.handoff = 0
 
     @torch.no_grad()
-    def receive(self, handoff: int) -> TransferStats:
-        """Receive and load all slices of this rank."""
+    def receive(self, handoff: int) -> int:
+        """Receive and load all slices of this rank; return the sum of their checksums."""
         self.handoff = handoff
         self.direct.begin()
         self.loader = SliceLoader(self._trace, self._through_loaders)
-        before, total = self.transfer.links.counts(), 0
+        total = 0
         for shipment, message, last_of_round in self.transfer.receive():
             for received in unpack(shipment, message, handoff):
                 total += received.checksum
@@ -80,32 +77,27 @@ class _Connection:
                     self.loader.take(received)
             if last_of_round:
                 self.loader.load(self._model)
-        return self.transfer.stats_since(before, {self.transfer.rank: total})
+        return total
 
 
-class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateInfo]):
+class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpdateInfo]):
     """Receives the slices that this worker's loaders ask for, and loads them through vLLM's layerwise reload."""
 
-    init_info_cls = ShardInitInfo
-    update_info_cls = ShardUpdateInfo
+    init_info_cls = SlicesInitInfo
+    update_info_cls = SlicesUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connection: _Connection | None = None
 
-    def init_transfer_engine(self, init_info: ShardInitInfo) -> None:
+    def init_transfer_engine(self, init_info: SlicesInitInfo) -> None:
         """Find out what the loaders ask for, tell the trainer, and join the group; blocks until all ranks have."""
-        if init_info.workers_per_engine != self.parallel_config.world_size:
-            raise ValueError(
-                f"engine {init_info.engine_index} has {self.parallel_config.world_size} workers, the trainer expects "
-                f"{init_info.workers_per_engine} per engine"
-            )
         self.shutdown()  # an earlier connection
-        index = init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
+        index = init_info.engine_index * self.parallel_config.world_size + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         status = StatusStore(store, f"engine rank {index}", init_info.timeout_s)
         try:
-            trace = self._trace_loaders(status, init_info.whole_tensors)
+            trace = self._trace_loaders(status)
             status.publish(f"wants/{index}", (trace.wants(), this_location()))
             rank = init_info.trainers + index
             transport, plan = status.read(f"plan/{rank}", "trainer rank 0")
@@ -116,12 +108,10 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             raise
         log.info("%s: %d tensors are loaded without their loaders", status.who, len(self._connection.direct.names))
 
-    def _trace_loaders(self, status: StatusStore, whole_tensors: bool) -> LoaderTrace:
+    def _trace_loaders(self, status: StatusStore) -> LoaderTrace:
         tensors = status.read("tensors", "trainer rank 0")
         trace = trace_loaders(self.model, self.model_config, tensors)
-        if whole_tensors:
-            trace.whole = dict.fromkeys(trace.tensors, "the backend sends whole tensors")
-        elif trace.whole:
+        if trace.whole:
             reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(trace.whole.items())[:_NAMED])
             log.warning("%s: %d tensors come whole, not as slices: %s", status.who, len(trace.whole), reasons)
         return trace
@@ -133,7 +123,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         """Receive. The base would synchronise an accelerator afterwards; transports do that with every message."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: ShardUpdateInfo) -> None:
+    def receive_weights(self, update_info: SlicesUpdateInfo) -> None:
         """Receive and load all of this worker's slices.
 
         Raises:
@@ -144,12 +134,12 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             raise RuntimeError("weight transfer: update_weights came before init_weight_transfer_engine")
         transfer = self._connection.transfer
         try:
-            stats = self._connection.receive(update_info.handoff)
+            checksums = self._connection.receive(update_info.handoff)
         except BaseException as error:
             transfer.status.fail(error)
             put_back(self.model, self.model_config)
             raise
-        transfer.status.publish(f"received/{update_info.handoff}/{transfer.rank}", stats)
+        transfer.status.publish(f"received/{update_info.handoff}/{transfer.rank}", checksums)
 
     def finish_weight_update(self) -> None:
         """Complete the model, and read what it holds. Raises HandoffMismatch, naming the tensor."""
@@ -167,7 +157,6 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
 
 
 def register() -> None:
-    """Make our backends known to vLLM's factory in this process; a second call does nothing."""
-    for backend in ("shard", "gloo"):
-        if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, ShardWeightTransferEngine)
+    """Make the handoff known to vLLM's factory in this process, as ``slices``; a second call does nothing."""
+    if "slices" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("slices", SlicesWeightTransferEngine)

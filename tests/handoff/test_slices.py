@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from or1_megatron.handoff.message.buckets import Slice, plan_buckets, whole_tensor
+from or1_megatron.handoff.message.slices import Slice, plan_buckets, whole_tensor
 
 
 def flat(name: str, elements: int, dtype: torch.dtype = torch.float32) -> Slice:

@@ -1,20 +1,20 @@
 """Plans worked by hand: who sends which rectangle to whom.
 
-Does not prove that loaders ask for what stands here as wanted (test_shard does, on real engines).
+Does not prove that loaders ask for what stands here as wanted (test_to_engines does, on real engines).
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
-from or1_megatron.handoff.errors import PlanImpossible
-from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import Shipment
-from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
-from or1_megatron.handoff.shard.routes import Relayed, TwoHops
+from or1_megatron.handoff.failures import PlanImpossible
+from or1_megatron.handoff.message.shipment import Shipment
+from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.weights.holdings import Holding
 
 NAMES = "wnx"
@@ -34,8 +34,23 @@ def table(plan: HandoffPlan) -> list[tuple[int, int, str, tuple]]:
     ]
 
 
+def hops(s: Shipment) -> tuple[tuple[int, int], ...]:
+    """(from, to), in the order of the message's way."""
+    ranks = (s.source,) if s.via == s.source else (s.source, s.via)
+    return tuple((rank, child) for rank in ranks for child in s.children(rank))
+
+
 def ways(plan: HandoffPlan) -> list[tuple[tuple, tuple]]:
-    return [(shipment.destinations, shipment.hops) for shipment in plan.shipments]
+    return [(shipment.destinations, hops(shipment)) for shipment in plan.shipments]
+
+
+def link_bytes(plan: HandoffPlan) -> Counter[tuple[int, int]]:
+    """Bytes of weights by (from, to), including those that are passed on."""
+    total = Counter[tuple[int, int]]()
+    for shipment in plan.shipments:
+        for hop in hops(shipment):
+            total[hop] += sum(part.size_bytes for part in shipment.slices)
+    return total
 
 
 def tp2(name: str, ranks=((0,), (1,))) -> list[Holding]:
@@ -52,7 +67,7 @@ def test_tensor_parallel_trainer_to_a_whole_engine() -> None:
         (0, 2, "n", ((0, 4),)),
         (1, 2, "w", ((4, 8), (0, 4))),
     ]
-    assert plan.link_bytes() == {(0, 2): 64 + 16, (1, 2): 64}
+    assert link_bytes(plan) == {(0, 2): 64 + 16, (1, 2): 64}
 
 
 def test_tensor_parallel_trainer_to_tensor_parallel_engine() -> None:
@@ -99,7 +114,7 @@ def test_replicas_share_the_sending() -> None:
     held = tp2("w", ((0, 2), (1, 3))) + tp2("x", ((0, 2), (1, 3)))
     everything = [want("w", ((0, 8), (0, 4))), want("x", ((0, 8), (0, 4)))]
     plan = make_plan(held, [everything, everything], 4, 1 << 20)
-    sent = [sum(b for (source, _), b in plan.link_bytes().items() if source == rank) for rank in range(4)]
+    sent = [sum(b for (source, _), b in link_bytes(plan).items() if source == rank) for rank in range(4)]
     assert sent == [128, 128, 128, 128]
     large = [Holding("w", ((0, 1000), (0, 1000)), (0, 1))]
     plan = make_plan(large, [[want("w", ((0, 1000), (0, 1000)))]], 2, 1 << 30)
@@ -116,15 +131,15 @@ def test_no_bucket_is_larger_than_asked() -> None:
     ]
 
 
-def test_who_sends_little_leaves_the_round_to_the_others() -> None:
-    """A round of 320 bytes: rank 1 needs 16 of them (and 16 for alignment), so that rank 0's share is 288, not 160."""
+def test_a_round_is_divided_among_those_who_send_to_the_group() -> None:
+    """A round of 256 bytes. One of two trainer ranks holds all: it may fill the round; in two hops a third."""
     box = ((0, 8), (0, 4))
-    held = [Holding("w", box, (0,)), Holding("x", box, (0,)), Holding("n", ((0, 4),), (1,))]
-    plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 320)
-    assert [(s.round, s.source, s.payload_bytes) for s in plan.shipments] == [(0, 0, 256), (0, 1, 16)]
-    hops = TwoHops([0], 2)  # rank 0 holds its own and what it passes on: nobody sends more than his share
-    plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 480, hops)
-    assert [(s.round, s.source, s.payload_bytes) for s in plan.shipments] == [(0, 0, 128), (0, 1, 16), (1, 0, 128)]
+    held, wants = [Holding("w", box, (0,)), Holding("x", box, (0,))], [[want("w", box), want("x", box)]]
+    plan = make_plan(held, wants, 2, 256)
+    assert [(s.round, s.payload_bytes) for s in plan.shipments] == [(0, 256)]
+    assert plan.bytes_sent() == {0: 256 + 2 * 8}
+    plan = make_plan(held, wants, 2, 384, [0])  # rank 0 holds its own and what it passes on
+    assert [(s.round, s.payload_bytes) for s in plan.shipments] == [(0, 128), (1, 128)]
 
 
 def test_engines_that_want_the_same_are_packed_for_once() -> None:
@@ -134,29 +149,10 @@ def test_engines_that_want_the_same_are_packed_for_once() -> None:
     assert ways(plan) == [((2, 4), ((0, 2), (0, 4))), ((3, 5), ((1, 3), (1, 5)))]
 
 
-def test_relays_where_the_trainers_links_are_the_limit() -> None:
-    """w is 128 bytes, an engine's shard. One trainer rank: it sends that once, and engine after engine passes it on.
-
-    Two: each packs 64, so each may send to two engines of four without sending more than an engine receives.
-    """
-    whole = [want("w", ((0, 8), (0, 4)))]
-    one = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], [whole] * 4, 1, 1 << 20, Relayed())
-    assert ways(one) == [((1, 2, 3, 4), ((0, 1), (1, 2), (2, 3), (3, 4)))]
-    assert one.link_bytes() == {(0, 1): 128, (1, 2): 128, (2, 3): 128, (3, 4): 128}
-    two = make_plan(tp2("w"), [whole] * 4, 2, 1 << 20, Relayed())
-    assert ways(two) == [
-        ((2, 3, 4, 5), ((0, 2), (0, 3), (2, 4), (3, 5))),
-        ((2, 3, 4, 5), ((1, 2), (1, 3), (2, 4), (3, 5))),
-    ]
-    assert two.link_bytes()[2, 4] == 128 and two.link_bytes()[0, 2] == 64
-    four = make_plan(tp2("w", ((0, 2), (1, 3))), [whole] * 2, 4, 1 << 20, Relayed())
-    assert all(start < 4 for hops in ways(four) for start, _ in hops[1])  # their links carry it: nobody passes on
-
-
 def test_two_hops_by_hand() -> None:
     """TP2 trainer, an engine beside each rank. Each half comes from its owner, if need be over the neighbour."""
     whole = [want("w", ((0, 8), (0, 4)))]
-    plan = make_plan(tp2("w"), [whole] * 2, 2, 1 << 20, TwoHops([0, 1], 2))
+    plan = make_plan(tp2("w"), [whole] * 2, 2, 1 << 20, [0, 1])
     assert ways(plan) == [
         ((2,), ((0, 2),)),
         ((2,), ((1, 0), (0, 2))),
@@ -164,50 +160,67 @@ def test_two_hops_by_hand() -> None:
         ((3,), ((1, 3),)),
     ]
     alike = [[want("w", ((0, 4), (0, 4)))], [want("w", ((4, 8), (0, 4)))]]
-    plan = make_plan(tp2("w", ((0, 2), (1, 3))), alike * 2, 4, 1 << 20, TwoHops([0, 1, 2, 3], 4))
+    plan = make_plan(tp2("w", ((0, 2), (1, 3))), alike * 2, 4, 1 << 20, [0, 1, 2, 3])
     assert ways(plan) == [((4 + rank,), ((rank, 4 + rank),)) for rank in range(4)]  # nothing leaves a device
 
 
 def carried_out(plan: HandoffPlan, ranks: int, buffers: int = 2) -> int:
     """Messages that reach all of their group when everybody keeps to the order, and memory is as scarce as can be.
 
-    A trainer rank has ``buffers`` for what it packs. An engine rank lets go of messages when it has done with their
-    whole round, a trainer rank that passes one on when it has come; all look one round ahead.
+    A trainer rank starts what it packs and what it passes on in one order. It has ``buffers`` for the first, and two
+    rounds of the second. An engine rank lets go of messages when it has done with their whole round, and looks one
+    round ahead.
     """
-    hops = [(s, start, stop) for s in plan.shipments for start, stop in s.hops]
-    have: set[tuple[int, int]] = set()  # (message, rank)
-    through = {rank: plan.through(rank) for rank in range(ranks)}
+    started: set[tuple[int, int]] = set()  # (message, rank): packed, or ready to be received
+    have: set[tuple[int, int]] = set()
+    mine = {rank: plan.of(rank).shipments for rank in range(ranks)}
 
     def done_with(rank: int) -> int:
-        """The first round of which something is still to come to ``rank``, or to be let go by whom it passed it to."""
-        for s in through[rank]:
-            if (s.number, rank) not in have or any(held(s, child) for child in s.children(rank)):
+        """The first round of which something is still to come to an engine rank, or to be let go by its children."""
+        for s in mine[rank]:
+            if (s.number, rank) not in have or held(s, rank):
                 return s.round
         return 1 << 30
 
-    def held(s: Shipment, by: int) -> bool:
-        return (s.number, by) not in have if by < plan.trainers else done_with(by) <= s.round
+    def held(s: Shipment, rank: int) -> bool:
+        """Whether a child of the rank has not taken the message."""
+        return any(
+            (s.number, child) not in have if child < plan.trainers else done_with(child) <= s.round
+            for child in s.children(rank)
+        )
+
+    def may_start(s: Shipment, rank: int) -> bool:
+        before = [other for other in mine[rank] if other.number < s.number]
+        if rank >= plan.trainers:
+            return s.round <= done_with(rank) + 1
+        if any((other.number, rank) not in started for other in before):
+            return False
+        kept = [other for other in before if held(other, rank)]
+        if s.source == rank:
+            return sum(other.source == rank for other in kept) < buffers
+        return all(other.source == rank or other.round >= s.round - 1 for other in kept)
 
     moved = True
     while moved:
         moved = False
-        for source in range(plan.trainers):
-            mine = plan.sent_by(source)
-            packed = [s for s in mine if (s.number, source) in have]
-            kept = [s for s in packed if any(held(s, child) for child in s.children(source))]
-            if len(packed) < len(mine) and len(kept) < buffers:
-                have.add((mine[len(packed)].number, source))
-                moved = True
-        for s, start, stop in hops:
-            if (s.number, start) in have and (s.number, stop) not in have and s.round <= done_with(stop) + 1:
-                have.add((s.number, stop))
-                moved = True
+        for rank, shipments in mine.items():
+            for s in shipments:
+                if (s.number, rank) not in started and may_start(s, rank):
+                    started.add((s.number, rank))
+                    if s.source == rank:
+                        have.add((s.number, rank))
+                    moved = True
+        for s in plan.shipments:
+            for start, stop in hops(s):
+                if (s.number, start) in have and (s.number, stop) in started and (s.number, stop) not in have:
+                    have.add((s.number, stop))
+                    moved = True
     return sum(all((s.number, rank) in have for rank in s.destinations) for s in plan.shipments)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
-    """Random cuts, replicas, engines and routes; with one buffer as with two."""
+    """Random cuts, replicas, engines and neighbours; with one buffer as with two."""
     draw = random.Random(seed)
     trainers, engines, tensor = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2)
     held = []
@@ -217,8 +230,8 @@ def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
         held += [Holding(name, ((0, middle), (0, 4)), owners[0]), Holding(name, ((middle, 8), (0, 4)), owners[1])]
     shards = [[want(name, ((8 * r // tensor, 8 * (r + 1) // tensor), (0, 4))) for name in NAMES] for r in range(tensor)]
     neighbours = [draw.randrange(trainers) for _ in range(engines * tensor)]
-    for routes in (Relayed(), TwoHops(neighbours, trainers)):
-        plan = make_plan(held, shards * engines, trainers, 64, routes)
+    for near in (None, neighbours):
+        plan = make_plan(held, shards * engines, trainers, 64, near)
         for buffers in (1, 2):
             assert carried_out(plan, trainers + engines * tensor, buffers) == len(plan.shipments)
 

@@ -8,27 +8,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from or1_megatron.handoff.errors import SliceMismatch
-from or1_megatron.handoff.message.buckets import Slice, Slot
-from or1_megatron.handoff.message.checksum import Checksums, Content, checksum
+from or1_megatron.handoff.failures import SliceMismatch
+from or1_megatron.handoff.message.checksum import checksum, checksums, word_sum
+from or1_megatron.handoff.message.slices import Slice, Slot
 
-Hop = tuple[int, int]
-"""(from, to)"""
 Group = tuple[int, ...]
 """Engine ranks, numbered after the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """One message of a plan: what a trainer rank packs for a group of engine ranks, and the hops to them."""
+    """One message of a plan: what a trainer rank packs for a group of engine ranks."""
 
     number: int
     """Its place in the order of all."""
     round: int
     source: int
+    via: int
+    """The trainer rank that sends it to its destinations: the source, or the one that shares their device."""
     destinations: Group
-    hops: tuple[Hop, ...]
-    """Each comes after the hop by which the message reaches its sender."""
     slots: tuple[Slot, ...]
 
     @property
@@ -40,13 +38,21 @@ class Shipment:
         """Payload and checksums."""
         return self.payload_bytes + 8 * len(self.slots)
 
+    @property
+    def slices(self) -> list[Slice]:
+        return [slot.slice for slot in self.slots]
+
     def parent(self, rank: int) -> int | None:
         """Return the rank from which ``rank`` receives it."""
-        return next((sender for sender, receiver in self.hops if receiver == rank), None)
+        if rank in self.destinations:
+            return self.via
+        return self.source if rank == self.via != self.source else None
 
     def children(self, rank: int) -> tuple[int, ...]:
         """Return the ranks to which ``rank`` sends it."""
-        return tuple(receiver for sender, receiver in self.hops if sender == rank)
+        if rank == self.via:
+            return self.destinations
+        return (self.via,) if rank == self.source else ()
 
 
 @dataclass(slots=True)
@@ -56,14 +62,12 @@ class ReceivedSlice:
     slot: Slot
     message: Tensor
     """[bytes] uint8."""
-    content: Content | None
-    """The message's memory, if that is the host's."""
     checksum: int
     """The one that came with it."""
     source: int
     """The trainer rank that has packed it."""
     handoff: int
-    found: int | None = None
+    computed: int | None = None
     """The checksum of what came, once it is computed."""
     kept: bool = False
 
@@ -79,18 +83,16 @@ class ReceivedSlice:
     @property
     def values(self) -> Tensor:
         """In the slice's shape: a view into the message."""
-        return self.flat.view(self.slot.shape)
+        return self.flat.view(self.slice.shape)
 
     def verify(self) -> None:
         """Raise SliceMismatch if it is not what was sent. Reads it: best called where it is read anyway."""
-        if self.found is None:
-            slot = self.slot
-            flat = slot.flat(self.message) if self.content is None else self.content[slot.offset_bytes : slot.end_bytes]
-            self.found = checksum(slot.slice, flat, self.handoff)
-        if self.found != self.checksum:
+        if self.computed is None:
+            self.computed = checksum(self.slice, self.slot.flat(self.message), self.handoff)
+        if self.computed != self.checksum:
             raise SliceMismatch(
                 f"{self.slice} from trainer rank {self.source} did not arrive as it was sent in handoff "
-                f"{self.handoff}: checksum {self.found:016x}, sent as {self.checksum:016x}"
+                f"{self.handoff}: checksum {self.computed:016x}, sent as {self.checksum:016x}"
             )
 
     def keep(self) -> None:
@@ -107,13 +109,12 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
 
     Returns the sum of the checksums. Each is computed right after its slice is copied, from the processor's cache.
     """
-    sums = Checksums([slot.slice for slot in shipment.slots], handoff, message.device)
-    content = message.numpy() if message.device.type == "cpu" else None
+    sums = []
     with torch._C.DisableTorchFunction():  # the CPU device layer intercepts torch functions, which costs time here
-        for index, slot in enumerate(shipment.slots):
+        for slot in shipment.slots:
             slot.view(message).copy_(read(slot.slice))
-            sums.add(index, slot.flat(message) if content is None else content[slot.offset_bytes : slot.end_bytes])
-    values = sums.values()
+            sums.append(word_sum(slot.flat(message)))
+    values = checksums(shipment.slices, sums, handoff)
     signed = [value - (1 << 64) if value >= 1 << 63 else value for value in values]
     message[shipment.payload_bytes :].view(torch.int64).copy_(torch.tensor(signed, dtype=torch.int64))
     return sum(values)
@@ -128,16 +129,13 @@ def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSl
         SliceMismatch: on a GPU, a slice does not have the checksum that came with it; names it.
     """
     came = [signed % (1 << 64) for signed in message[shipment.payload_bytes :].view(torch.int64).tolist()]
-    content = message.numpy() if message.device.type == "cpu" else None
-    arrived = [
-        ReceivedSlice(slot, message, content, expected, shipment.source, handoff)
-        for slot, expected in zip(shipment.slots, came, strict=True)
+    received = [
+        ReceivedSlice(slot, message, sent, shipment.source, handoff)
+        for slot, sent in zip(shipment.slots, came, strict=True)
     ]
-    if content is None:
-        sums = Checksums([slot.slice for slot in shipment.slots], handoff, message.device)
-        for index, slot in enumerate(shipment.slots):
-            sums.add(index, slot.flat(message))
-        for each, found in zip(arrived, sums.values(), strict=True):
-            each.found = found
-            each.verify()
-    return arrived
+    if message.device.type != "cpu":
+        computed = checksums(shipment.slices, [word_sum(slot.flat(message)) for slot in shipment.slots], handoff)
+        for part, value in zip(received, computed, strict=True):
+            part.computed = value
+            part.verify()
+    return received

@@ -1,0 +1,31 @@
+"""Errors of a handoff."""
+
+from __future__ import annotations
+
+from or1_megatron.errors import AgreedError, PartLost
+from or1_megatron.interfaces import EnginesLost
+from or1_verify.errors import UserError
+
+
+class HandoffError(UserError, RuntimeError):
+    """A handoff did not complete; the message says which rank was waited for, or what that rank reported."""
+
+
+class SliceMismatch(UserError, RuntimeError):
+    """A slice did not arrive as it was sent."""
+
+
+class HandoffMismatch(UserError, RuntimeError):
+    """An engine does not compute what the policy computes, or does not hold what was sent."""
+
+
+class EngineStrayed(HandoffMismatch, PartLost):
+    """A ``HandoffMismatch`` after handoffs that went well: a fault of the moment, which a restart may mend."""
+
+
+class PlanImpossible(UserError, ValueError):
+    """No trainer rank holds what an engine rank wants."""
+
+
+class SendError(AgreedError, EnginesLost):
+    """The weights did not reach all engines. All trainer ranks know, and are ready to send them again."""

@@ -1,1 +1,0 @@
-"""The `shard` backend: each engine rank receives its own slices."""
