@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from waiting import PATIENCE_S
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.policy import export_hf
@@ -39,8 +40,8 @@ from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
-from or1_megatron.trainer.prompts import load_prompts
 from or1_verify.problems.rows import DataError
+from or1_verify.sandbox.program import SandboxUnavailable
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -126,28 +127,33 @@ def test_more_gpus_are_asked_for_than_are_here(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = small_config(tmp_path / "run")
     eight = ["parallel.ranks=6", "rollout.engines=1", "rollout.tensor_parallel=2"]
-    check_inputs(load_config(config, [*eight, "rollout.placement=separate"]))
+
+    def check(*overrides: str, ranks_here: int = 6) -> None:
+        check_inputs(load_config(config, overrides), ranks_here)
+
+    check(*eight, "rollout.placement=separate")
     more = [*eight, "rollout.placement=separate", "rollout.engines=2"]
     elsewhere = "cluster.ray_address=auto"  # other nodes may have them; the start counts
-    check_inputs(load_config(config, [*more, elsewhere]))
+    check(*more, elsewhere)
+    check("parallel.ranks=16", "rollout.engines=2", elsewhere, ranks_here=8)  # two nodes
     expected = "parallel.ranks = 6 and, with rollout.placement = separate, rollout.engines 2 * tensor_parallel 2"
     with pytest.raises(ConfigError, match=re.escape(expected) + r" on others need 10 GPUs, and there are 8 here; "):
-        check_inputs(load_config(config, more))
+        check(*more)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     with pytest.raises(ConfigError, match=r"parallel.ranks = 10 need 10 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
-        check_inputs(load_config(config, ["parallel.ranks=10"]))
+        check("parallel.ranks=10", ranks_here=10)
 
 
 def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is refused with what to install; math needs none."""
     monkeypatch.setenv("PATH", str(tmp_path))
     config = small_config(tmp_path / "run")
-    check_inputs(load_config(config))
+    read_problems(load_config(config)).close()
     code = {"prompt": "Print 1.", "ability": "code", "answer": json.dumps({"inputs": [""], "outputs": ["1"]})}
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(8)) + json.dumps(code))
-    said = refused(config, f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap")
-    assert "bubblewrap is not installed" in said and "apt install bubblewrap" in said
+    with pytest.raises(SandboxUnavailable, match=r"(?s)bubblewrap is not installed.*apt install bubblewrap"):
+        read_problems(load_config(config, [f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap"]))
 
 
 def test_more_memory_than_there_is(small_config: SmallConfig, tmp_path: Path) -> None:
@@ -228,8 +234,10 @@ def read_prompts(config: Path, logs: Path, cases: list[str]) -> dict[str, str]:
     said = {}
     for case in cases:
         try:
-            sources, held_out, abilities = load_prompts(load_config(config, case.split()))
-            said[case] = f"{[len(source.prompts) for source in sources]} {len(held_out)} {sorted(abilities)}"
+            loaded = load_config(config, case.split())
+            with closing(read_problems(loaded)) as problems:
+                sources, held_out = make_prompts(loaded, problems)
+            said[case] = f"{[len(source.prompts) for source in sources]} {len(held_out)} {sorted(problems.verifiers)}"
         except DataError as error:
             said[case] = str(error)
     return said

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.files import files_of, is_hub_id, read_rows
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, Outcome, candidate_id
 from or1_megatron.data.pipeline.steps import Done, Say, finish_step, read_manifest, step_key, write_shard
+from or1_megatron.data.problems import files_of, is_hub_id, read_rows
 from or1_verify.problems.layouts import Published, detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
-CODE = ("data/pipeline/normalise.py", "data/files.py", "or1_verify/problems")
+CODE = ("data/pipeline/normalise.py", "data/problems.py", "or1_verify/problems")
 UNUSABLE = "unusable_row"
 """The reason in the ledger of a row that is left out here."""
 
