@@ -32,17 +32,6 @@ class BuildSource(Section):
     """Only the first rows: for a trial."""
 
 
-class StatementsConfig(Section):
-    """What can be told from the statement alone."""
-
-    proofs: bool = True
-    multiple_choice: bool = True
-    links: bool = True
-    figures: bool = True
-    min_chars: Positive = 12
-    """Shorter statements are incomplete."""
-
-
 class VerifiedStepConfig(Section):
     timeout_s: PositiveFloat = 5.0
     """Deadline of one verdict."""
@@ -61,10 +50,8 @@ class EmbeddingConfig(Section):
     """Duplicates by meaning: cosine of mean-pooled hidden states."""
 
     model: Path
-    """A local folder: any transformers encoder or decoder, or a sentence-transformers model."""
-    backend: Literal["transformers", "sentence_transformers"] = "transformers"
+    """A local folder: any encoder or decoder that transformers loads."""
     threshold: Fraction = 0.95
-    batch: Positive = 64
     abilities: tuple[str, ...] = ("code",)
     """The paper removes near-duplicates of code by embeddings, and gives no model and no threshold."""
 
@@ -73,10 +60,7 @@ class DuplicatesConfig(Section):
     """Near-duplicates by MinHash; our figures, the paper gives none."""
 
     threshold: Fraction = 0.5
-    """Jaccard similarity of the character shingles."""
-    shingle_chars: Positive = 5
-    bands: Positive = 32
-    rows_per_band: Positive = 3
+    """Jaccard similarity of the statements' 5-character shingles."""
     embedding: EmbeddingConfig | None = None
 
 
@@ -152,10 +136,6 @@ class JudgesConfig(SampledStepConfig):
     """Votes for the problem, of all models together."""
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
-    retries: NonNegative = 2
-    """How often a vote that cannot be read is asked again."""
-    max_without_vote: Fraction = 0.5
-    """The build stops if more than this share of a judge's votes cannot be read."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -174,7 +154,6 @@ class Recipe(Section):
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
     """Rows that are not of their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
-    statements: StatementsConfig = StatementsConfig()
     answers: AnswersConfig | None = AnswersConfig()
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()

@@ -1,0 +1,133 @@
+"""Reference solutions judged by the verifiers: a worked solution must give the answer, a program must pass the tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
+from or1_megatron.data.pipeline.steps import MakeVerifiers, PipelineStep
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Verdict
+from or1_verify.verifier_threads import VerifierThreads, judged
+
+_END_SHOWN_CHARS = 160
+_MATH_REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_solution"}
+
+
+class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
+    """Judges the solutions of an ability's problems, one after another until one is right; other problems pass.
+
+    Without a problem of that ability no verifier is made, and so no sandbox is needed.
+    """
+
+    without_effect = frozenset({"workers"})
+    ability: str
+    response: str
+    """A solution as a model would answer."""
+
+    def __init__(self, config: V, make: MakeVerifiers) -> None:
+        super().__init__(config)
+        self._verifiers = VerifierThreads(partial(make, config.timeout_s, frozenset({self.ability})), config.workers)
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        outcomes = [self._checked(row) if row.ability == self.ability else row for row in rows]
+        failed = {
+            number: (row, list[Verdict]())
+            for number, row in enumerate(outcomes)
+            if isinstance(row, Candidate) and row.ability == self.ability and row.solutions
+        }
+        for attempt in range(self._tries()):
+            trying = [
+                (n, row, row.solutions[attempt]) for n, (row, _) in failed.items() if attempt < len(row.solutions)
+            ]
+            for (number, row, _), verdict in judged(
+                trying, lambda it: self._verifiers.verdict(it[1].problem(), self.response.format(it[2]))
+            ):
+                if verdict.status == "right":
+                    del failed[number]
+                else:
+                    self._look_at(row, verdict)
+                    failed[number][1].append(verdict)
+        for number, (row, verdicts) in failed.items():
+            outcomes[number] = self._excluded(row, verdicts)
+        return outcomes
+
+    def close(self) -> None:
+        self._verifiers.close()
+
+    def _checked(self, row: Candidate) -> Outcome:
+        """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
+        if why := self._verifiers.check(row.problem()):
+            return self._unusable(row, why)
+        if not row.solutions and self._config.without_solution == "drop":
+            return Exclusion(row, "no_solution", {"given": row.ground_truth} if self.ability == "math" else {})
+        return row
+
+    def _tries(self) -> int:
+        """Return how many solutions of a problem are judged."""
+        return 1
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        raise NotImplementedError
+
+    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+        """Raise DataError where a verdict that is not ``right`` says nothing about the solution."""
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        """Exclude a candidate none of whose solutions is right."""
+        raise NotImplementedError
+
+
+class Answers(SolutionStep[AnswersConfig]):
+    """Math: extracts the answer again from the first worked solution, and compares it with the given one."""
+
+    name = "answers"
+    ability = "math"
+    response = "</think>\n{}"
+
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings(), "math-verify": importlib.metadata.version("math-verify")}
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        return Exclusion(row, "answer_unparsable", {"given": row.ground_truth, "verifier": why})
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        (verdict,) = verdicts
+        evidence = {
+            "given": row.ground_truth,
+            "extracted": verdict.answer,
+            "verifier": verdict.detail,
+            "solution_ends": row.solutions[0][-_END_SHOWN_CHARS:],
+        }
+        return Exclusion(row, _MATH_REASONS.get(verdict.status, "answer_not_comparable"), evidence)
+
+
+class CodeSolutions(SolutionStep[CodeConfig]):
+    """Code: the tests are complete, and a reference solution passes all of them in the sandbox."""
+
+    name = "code"
+    ability = "code"
+    response = "</think>\n```python\n{}\n```"
+
+    def _tries(self) -> int:
+        return self._config.max_solutions
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        return (
+            Exclusion(row, "tests_incomplete", {"tests": why}) if row.ground_truth else Exclusion(row, "no_tests", {})
+        )
+
+    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+        if verdict.status == "error":  # the sandbox's fault
+            raise DataError(
+                f"{row.origin}: the sandbox failed on a reference solution: {verdict.detail}; what was judged before "
+                "is kept: fix the sandbox (or1 doctor) and run the same command again"
+            )
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        tried = {f"solution {number}": verdict.detail for number, verdict in enumerate(verdicts)}
+        return Exclusion(row, "reference_fails", {**tried, "solutions": len(row.solutions)})
