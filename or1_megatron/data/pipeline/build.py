@@ -1,4 +1,4 @@
-"""A whole build: the steps in order, each cached by its input; then the dataset, and the build's state in ``build.json``.
+"""A whole build: the steps in order, each cached by its input, then the dataset; its state is in ``build.json``.
 
 The dataset is in Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it.
 """
