@@ -1,7 +1,7 @@
 """The prompts of a run: its problem sets read and checked, and each problem's messages turned into token ids.
 
-``read_problems`` refuses rows that are not of their layout, which takes seconds. ``make_prompts`` then reads every ground
-truth and measures every prompt, which may take minutes: engines can start meanwhile.
+``read_problems`` refuses rows that are not of their layout, which takes seconds. ``make_prompts`` then reads every
+ground truth and measures every prompt, which may take minutes: engines can start meanwhile.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ProblemSets:
 
 
 def read_problems(config: Config) -> ProblemSets:
-    """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them. The caller closes the result.
+    """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them.
 
-    Where a row is refused, ground truths and prompts are checked at once, so that all unusable rows are named together.
+    The caller closes the result. Where a row is refused, ground truths and prompts are checked at once, so that all unusable rows are named together.
 
     Raises:
         DataError: a file that cannot be read, or unusable rows.

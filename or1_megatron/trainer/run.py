@@ -1,7 +1,7 @@
 """What every trainer rank runs, under torchrun.
 
-    or1 train CONFIG                                                    (plans, checks, and starts it on each machine)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (without a launcher of ours: rank 0 plans and checks)
+    or1 train CONFIG                                                    (which plans and checks first)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (where rank 0 plans and checks)
 
 Rank 0 reads the problems, then starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take
 seconds, in which the engines start, so it is imported after them.

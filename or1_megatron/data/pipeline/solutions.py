@@ -1,4 +1,4 @@
-"""Reference solutions judged by the verifiers: a worked solution must give the answer, a program must pass the tests."""
+"""Reference solutions, judged by verifiers: a worked solution must give the answer, a program must pass the tests."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
         }
         for attempt in range(self._tries()):
             trying = [
-                (n, row, row.solutions[attempt]) for n, (row, _) in failed.items() if attempt < len(row.solutions)
+                (number, row, self.response.format(row.solutions[attempt]))
+                for number, (row, _) in failed.items()
+                if attempt < len(row.solutions)
             ]
             for (number, row, _), verdict in judged(
-                trying, lambda it: self._verifiers.verdict(it[1].problem(), self.response.format(it[2]))
+                trying, lambda it: self._verifiers.verdict(it[1].problem(), it[2])
             ):
                 if verdict.status == "right":
                     del failed[number]

@@ -1,4 +1,4 @@
-"""Make statements comparable: strip formatting, and hash shingles to MinHash signatures, whole batches at once in NumPy.
+"""Make statements comparable: strip formatting, and hash shingles to MinHash signatures, a batch at once in NumPy.
 
 A library that takes one statement at a time, as datasketch does, needs ten times as long.
 """
