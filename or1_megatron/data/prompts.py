@@ -53,7 +53,8 @@ class ProblemSets:
 def read_problems(config: Config) -> ProblemSets:
     """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them.
 
-    The caller closes the result. Where a row is refused, ground truths and prompts are checked at once, so that all unusable rows are named together.
+    The caller closes the result. Where a row is refused, ground truths and prompts are checked at once, so that all
+    unusable rows are named together.
 
     Raises:
         DataError: a file that cannot be read, or unusable rows.

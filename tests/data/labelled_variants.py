@@ -18,7 +18,7 @@ from pathlib import Path
 
 from or1_megatron.data.pipeline.duplicates import DuplicateStep, ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
-from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_candidates
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_shard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "data"))
 from code_problems import FUNCTIONS, STDIN
@@ -159,24 +159,24 @@ def judged(pairs: list[Labelled], config: DuplicatesConfig) -> list[bool]:
     """Return for each variant whether the steps take it for a copy of its own base."""
     texts = [pair.base for pair in pairs] + [pair.variant for pair in pairs]
     rows = [Candidate(str(n), "s", "math", text, "", '["1"]', (), {}, {}, str(n)) for n, text in enumerate(texts)]
-    found = [False] * len(pairs)
+    hits = [False] * len(pairs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "part-00000.parquet"
         step: DuplicateStep
         for step in (ExactDuplicates(), NearDuplicates(config)):
-            write_candidates(path, rows)
+            write_shard(path, rows)
             step.prepare([path])
             outcomes = step.apply(rows, 0)
             for outcome in outcomes:
                 if isinstance(outcome, Exclusion):
                     own = int(outcome.candidate.id) - len(pairs)
                     # by chance a variant can be another base word for word: a copy, but not of its own base
-                    found[own] |= own >= 0 and outcome.evidence["of"] == str(own)
+                    hits[own] |= own >= 0 and outcome.evidence["of"] == str(own)
             rows = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
-    return found
+    return hits
 
 
-def scores(pairs: list[Labelled], found: list[bool]) -> tuple[float, float]:
+def scores(pairs: list[Labelled], hits: list[bool]) -> tuple[float, float]:
     """(recall, precision)."""
-    right = sum(pair.same and hit for pair, hit in zip(pairs, found, strict=True))
-    return right / sum(pair.same for pair in pairs), right / max(sum(found), 1)
+    right = sum(pair.same and hit for pair, hit in zip(pairs, hits, strict=True))
+    return right / sum(pair.same for pair in pairs), right / max(sum(hits), 1)

@@ -85,8 +85,7 @@ class Judges(ModelStep[JudgesConfig]):
             raise DataError(
                 f"step 'judges': {votes[NO_VOTE]} of {votes.total()} answers of '{model}' hold no vote (expected four "
                 "lines such as 'clear: yes'): is it the right model, with its chat template, and max_response_tokens = "
-                f"{self._config.max_response_tokens} enough? The results are kept in {store.path}: without it the model "
-                "is asked again"
+                f"{self._config.max_response_tokens} enough? Without {store.path} the model is asked again"
             )
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:

@@ -46,9 +46,7 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
                 for number, (row, _) in failed.items()
                 if attempt < len(row.solutions)
             ]
-            for (number, row, _), verdict in judged(
-                trying, lambda it: self._verifiers.verdict(it[1].problem(), it[2])
-            ):
+            for (number, row, _), verdict in judged(trying, lambda it: self._verifiers.verdict(it[1].problem(), it[2])):
                 if verdict.status == "right":
                     del failed[number]
                 else:
@@ -119,9 +117,9 @@ class CodeSolutions(SolutionStep[CodeConfig]):
         return self._config.max_solutions
 
     def _unusable(self, row: Candidate, why: str) -> Exclusion:
-        return (
-            Exclusion(row, "tests_incomplete", {"tests": why}) if row.ground_truth else Exclusion(row, "no_tests", {})
-        )
+        if not row.ground_truth:
+            return Exclusion(row, "no_tests", {})
+        return Exclusion(row, "tests_incomplete", {"tests": why})
 
     def _look_at(self, row: Candidate, verdict: Verdict) -> None:
         if verdict.status == "error":  # the sandbox's fault
