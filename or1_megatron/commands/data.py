@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,6 @@ from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
     from or1_megatron.data.pipeline.recipe import SampledModel
-    from or1_verify.types import Verifier
 
 data = typer.Typer(no_args_is_help=True, help="Build a training set from published ones, and look into it.")
 
@@ -44,7 +42,7 @@ def build_dataset(
         for section in (loaded.difficulty, loaded.judges):
             for model in () if section is None else section.models:
                 _check_model(model)
-        build(loaded, make_verifiers, partial(open_sampler, say=_say), _say, until)
+        build(loaded, partial(open_sampler, say=_say), _say, until)
 
 
 @data.command()
@@ -114,13 +112,6 @@ def benchmark(
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, Verifier]:
-    from or1_verify.config import VerifyConfig
-    from or1_verify.verifiers import build_verifiers
-
-    return build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities)
 
 
 def _check_model(model: SampledModel) -> None:

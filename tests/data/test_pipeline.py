@@ -18,7 +18,6 @@ from typer.testing import CliRunner, Result
 
 from or1_megatron.commands.app import app
 from or1_megatron.commands.asked_model import open_sampler
-from or1_megatron.commands.data import make_verifiers
 from or1_megatron.config.load import load_as
 from or1_megatron.data.pipeline.build import kept, ledger, steps_of
 from or1_megatron.data.pipeline.recipe import Recipe
@@ -187,7 +186,7 @@ def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> Non
         "numinamath1.5", "deepscaler", "still3", "omni_math", "aime", "leetcode", "taco",
     ]  # fmt: skip
     assert len(recipe.sources[0].select["source"]) == 7
-    assert [step.name for step in steps_of(recipe, make_verifiers, open_sampler)] == [
+    assert [step.name for step in steps_of(recipe, open_sampler)] == [
         "exact_duplicates_within", "near_duplicates_within", "statements", "answers", "exact_duplicates",
         "near_duplicates", "embedding_duplicates", "decontaminate", "code", "difficulty", "judges",
     ]  # fmt: skip

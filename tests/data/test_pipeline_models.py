@@ -18,7 +18,6 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
 from or1_megatron.commands.asked_model import open_sampler
-from or1_megatron.commands.data import make_verifiers
 from or1_megatron.data.pipeline.build import build, kept, ledger
 from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel
@@ -106,7 +105,7 @@ def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: An
     rows = problems(24)
     long = {"prompt": f"Compute {'1+' * 40}1.", "answer": "41"}
     made = recipe(tmp_path, [*rows[:16], long], difficulty=config)
-    build(made, make_verifiers, opened, say)
+    build(made, opened, say)
     assert (opened.opened, opened.asked) == (1, 17 * 6)
     (store,) = (made.out / "results" / "difficulty").glob("base-*.jsonl")
     right: Counter[str] = Counter()
@@ -126,7 +125,7 @@ def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: An
     assert len(excluded) < 17  # some are in between: the base model is neither perfect nor hopeless
     loaded = load_problems(made.out / "dataset")
     assert len(filter_by_difficulty(loaded, "base", UnusableRows())) == len(loaded) == 17 - len(excluded)
-    build(recipe(tmp_path, [*rows, long], difficulty=config), make_verifiers, opened, say)
+    build(recipe(tmp_path, [*rows, long], difficulty=config), opened, say)
     assert (opened.opened, opened.asked) == (2, 17 * 6 + 8 * 6)
 
 
@@ -185,7 +184,7 @@ def test_votes_of_several_judges_decide(tmp_path: Path) -> None:
     rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
         made = recipe(tmp_path, rows, judges=judging(url, "a", "b"))
-        build(made, make_verifiers, open_sampler, say)
+        build(made, open_sampler, say)
     stays = {row.statement: row.notes["votes"] for row in kept(made.out)}
     assert stays == {STATEMENTS["good"]: {"for": 8, "readable": 8, "of": 8}}
     gone = {entry.candidate.statement: (entry.reason, entry.evidence) for _, entry in ledger(made.out)}
@@ -217,9 +216,9 @@ def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path
         broken = True
         with pytest.raises(DataError, match=r"step 'judges': 4 of 16 requests to 'a' were not answered \(first: .*500.*"
                            r"out of memory.*\); the answers that came are kept"):  # fmt: skip
-            build(made, make_verifiers, open_sampler, say)
+            build(made, open_sampler, say)
         broken, asked = False, 0
-        build(made, make_verifiers, open_sampler, say)
+        build(made, open_sampler, say)
     assert asked == 4
     assert len(list(kept(made.out))) == 4
 
@@ -246,22 +245,20 @@ def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_
         made = recipe(tmp_path, rows, judges=config)
         for _ in range(2):
             with pytest.raises(DataError, match=r"4 of 4 answers of 'tiny' hold no vote"):
-                build(made, make_verifiers, open_sampler, say)
+                build(made, open_sampler, say)
     assert len(asked) == 2 * 2
 
 
-class BrokenOnOne(MathVerifier):
-    """As a sandbox out of processes: it says nothing of the answer."""
+def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 of 8 verdicts fail, as in a sandbox out of processes: the build stops, the other 6 are kept, and only the 2 are
+    asked for again. More samples are more questions, and another decision."""
+    verify = MathVerifier.verify
 
-    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+    def breaks_on_one(self: MathVerifier, problem: Problem, response: str, truncated: bool) -> Verdict:
         if "forty odd" in problem.messages[-1].content:
             return Verdict(0.0, "error", "", "no process left", 0.0)
-        return super().verify(problem, response, truncated)
+        return verify(self, problem, response, truncated)
 
-
-def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> None:
-    """2 of 8 verdicts fail: the build stops, the other 6 are kept, and only the 2 are asked for again. More samples
-    are more questions, and another decision."""
     asked = 0
 
     def answer(body: dict[str, Any]) -> Reply:
@@ -273,16 +270,20 @@ def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> Non
     with serving(answer) as url:
         models = (SampledModel(name="m", endpoint=url, concurrent=1, tries=1),)
         made = recipe(tmp_path, rows, difficulty=DifficultyConfig(models=models, samples_math=2))
-        with pytest.raises(
-            DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
+        with (
+            pytest.raises(
+                DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
+            ),
+            monkeypatch.context() as broken,
         ):
-            build(made, lambda timeout_s, abilities: {"math": BrokenOnOne(timeout_s)}, open_sampler, say)
+            broken.setattr(MathVerifier, "verify", breaks_on_one)
+            build(made, open_sampler, say)
         assert asked == 8
-        build(made, make_verifiers, open_sampler, say)
+        build(made, open_sampler, say)
         assert asked == 10
         assert [row.difficulty for row in kept(made.out)] == [{"m": 8}] * 4
         more = DifficultyConfig(models=models, samples_math=3)
-        build(recipe(tmp_path, rows, difficulty=more), make_verifiers, open_sampler, say)
+        build(recipe(tmp_path, rows, difficulty=more), open_sampler, say)
     assert asked == 14
     assert {row.difficulty["m"] for row in kept(made.out)} == {5, 11}  # 1 or 2 failures in 3, in sixteenths
 

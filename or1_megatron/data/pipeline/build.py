@@ -29,7 +29,7 @@ from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candid
 from or1_megatron.data.pipeline.sampling import OpenSampler
 from or1_megatron.data.pipeline.solutions import Answers, CodeSolutions
 from or1_megatron.data.pipeline.statements import Statements
-from or1_megatron.data.pipeline.steps import MakeVerifiers, Manifest, PipelineStep, Say, refuse_empty, run_step
+from or1_megatron.data.pipeline.steps import Manifest, PipelineStep, Say, refuse_empty, run_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_verify.problems.rows import DataError, published_row
 
@@ -38,14 +38,14 @@ DATASET = "dataset"
 UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
-def build(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler, say: Say, until: str | None = None) -> None:
+def build(recipe: Recipe, open_sampler: OpenSampler, say: Say, until: str | None = None) -> None:
     """Run what has not been run, and write the dataset. With ``until``, stop after that step, without a dataset.
 
     Raises:
         DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
-        SandboxUnavailable and the like: from ``make``.
+        SandboxUnavailable: reference solutions or answers of code cannot be run here.
     """
-    steps = steps_of(recipe, make, open_sampler)
+    steps = steps_of(recipe, open_sampler)
     names = [NAME, *(step.name for step in steps)]
     if until is not None and until not in names:
         raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
@@ -64,7 +64,7 @@ def build(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler, say: S
         _write_state(recipe, done, finished=True)
 
 
-def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
+def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
     """Return the recipe's steps after ``normalise``, in order."""
     steps: list[PipelineStep[Any]] = [
         ExactDuplicates(within=True),
@@ -72,17 +72,17 @@ def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> 
         Statements(),
     ]
     if recipe.answers is not None:
-        steps.append(Answers(recipe.answers, make))
+        steps.append(Answers(recipe.answers))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
     if recipe.duplicates.embedding is not None:
         steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
     if recipe.decontaminate.against:
         steps.append(Decontamination(recipe.decontaminate, recipe.out / UNUSABLE_EVALUATED))
     if recipe.code is not None:
-        steps.append(CodeSolutions(recipe.code, make))
+        steps.append(CodeSolutions(recipe.code))
     results = recipe.out / "results"
     if recipe.difficulty is not None:
-        steps.append(Difficulty(recipe.difficulty, results, open_sampler, make))
+        steps.append(Difficulty(recipe.difficulty, results, open_sampler))
     if recipe.judges is not None:
         steps.append(Judges(recipe.judges, results, open_sampler))
     return steps

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from or1_megatron.data.pipeline.recipe import DifficultyConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_columns
 from or1_megatron.data.pipeline.sampling import REFUSED, Answers, ModelStep, OpenSampler, ResultStore
-from or1_megatron.data.pipeline.steps import MakeVerifiers
+from or1_megatron.data.pipeline.solutions import verifiers_of
 from or1_megatron.types import ChatRequest
 from or1_verify.problems.problem import DIFFICULTY_TRIES
 from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
-from or1_verify.verifier_threads import VerifierThreads, judged
+from or1_verify.verifier_threads import judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):
@@ -25,15 +24,13 @@ class Difficulty(ModelStep[DifficultyConfig]):
     name = "difficulty"
     only_counts = frozenset({"samples_math", "samples_code"})
 
-    def __init__(self, config: DifficultyConfig, results: Path, open_sampler: OpenSampler, make: MakeVerifiers) -> None:
+    def __init__(self, config: DifficultyConfig, results: Path, open_sampler: OpenSampler) -> None:
         super().__init__(config, results, open_sampler)
-        self._make = make
         self._broken: list[str] = []  # verdicts that failed: their answers were not judged
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        abilities = frozenset(ability for (column,) in read_columns(shards, ("ability",)) for ability in column)
-        make = partial(self._make, self._config.timeout_s, abilities)
-        with closing(VerifierThreads(make, self._config.workers)) as self._verifiers:
+        abilities = {ability for (column,) in read_columns(shards, ("ability",)) for ability in column}
+        with closing(verifiers_of(self._config, abilities)) as self._verifiers:
             super().prepare(shards)
 
     def _samples(self, row: Candidate) -> int:

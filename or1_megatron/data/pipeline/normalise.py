@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
-SHARD_ROWS = 20_000
-SHARD_CHARS = 64 << 20  # tests of code problems can be megabytes
-"""Limits of a shard: they bound the memory, and the work that a killed step repeats."""
+SHARD_ROWS = 2000
+"""It bounds the memory, for the tests of a code problem can be megabytes, and the work that a killed step repeats."""
 UNUSABLE = "unusable_row"
 """The reason in the ledger of a row that is left out here."""
 
@@ -33,24 +33,10 @@ def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: 
     (out / folder).mkdir(parents=True, exist_ok=True)
     started_s, faults = time.perf_counter(), UnusableRows()
     outcomes = (outcome for source in sources for outcome in _outcomes(source, faults, say))
-    for number, shard in enumerate(_shards(outcomes)):
+    for number, shard in enumerate(batched(outcomes, SHARD_ROWS)):
         write_shard(out / folder / f"part-{number:05d}.parquet", shard)
     faults.settle(unusable, out / FILE_NAME, "unusable=drop")
     return finish_step(out, folder, NAME, started_s, say)
-
-
-def _shards(outcomes: Iterable[Outcome]) -> Iterator[list[Outcome]]:
-    shard: list[Outcome] = []
-    chars = 0
-    for outcome in outcomes:
-        shard.append(outcome)
-        if isinstance(outcome, Candidate):
-            chars += len(outcome.ground_truth) + sum(map(len, (outcome.statement, *outcome.solutions)))
-        if len(shard) == SHARD_ROWS or chars >= SHARD_CHARS:
-            yield shard
-            shard, chars = [], 0
-    if shard:
-        yield shard
 
 
 def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[Outcome]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig
+from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig, VerifiedStepConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
-from or1_megatron.data.pipeline.steps import MakeVerifiers, PipelineStep
+from or1_megatron.data.pipeline.steps import PipelineStep
+from or1_verify.config import VerifyConfig
 from or1_verify.problems.rows import DataError
 from or1_verify.types import Verdict
 from or1_verify.verifier_threads import VerifierThreads, judged
+from or1_verify.verifiers import build_verifiers
 
 _END_SHOWN_CHARS = 160
 _MATH_REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_solution"}
+
+
+def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> VerifierThreads:
+    """Return threads whose verifiers are made when they are first needed."""
+    make = partial(build_verifiers, VerifyConfig(timeout_s=config.timeout_s), abilities)
+    return VerifierThreads(make, config.workers)
 
 
 class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
@@ -29,9 +37,9 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
     response: str
     """A solution as a model would answer."""
 
-    def __init__(self, config: V, make: MakeVerifiers) -> None:
+    def __init__(self, config: V) -> None:
         super().__init__(config)
-        self._verifiers = VerifierThreads(partial(make, config.timeout_s, frozenset({self.ability})), config.workers)
+        self._verifiers = verifiers_of(config, {self.ability})
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         outcomes = [self._checked(row) if row.ability == self.ability else row for row in rows]

@@ -25,15 +25,11 @@ from or1_megatron.data.pipeline.records import (
 )
 from or1_megatron.runtime.files import write_atomically
 from or1_verify.problems.rows import DataError
-from or1_verify.types import Verifier
 
 MANIFEST = "manifest.json"
 _PACKAGES = Path(__file__).resolve().parents[3]
 
 Say = Callable[[str], None]
-
-MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
-"""(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
 
 
 class PipelineStep[C: Section]:
