@@ -158,7 +158,7 @@ def labelled_set(seed: int, each: int) -> list[Labelled]:
 def judged(pairs: list[Labelled], config: DuplicatesConfig) -> list[bool]:
     """Return for each variant whether the steps take it for a copy of its own base."""
     texts = [pair.base for pair in pairs] + [pair.variant for pair in pairs]
-    rows = [Candidate(str(n), "s", "math", text, "", '["1"]', (), {}, {}, str(n)) for n, text in enumerate(texts)]
+    rows = [Candidate("math", text, '["1"]', id=str(n), origin=str(n)) for n, text in enumerate(texts)]
     hits = [False] * len(pairs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "part-00000.parquet"

@@ -150,7 +150,7 @@ STATEMENTS = {
 
 def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
     """By default no judge is asked about code, and the problem passes; with both abilities its judge is opened."""
-    code = Candidate("c", "s", "code", "Sort a list.", "", "{}", (), {}, {}, "set.jsonl:1")
+    code = Candidate("code", "Sort a list.", "{}", id="c", origin="set.jsonl:1")
     shard = tmp_path / "part-00000.parquet"
     write_shard(shard, [code])
 

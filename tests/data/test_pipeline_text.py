@@ -108,8 +108,10 @@ def test_what_formatting_and_commands_do_not_change(one: str, other: str, equal:
 def test_what_a_step_decided_is_the_same_after_a_shard(tmp_path: Path) -> None:
     """With an opening, as LiveCodeBench's prompt has, and without; the excluded one does not go on."""
     rows = [
-        Candidate("1", "s", "code", "Do it.", " Now.", "{}", ("x",), {"M": 3}, {"a": [1]}, "f:1", "You will: "),
-        Candidate("2", "s", "math", "Count.", "", '["1"]', (), {}, {}, "f:2"),
+        Candidate(
+            "code", "Do it.", "{}", "s", " Now.", ("x",), {"M": 3}, {"a": [1]}, "You will: ", id="1", origin="f:1"
+        ),
+        Candidate("math", "Count.", '["1"]', id="2", origin="f:2"),
     ]
     outcomes, shard = [rows[0], Exclusion(rows[1], "short", {"chars": 6}), rows[1]], tmp_path / "shard.parquet"
     write_shard(shard, outcomes)
@@ -125,7 +127,7 @@ def test_near_duplicates_on_a_labelled_set_of_another_seed_than_the_published() 
 
 
 def candidate(number: int, statement: str, ability: str = "math") -> Candidate:
-    return Candidate(str(number), "s", ability, statement, "", '["1"]', (), {}, {}, f"f:{number}")
+    return Candidate(ability, statement, '["1"]', id=str(number), origin=f"f:{number}")
 
 
 def test_overlap_is_the_share_of_the_shorter_text_s_ngrams(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[O
         count += 1
         if isinstance(row, RowError):
             faults.add(row)
-            empty = Candidate(candidate_id(name, origin), name, "", "", "", "", (), {}, {}, origin)
+            empty = Candidate("", "", "", name, id=candidate_id(name, origin), origin=origin)
             yield Exclusion(empty, UNUSABLE, {"reason": row.reason, "message": str(row)})
         else:
             yield _candidate(source, origin, row)
@@ -58,20 +59,8 @@ def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[O
 
 def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
     name = _source_name(source, row)
-    return Candidate(
-        candidate_id(name, row.content),
-        name,
-        row.ability,
-        row.statement,
-        row.instructions,
-        row.ground_truth,
-        row.solutions,
-        row.difficulty,
-        row.notes,
-        origin,
-        row.opening,
-        _set_name(source),
-    )
+    columns = {field.name: getattr(row, field.name) for field in fields(row)} | {"source": name}
+    return Candidate(**columns, id=candidate_id(name, row.content), origin=origin, set_name=_set_name(source))
 
 
 def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:

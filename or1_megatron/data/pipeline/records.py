@@ -13,37 +13,27 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_verify.problems.layouts import Published
 from or1_verify.problems.problem import problem_id
 from or1_verify.types import Message, Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A problem on its way through the pipeline.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Published):
+    """A problem on its way through the pipeline: a published row, with what the steps add to it.
 
-    ``statement`` is the source's text, by which duplicates are found; the model reads it between ``opening`` and
-    ``instructions``.
-    ``solutions`` are reference solutions, possibly none: worked text (math) or source code (code). ``notes`` come from
-    the source or a step (JSON-able), such as ``question_type`` or the votes.
+    Duplicates are found by ``statement``, the source's text. ``notes`` come from the source or a step (JSON-able), such
+    as ``question_type`` or the votes.
     """
 
     id: str
-    source: str
-    ability: str
-    statement: str
-    instructions: str
-    ground_truth: str
-    solutions: tuple[str, ...]
-    difficulty: Mapping[str, int]
-    notes: Mapping[str, Any]
     origin: str
-    opening: str = ""
     set_name: str = ""
     """The recipe's source that it is from; ``source`` may name a part of it."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return (Message("user", self.opening + self.statement + self.instructions),)
+        return (Message("user", self.content),)
 
     def problem(self) -> Problem:
         """Return the problem as verifiers see it."""
