@@ -34,6 +34,9 @@ _AS_MEASURED: Final = "the figures of docs/data.md are those of its fixed value;
 
 OF_RECIPES: Final = {
     "statements": "all of its checks are always made; take the section out, and see the ledger for what they leave out",
+    "answers.without_solution": "answers keeps problems without a solution, as STILL-3's must be; take the key out",
+    "code.without_solution": "code leaves out problems without a solution; without the section (code: null) they stay",
+    "code.max_solutions": "up to three solutions are tried; take the key out",
     "duplicates.shingle_chars": _AS_MEASURED,
     "duplicates.bands": _AS_MEASURED,
     "duplicates.rows_per_band": _AS_MEASURED,

@@ -40,10 +40,7 @@ class VerifiedStepConfig(Section):
 
 
 class AnswersConfig(VerifiedStepConfig):
-    """Re-extract the answer from the worked solution, and keep agreements."""
-
-    without_solution: Literal["keep", "drop"] = "keep"
-    """What becomes of a problem whose source gives an answer and no solution."""
+    """Re-extract the answer from the worked solution, and keep agreements, and problems without a solution."""
 
 
 class EmbeddingConfig(Section):
@@ -72,11 +69,7 @@ class DecontaminationConfig(Section):
 
 
 class CodeConfig(VerifiedStepConfig):
-    """Reference solutions must pass every test in the sandbox."""
-
-    max_solutions: Positive = 3
-    """Reference solutions tried; one that passes all tests is enough."""
-    without_solution: Literal["keep", "drop"] = "drop"
+    """One of the first three reference solutions must pass every test in the sandbox."""
 
 
 class SampledModel(Section):

@@ -34,6 +34,9 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
 
     without_effect = frozenset({"workers"})
     ability: str
+    needs_solution: bool
+    tries: int
+    """How many solutions of a problem are judged at most."""
     response: str
     """A solution as a model would answer."""
 
@@ -48,7 +51,7 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
             for number, row in enumerate(outcomes)
             if isinstance(row, Candidate) and row.ability == self.ability and row.solutions
         }
-        for attempt in range(self._tries()):
+        for attempt in range(self.tries):
             trying = [
                 (number, row, self.response.format(row.solutions[attempt]))
                 for number, (row, _) in failed.items()
@@ -71,13 +74,7 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
         """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
         if why := self._verifiers.check(row.problem()):
             return self._unusable(row, why)
-        if not row.solutions and self._config.without_solution == "drop":
-            return Exclusion(row, "no_solution", {"given": row.ground_truth} if self.ability == "math" else {})
-        return row
-
-    def _tries(self) -> int:
-        """Return how many solutions of a problem are judged."""
-        return 1
+        return Exclusion(row, "no_solution", {}) if self.needs_solution and not row.solutions else row
 
     def _unusable(self, row: Candidate, why: str) -> Exclusion:
         raise NotImplementedError
@@ -95,6 +92,8 @@ class Answers(SolutionStep[AnswersConfig]):
 
     name = "answers"
     ability = "math"
+    needs_solution = False
+    tries = 1
     response = "</think>\n{}"
 
     def settings(self) -> Mapping[str, Any]:
@@ -119,10 +118,9 @@ class CodeSolutions(SolutionStep[CodeConfig]):
 
     name = "code"
     ability = "code"
+    needs_solution = True
+    tries = 3
     response = "</think>\n```python\n{}\n```"
-
-    def _tries(self) -> int:
-        return self._config.max_solutions
 
     def _unusable(self, row: Candidate, why: str) -> Exclusion:
         if not row.ground_truth:
