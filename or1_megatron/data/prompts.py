@@ -46,8 +46,11 @@ class ProblemSets:
     """By ability; one for each that occurs."""
 
     def close(self) -> None:
+        """End the verifiers, and let go of the problems, which may be large."""
         for verifier in self.verifiers.values():
             verifier.close()
+        self.train.clear()
+        self.held_out.clear()
 
 
 def read_problems(config: Config) -> ProblemSets:

@@ -40,11 +40,12 @@ def plan_start(config: Config, device: Device) -> Plan:
     return plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
 
 
-def check_inputs(config: Config, ranks_here: int) -> None:
+def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
     """Check the run folder, the model's weight files, and that this machine can do what the configuration asks for.
 
     Args:
         ranks_here: how many of the trainer's ranks will be on this machine.
+        wait_s: how long the last process of a killed run may still use the folder.
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, the run in it had another configuration, or the
@@ -57,7 +58,7 @@ def check_inputs(config: Config, ranks_here: int) -> None:
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()
-    with folder.lock(wait_s=2.0):
+    with folder.lock(wait_s):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
     check_choice(config, torch.cuda.is_available())

@@ -109,7 +109,7 @@ def plan_and_check(config: Config) -> Plan:
 
         from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
     planned = plan_start(config, "cuda" if torch.cuda.is_available() else "cpu")
-    check_inputs(config, ranks_per_node(config.parallel.ranks))
+    check_inputs(config, ranks_per_node(config.parallel.ranks), wait_s=10.0)
     if planned.device == "cuda":  # of the host's memory the ranks hold some already
         check_room(planned)
     return planned
