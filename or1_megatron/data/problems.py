@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from or1_verify.problems.problem import DIFFICULTY_TRIES, check_ground_truth, read_problem
-from or1_verify.problems.rows import DataError, RowError, parquet_rows, shown
+from or1_verify.problems.problem import check_ground_truth, read_problem
+from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError, RowError, parquet_rows, shown
 from or1_verify.problems.unusable import UnusableRows
 from or1_verify.types import Problem, Verifier
 

@@ -12,8 +12,7 @@ from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, re
 from or1_megatron.data.pipeline.sampling import REFUSED, Answers, ModelStep, OpenSampler, ResultStore
 from or1_megatron.data.pipeline.solutions import verifiers_of
 from or1_megatron.types import ChatRequest
-from or1_verify.problems.problem import DIFFICULTY_TRIES
-from or1_verify.problems.rows import DataError
+from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError
 from or1_verify.types import Message
 from or1_verify.verifier_threads import judged
 

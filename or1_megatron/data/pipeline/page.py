@@ -12,7 +12,7 @@ from or1_megatron.data.pipeline.records import Candidate
 from or1_megatron.report.figures.style import as_svg, panels, styled
 from or1_megatron.report.page.frame import html_page
 from or1_megatron.runtime.files import write_atomically
-from or1_verify.problems.problem import DIFFICULTY_TRIES
+from or1_verify.problems.rows import DIFFICULTY_TRIES
 
 _EXAMPLES = 3  # of each reason
 
