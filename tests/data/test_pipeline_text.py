@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from labelled_variants import judged, labelled_set, scores
 
 from or1_megatron.data.pipeline.contamination import Decontamination
-from or1_megatron.data.pipeline.duplicates import _groups
+from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates, _groups
 from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, embed, first_alike
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, read_outcomes, write_shard
@@ -120,14 +119,44 @@ def test_what_a_step_decided_is_the_same_after_a_shard(tmp_path: Path) -> None:
     assert [row.messages[0].content for row in rows] == ["You will: Do it. Now.", "Count."]
 
 
-def test_near_duplicates_on_a_labelled_set_of_another_seed_than_the_published() -> None:
-    labelled = labelled_set(5, each=16)
-    recall, precision = scores(labelled, judged(labelled, DuplicatesConfig()))
-    assert recall >= 0.95 and precision >= 0.95
-
-
 def candidate(number: int, statement: str, ability: str = "math") -> Candidate:
     return Candidate(ability, statement, '["1"]', id=str(number), origin=f"f:{number}")
+
+
+SOLD = (
+    "A farmer named Marta sells 12 baskets of apples for 3 dollars each and 7 jars of honey for 5 dollars each at the "
+    "market. What is the total amount of money that she earns?"
+)
+VARIANTS = {
+    "capitals": (SOLD.upper(), "exact_duplicate"),
+    "numbering and markup": ("**Problem 4.** " + SOLD.replace("12", "$ 12 $"), "exact_duplicate"),
+    "boilerplate": (SOLD + " Express your answer as a whole number and show all work.", "near_duplicate"),
+    "another command": (SOLD.replace("What is the total", "Find the total"), "near_duplicate"),
+    "another name": (SOLD.replace("Marta", "Julia"), "near_duplicate"),
+    "synonyms": (SOLD.replace("money", "cash").replace("farmer", "grower"), "near_duplicate"),
+    "a typing error": (SOLD.replace("baskets", "baskts"), "near_duplicate"),
+    "a number as a word": (SOLD.replace("12", "twelve"), "near_duplicate"),
+    "another number": (SOLD.replace("12", "13"), None),
+    "numbers exchanged": (SOLD.replace("12", "x").replace("7", "12").replace("x", "7"), None),
+    "a word that turns the meaning": (SOLD.replace("total", "smallest"), None),
+    "the same in other words": ("A farmer sells 12 baskets at 3 dollars and 7 jars at 5 dollars. For how much?", None),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_what_counts_as_the_same_problem(case: str, tmp_path: Path) -> None:
+    """How often this is right on 606 labelled variants: docs/data.md."""
+    text, expected = VARIANTS[case]
+    rows, shard, reason = [candidate(0, SOLD), candidate(1, text)], tmp_path / "part-00000.parquet", None
+    write_shard(shard, rows)
+    for step in (ExactDuplicates(), NearDuplicates(DuplicatesConfig())):
+        step.prepare([shard])
+        first, second = step.apply(rows, 0)
+        assert first == rows[0]
+        if reason is None and isinstance(second, Exclusion):
+            assert second.evidence["of"] == "0"
+            reason = second.reason
+    assert reason == expected
 
 
 def test_overlap_is_the_share_of_the_shorter_text_s_ngrams(tmp_path: Path) -> None:
