@@ -15,13 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from or1_megatron.data.chat import Replies, chat_seed
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, SampledModel
 from or1_megatron.data.pipeline.records import Candidate, Outcome, read_candidates
 from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.interfaces import Sampler
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
-from or1_megatron.types import ChatCompletion, ChatRequest, Sampling
+from or1_megatron.runtime.seeds import derive_seed
+from or1_megatron.types import ChatCompletion, ChatRequest, Replies, Sampling
 from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
 
@@ -147,7 +147,7 @@ class ModelStep(PipelineStep[M]):
                 continue
             for sample in range(self._samples(row)):
                 if sample not in known:
-                    seed = chat_seed(self._config.seed, key, sample)
+                    seed = derive_seed(self._config.seed, key, sample)
                     yield row, ChatRequest(key, sample, self._messages(row), seed)
 
     def _sample(
