@@ -1,5 +1,5 @@
-"""Difficulty and judges for real: a vLLM engine on the quickstart's base model, an OpenAI-compatible server around an
-engine, and a server that answers, fails and babbles as told. That votes of a 70B judge are worth anything is not shown.
+"""Difficulty and judges: a vLLM engine on the quickstart's base model, and an OpenAI-compatible server that answers,
+fails and babbles at will. That votes of a 70B judge are worth anything is not shown.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
+from engine_fixtures import RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
 from or1_megatron.commands.asked_model import open_sampler
@@ -29,7 +28,7 @@ from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampl
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import UnusableRows
-from or1_verify.types import Message, Problem, Verdict
+from or1_verify.types import Problem, Verdict
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 BASE = QUICKSTART / "base_model"
@@ -223,30 +222,22 @@ def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path
     assert len(list(kept(made.out))) == 4
 
 
-def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_pool: Any, tmp_path: Path) -> None:
-    """The tests' random model: every vote is unreadable, which stops the build, again and again, and asks no more."""
-    asked: list[ChatCompletion | FailedRequest] = []
+def test_a_model_that_only_babbles_is_no_judge(tmp_path: Path) -> None:
+    """Every vote is unreadable, which stops the build, again and again, and asks no more."""
+    asked = 0
 
     def answer(body: dict[str, Any]) -> Reply:
-        request = ChatRequest("q", len(asked), (Message("user", body["messages"][0]["content"]),), body["seed"])
-        prompt = np.array([2, 7, 9], dtype=np.int32)
-        sampler = EngineSampler(
-            engine_pool.handles[:1], 4, lambda messages: prompt, Sampling(1.0, 1.0, 24), MAX_MODEL_TOKENS
-        )
-        (reply,) = sampler.sample([request])
-        asked.append(reply)
-        assert isinstance(reply, ChatCompletion)
-        return completion(reply.text, "length" if reply.truncated else "stop")
+        nonlocal asked
+        asked += 1
+        return completion("Beautiful! I vote yes.")
 
-    rows = [{"prompt": text, "answer": "1"} for text in list(STATEMENTS.values())[:2]]
+    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
-        models = (SampledModel(name="tiny", endpoint=url, concurrent=1),)
-        config = JudgesConfig(models=models, votes=2, keep_at_least=1)
-        made = recipe(tmp_path, rows, judges=config)
+        made = recipe(tmp_path, rows, judges=judging(url, "a", keep_at_least=1))
         for _ in range(2):
-            with pytest.raises(DataError, match=r"4 of 4 answers of 'tiny' hold no vote"):
+            with pytest.raises(DataError, match=r"16 of 16 answers of 'a' hold no vote"):
                 build(made, open_sampler, say)
-    assert len(asked) == 2 * 2
+    assert asked == 16
 
 
 def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
