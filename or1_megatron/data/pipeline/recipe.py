@@ -39,10 +39,6 @@ class VerifiedStepConfig(Section):
     """Verifiers at once."""
 
 
-class AnswersConfig(VerifiedStepConfig):
-    """Re-extract the answer from the worked solution, and keep agreements, and problems without a solution."""
-
-
 class EmbeddingConfig(Section):
     """Duplicates by meaning: cosine of mean-pooled hidden states."""
 
@@ -66,10 +62,6 @@ class DecontaminationConfig(Section):
     ngram_words: Positive = 8
     overlap: Fraction = 0.5
     """Share of the n-grams of the shorter of the two texts that the other has too."""
-
-
-class CodeConfig(VerifiedStepConfig):
-    """One of the first three reference solutions must pass every test in the sandbox."""
 
 
 class SampledModel(Section):
@@ -147,9 +139,11 @@ class Recipe(Section):
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
     """Rows that are not of their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
-    answers: AnswersConfig | None = AnswersConfig()
+    answers: VerifiedStepConfig | None = VerifiedStepConfig()
+    """Re-extract the answer from the worked solution, and keep agreements, and problems without a solution."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()
-    code: CodeConfig | None = CodeConfig()
+    code: VerifiedStepConfig | None = VerifiedStepConfig()
+    """One of the first three reference solutions must pass every test in the sandbox."""
     difficulty: DifficultyConfig | None = None
     judges: JudgesConfig | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig, VerifiedStepConfig
+from or1_megatron.data.pipeline.recipe import VerifiedStepConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_verify.config import VerifyConfig
@@ -26,7 +26,7 @@ def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> Verifi
     return VerifierThreads(make, config.workers)
 
 
-class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
+class SolutionStep(PipelineStep[VerifiedStepConfig]):
     """Judges the solutions of an ability's problems, one after another until one is right; other problems pass.
 
     Without a problem of that ability no verifier is made, and so no sandbox is needed.
@@ -40,7 +40,7 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
     response: str
     """A solution as a model would answer."""
 
-    def __init__(self, config: V) -> None:
+    def __init__(self, config: VerifiedStepConfig) -> None:
         super().__init__(config)
         self._verifiers = verifiers_of(config, {self.ability})
 
@@ -87,7 +87,7 @@ class SolutionStep[V: AnswersConfig | CodeConfig](PipelineStep[V]):
         raise NotImplementedError
 
 
-class Answers(SolutionStep[AnswersConfig]):
+class Answers(SolutionStep):
     """Math: extracts the answer again from the first worked solution, and compares it with the given one."""
 
     name = "answers"
@@ -113,7 +113,7 @@ class Answers(SolutionStep[AnswersConfig]):
         return Exclusion(row, _MATH_REASONS.get(verdict.status, "answer_not_comparable"), evidence)
 
 
-class CodeSolutions(SolutionStep[CodeConfig]):
+class CodeSolutions(SolutionStep):
     """Code: the tests are complete, and a reference solution passes all of them in the sandbox."""
 
     name = "code"
