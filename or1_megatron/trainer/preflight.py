@@ -188,16 +188,16 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
 def _previous(config: Config, number: int) -> Begin:
     """Return the checkpoint from which stage ``number`` (from 1) begins."""
     chosen = config.run.previous
-    place = chosen or config.run.dir / f"stage_{number - 1}"
-    if (place / MANIFEST).is_file() and step_of(place) is not None:
-        return Begin(place, number - 1, chosen=True)
+    before = chosen or config.run.dir / f"stage_{number - 1}"
+    if (before / MANIFEST).is_file() and step_of(before) is not None:
+        return Begin(before, number - 1, chosen=True)
     keep = config.checkpoint
-    newest = CheckpointKeeper(RunFolder(place).checkpoints, keep.keep_last, keep.keep_best).newest()
+    newest = CheckpointKeeper(RunFolder(before).checkpoints, keep.keep_last, keep.keep_best).newest()
     if newest is None:
         raise PreviousStageMissing(
             f"stage {number} ('{config.stages[number - 1].name}') begins from a checkpoint of stage {number - 1} "
-            f"('{config.stages[number - 2].name}'), and there is none in {place}"
-            + ("" if place.is_dir() else ", which does not exist")
+            f"('{config.stages[number - 2].name}'), and there is none in {before}"
+            + ("" if before.is_dir() else ", which does not exist")
             + f"; train that stage first (--stage {number - 1}), or say where its run or checkpoint lies with "
             "--set run.previous=..."
         )

@@ -40,7 +40,7 @@ class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
             return {}
         rows, texts = zip(*chosen, strict=True)
         alike = first_alike(embed(self._config.model, texts), self._config.threshold)
-        return {rows[place]: (rows[original], similarity) for place, (original, similarity) in alike.items()}
+        return {rows[repeat]: (rows[original], similarity) for repeat, (original, similarity) in alike.items()}
 
 
 def first_alike(vectors: Float32Array, threshold: float) -> Repeats:

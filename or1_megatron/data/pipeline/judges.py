@@ -96,7 +96,7 @@ class Judges(ModelStep[JudgesConfig]):
         counted = {"for": favourable, "readable": len(readable), "of": config.votes * len(config.models)}
         if favourable >= config.keep_at_least:
             return replace(row, notes={**row.notes, "votes": counted})
-        against = {name: sum(vote[place] == "n" for vote in readable) for place, (name, _) in enumerate(CRITERIA)}
+        against = {name: sum(vote[index] == "n" for vote in readable) for index, (name, _) in enumerate(CRITERIA)}
         by_model = {name: sum(set(vote) == {"y"} for vote in votes) for name, votes in given.items()}
         evidence = {**counted, "needed": config.keep_at_least, "for_by_model": by_model, "against": against}
         if REFUSED in every and not readable:

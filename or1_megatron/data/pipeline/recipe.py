@@ -18,7 +18,7 @@ class BuildSource(Section):
     path: Path
     """A .jsonl or .parquet file, a folder of them, or a Hugging Face hub id."""
     layout: LayoutName = "auto"
-    """Which columns it has; auto: told from their names."""
+    """Which columns it has; auto: as their names say."""
     name: str | None = None
     """Stands in ``data_source``; the file's or folder's name if not given. Layouts with a source or difficulty of
     their own add it, as in train-math-numinamath1.5_olympiads."""
