@@ -43,7 +43,8 @@ def test_a_run_goes_on_by_itself(
     saves = ["checkpoint.every_steps=100", "checkpoint.keep_best=false"]
     ngram = "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 2}"
     drafts = f"rollout.engine_args.speculative_config={ngram}"
-    training = train(small_config(run), "run.max_restarts=3", "cluster.heartbeat_s=6", steps, drafts, *saves)
+    config = small_config(run)
+    training = train(config, "run.max_restarts=3", "cluster.heartbeat_s=6", steps, drafts, *saves)
     plan = [
         ("engine 1", signal.SIGSTOP),
         ("the RolloutManager", signal.SIGKILL),
@@ -53,6 +54,7 @@ def test_a_run_goes_on_by_itself(
     ]
     for step, (who, number) in enumerate(plan, start=1):
         wait_for_rows(training, run, step)
+        config.write_text("nothing: that could start again\n")  # the launcher has read it
         os.kill(process_of(run, who), number)
         if number == signal.SIGSTOP:  # a row may come before it is missed, and the next fault must not come first
             wait_until(partial(has_stalled, run, who), f"the monitor to miss {who}")
