@@ -73,7 +73,7 @@ def train(
             if dry_run:
                 _dry_run(loaded, device, shape)
             elif check:
-                _check(loaded, device)
+                _check(loaded, device, nnodes)
             else:
                 nodes = _nodes(loaded, nnodes, node_rank, master_addr, master_port)
                 with nullcontext() if nodes is None else nodes:
@@ -114,14 +114,14 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
         print(f"or1: not there yet: {line}", file=sys.stderr)
 
 
-def _check(config: Config, device: Device | None) -> None:
+def _check(config: Config, device: Device | None, nodes: int) -> None:
     from or1_megatron.data.prompts import make_prompts, read_problems
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
     planned = plan_start(config, _device(device))
     Console().print(render(planned))
-    check_inputs(config, config.parallel.ranks)
+    check_inputs(config, config.parallel.ranks // nodes)
     with closing(read_problems(config)) as problems:
         make_prompts(config, problems)
     check_room(planned)
