@@ -8,7 +8,7 @@ Shapes: ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens, ``S`` p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,6 +79,26 @@ class FailedRequest:
     request: ChatRequest
     reason: str
     permanent: bool
+
+
+@dataclass
+class Replies:
+    """A sampler's replies: iteration yields the completions and sorts the failed requests."""
+
+    replies: Iterable[ChatCompletion | FailedRequest]
+    refused: list[FailedRequest] = field(default_factory=list)
+    """Requests that failed for good."""
+    failures: list[str] = field(default_factory=list)
+    """Reasons of all other failed requests."""
+
+    def __iter__(self) -> Iterator[ChatCompletion]:
+        for reply in self.replies:
+            if isinstance(reply, ChatCompletion):
+                yield reply
+            elif reply.permanent:
+                self.refused.append(reply)
+            else:
+                self.failures.append(reply.reason)
 
 
 @pickled_by_fields

@@ -21,11 +21,12 @@ from demonstrations import HABIT_PREFIXES
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.pool import engine_env
 from or1_megatron.types import Completion, Prompt, Request, Sampling
 from or1_verify.math.verifier import MathVerifier
+from or1_verify.problems.unusable import UnusableRows
 
 CONTEXTS_TOKENS = (56, 96)  # T of the two stages
 MAX_PROMPT_TOKENS = 32
@@ -80,7 +81,7 @@ def main() -> None:
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     tokenizer = load_tokenizer(arguments.model)
     problems = load_problems(arguments.data / "heldout.jsonl")
-    prompts, _ = ChatTemplate(tokenizer).make_prompts(problems, MAX_PROMPT_TOKENS)
+    prompts = ChatTemplate(tokenizer).make_prompts(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     engine = VllmEngine(
         EngineSettings(
             index=0,

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.pool import engine_env
 from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.answer import after_reasoning, last_box
+from or1_verify.problems.unusable import UnusableRows
 
 MAX_TOKENS = 96
 MAX_PROMPT_TOKENS = 32
@@ -64,7 +65,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.model)
-    prompts, _ = ChatTemplate(tokenizer).make_prompts(load_problems(arguments.data), MAX_PROMPT_TOKENS)
+    problems = load_problems(arguments.data)
+    prompts = ChatTemplate(tokenizer).make_prompts(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     theirs = transformers_answers(arguments.model, prompts, tokenizer.eos_token_id)
     ours = engine_answers(arguments.model, prompts)
     same_tokens = np.mean([a == b for a, b in zip(ours, theirs, strict=True)])

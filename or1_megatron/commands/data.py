@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +14,7 @@ import typer
 from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
-    from or1_megatron.data.pipeline.build import Done
     from or1_megatron.data.pipeline.recipe import SampledModel
-    from or1_megatron.data.pipeline.steps import Say
-    from or1_verify.types import Verifier
 
 data = typer.Typer(no_args_is_help=True, help="Build a training set from published ones, and look into it.")
 
@@ -26,9 +22,9 @@ _FOLDER = typer.Option("--build", help="The build's folder: 'out' of its recipe.
 _DEFAULT = Path("runs/dataset")
 
 
-@data.command()
-def build(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+@data.command("build")
+def build_dataset(
+    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
@@ -37,7 +33,16 @@ def build(
 ) -> None:
     """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
     with explained():
-        build_dataset(recipe, tuple(overrides or ()), _say, until)
+        from or1_megatron.commands.asked_model import open_sampler
+        from or1_megatron.config.load import load_as
+        from or1_megatron.data.pipeline.build import build
+        from or1_megatron.data.pipeline.recipe import Recipe
+
+        loaded = load_as(Recipe, path, overrides or ())
+        for section in (loaded.difficulty, loaded.judges):
+            for model in () if section is None else section.models:
+                _check_model(model)
+        build(loaded, partial(open_sampler, say=_say), _say, until)
 
 
 @data.command()
@@ -47,15 +52,16 @@ def why(
 ) -> None:
     """Print which step excluded a problem, the reason and the evidence; or that it was kept."""
     with explained():
-        from or1_megatron.data.pipeline.ledger import ExcludedProblem
-        from or1_megatron.data.pipeline.ledger import why as look_up
+        from or1_megatron.data.pipeline.build import why as look_up
+        from or1_megatron.data.pipeline.records import Exclusion
 
-        for row in look_up(folder, problem):
+        for step, outcome in look_up(folder, problem):
+            row = outcome.candidate if isinstance(outcome, Exclusion) else outcome
             print(f"{row.id}  {row.source}  ({row.ability}, {row.origin})")
             print(f"  {' '.join(row.statement.split())[:200]}")
-            if isinstance(row, ExcludedProblem):
-                print(f"  excluded by step '{row.step}': {row.reason}")
-                for name, value in row.evidence.items():
+            if isinstance(outcome, Exclusion):
+                print(f"  excluded by step '{step}': {outcome.reason}")
+                for name, value in outcome.evidence.items():
                     print(f"    {name}: {value if isinstance(value, str) else json.dumps(value)}")
             else:
                 print("  kept" + (f"; failures in 16: {row.difficulty}" if row.difficulty else ""))
@@ -106,27 +112,6 @@ def benchmark(
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def build_dataset(path: Path, overrides: tuple[str, ...], say: Say, until: str | None = None) -> list[Done]:
-    """Build as the recipe at ``path`` says. Raises ConfigError, and what ``pipeline.build.build`` raises."""
-    from or1_megatron.commands.asked_model import open_sampler
-    from or1_megatron.config.load import load_as
-    from or1_megatron.data.pipeline.build import build
-    from or1_megatron.data.pipeline.recipe import Recipe
-
-    recipe = load_as(Recipe, path, overrides)
-    for section in (recipe.difficulty, recipe.judges):
-        for model in () if section is None else section.models:
-            _check_model(model)
-    return build(recipe, make_verifiers, partial(open_sampler, say=say), say, until)
-
-
-def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, Verifier]:
-    from or1_verify.config import VerifyConfig
-    from or1_verify.verifiers import build_verifiers
-
-    return build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities)
 
 
 def _check_model(model: SampledModel) -> None:

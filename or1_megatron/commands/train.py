@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -73,11 +73,11 @@ def train(
             if dry_run:
                 _dry_run(loaded, device, shape)
             elif check:
-                _check(loaded, device)
+                _check(loaded, device, nnodes)
             else:
                 nodes = _nodes(loaded, nnodes, node_rank, master_addr, master_port)
                 with nullcontext() if nodes is None else nodes:
-                    _start(loaded, path, overrides, device, nodes)
+                    _start(loaded, device, nodes)
 
 
 @contextmanager
@@ -114,14 +114,16 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
         print(f"or1: not there yet: {line}", file=sys.stderr)
 
 
-def _check(config: Config, device: Device | None) -> None:
-    from or1_megatron.sizing.dry_run import plan_run
+def _check(config: Config, device: Device | None, nodes: int) -> None:
+    from or1_megatron.data.prompts import make_prompts, read_problems
     from or1_megatron.sizing.plan_tables import render
-    from or1_megatron.trainer.preflight import check_inputs, check_room
+    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
-    planned = plan_run(config, _device(device))
+    planned = plan_start(config, _device(device))
     Console().print(render(planned))
-    check_inputs(config, ground_truths=True)
+    check_inputs(config, config.parallel.ranks // nodes)
+    with closing(read_problems(config)) as problems:
+        make_prompts(config, problems)
     check_room(planned)
 
 
@@ -143,30 +145,33 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
     return Nodes(count, rank, str(address), port, config.cluster.join_timeout_s) if count > 1 else None
 
 
-def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, nodes: Nodes | None) -> None:
-    from or1_megatron.sizing.dry_run import plan_run
-    from or1_megatron.trainer.preflight import check_inputs, check_room, no_room_in_memory
+def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
+    from or1_megatron.trainer.preflight import check_inputs, check_room, no_room_in_memory, plan_start
 
-    planned = plan_run(config, _device(device))
-    if nodes is None or nodes.rank == 0:  # the others need not read the data, too
+    planned, here = plan_start(config, _device(device)), _ranks_here(config, nodes)
+    if nodes is None or nodes.rank == 0:
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
-        check_inputs(config)
+        check_inputs(config, here)
     check_room(planned)
-    if (lacking := no_room_in_memory(planned, _ranks_here(config, nodes))) is not None:
+    if (lacking := no_room_in_memory(planned, here)) is not None:
         print(f"or1: warning: {lacking}", file=sys.stderr)
-        overrides = [*overrides, "checkpoint.in_memory=false"]
-    arguments = [str(path), *(part for key in overrides for part in ("--set", key))]
-    raise typer.Exit(_keep_running(config, arguments, nodes))
+        without = config.checkpoint.model_copy(update={"in_memory": False})
+        config = config.model_copy(update={"checkpoint": without})
+    raise typer.Exit(_keep_running(config, nodes))
 
 
 def _ranks_here(config: Config, nodes: Nodes | None) -> int:
     return config.parallel.ranks // (1 if nodes is None else nodes.count)
 
 
-def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None) -> int:
-    """Run this node's ranks, and again after what can be mended; return the exit code for the shell."""
+def _keep_running(config: Config, nodes: Nodes | None) -> int:
+    """Run this node's ranks, and again after what can be mended; return the exit code for the shell.
+
+    They are given the configuration as it has been read, so that a file that is changed meanwhile changes nothing.
+    """
     from or1_megatron.checkpoint.memory_folder import bring_to_disk, memory_folder, newest_saved
+    from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
     from or1_megatron.runtime.monitor import Monitor
@@ -182,7 +187,7 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
             nodes.begin()
         return launch(
             "or1_megatron.trainer.run",
-            arguments,
+            [to_json(config)],
             ranks=_ranks_here(config, nodes),
             threads_per_rank=config.parallel.threads_per_rank,
             grace_s=config.checkpoint.signal_grace_s,

@@ -80,6 +80,15 @@ def resolved_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
+def to_json(config: Config) -> str:
+    """Return the whole configuration on a line, as ``from_json`` reads it back equal."""
+    return json.dumps(config.model_dump(mode="json"))
+
+
+def from_json(text: str) -> Config:
+    return Config.model_validate_json(text, strict=True)
+
+
 def value_of(config: Config, key: str) -> str:
     """Return the value of one dotted key: a plain value as it is, a section or list as YAML.
 

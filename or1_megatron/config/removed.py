@@ -32,6 +32,7 @@ REMOVED: Final = {
     ),
     "parallel.overlap_tensor": Removed(
         False, "no layout set it, and `or1 plan` expected 2% of a run's time from it at best; take the key out"
+    ),
     "handoff.backend": Removed(
         "shard",
         "every handoff sends each engine rank just the slices that it needs; rank 0 gathering whole tensors (gloo) was "
@@ -40,11 +41,29 @@ REMOVED: Final = {
 }
 """By the dotted key without places in lists."""
 
+_AS_MEASURED: Final = "the figures of docs/data.md are those of its fixed value; take the key out"
+
+OF_RECIPES: Final = {
+    "statements": "all of its checks are always made; take the section out, and see the ledger for what they leave out",
+    "answers.without_solution": "answers keeps problems without a solution, as STILL-3's must be; take the key out",
+    "code.without_solution": "code leaves out problems without a solution; without the section (code: null) they stay",
+    "code.max_solutions": "up to three solutions are tried; take the key out",
+    "duplicates.shingle_chars": _AS_MEASURED,
+    "duplicates.bands": _AS_MEASURED,
+    "duplicates.rows_per_band": _AS_MEASURED,
+    "duplicates.embedding.backend": "transformers loads the model, and its hidden states are mean-pooled",
+    "duplicates.embedding.batch": "64 texts go through the model at a time; take the key out",
+    "judges.retries": "a vote that cannot be read is not asked for again; ask for more votes",
+    "judges.max_without_vote": "a judge of whose votes more than half cannot be read stops the build; take the key out",
+}
+"""Keys that recipes of ``or1 data build`` had once."""
+
 
 def why_removed(parts: Iterable[str]) -> str | None:
     """Return ``was removed: ...`` for a key, given by its parts, that the configuration had once; None for others."""
-    removed = REMOVED.get(".".join(part for part in parts if not part.isdecimal()))
-    return None if removed is None else f"was removed: {removed.why}"
+    key = ".".join(part for part in parts if not part.isdecimal())
+    why = REMOVED[key].why if key in REMOVED else OF_RECIPES.get(key)
+    return None if why is None else f"was removed: {why}"
 
 
 def pass_over_defaults(data: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from or1_megatron.data.files import SUFFIXES, PlacedRow, is_hub_id, read_rows
-from or1_megatron.data.problems import load_problems
+from or1_megatron.data.problems import SUFFIXES, PlacedRow, is_hub_id, load_problems, read_rows
 from or1_megatron.runtime.files import write_atomically
 from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError, published_row

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from or1_megatron.data.chat import Replies, chat_seed
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest
+from or1_megatron.runtime.seeds import derive_seed
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Replies
 from or1_verify.types import Problem, Verdict
 from or1_verify.verifier_threads import judged
 
@@ -40,7 +40,7 @@ def evaluate(
     by_id = {problem.id: problem for problem in problems}
     wanted = len(problems) * samples
     missing = [
-        ChatRequest(problem.id, sample, problem.messages, chat_seed(seed, problem.id, sample))
+        ChatRequest(problem.id, sample, problem.messages, derive_seed(seed, problem.id, sample))
         for sample in range(samples)
         for problem in problems
         if store.get(problem.id, sample) is None

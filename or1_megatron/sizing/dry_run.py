@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from or1_megatron.config.base import DataFileMissing
 from or1_megatron.config.load import ConfigError
 from or1_megatron.config.schema import Config
-from or1_megatron.data.files import files_of, hub_rows, is_hub_id
+from or1_megatron.data.problems import files_of, hub_rows, is_hub_id
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.run_plan import Plan, PlanError, plan
 from or1_megatron.weights.families import family_of, read_hf_config

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from or1_megatron.config.schema import Config
 from or1_megatron.weights.shape import BYTES, Shape
 
@@ -33,6 +35,14 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
     logits = logits_bytes(config, shape)
     kept = ENGINE_RESERVE_BYTES + TRAINER_RESERVE_BYTES
     return max(0, int(gpu_gb * 1e9) - weights - logits - kept)
+
+
+def with_gpu_memory(config: Config) -> Config:
+    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
+    if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
+        return config
+    there = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_gb": there})})
 
 
 def logits_bytes(config: Config, shape: Shape) -> int:

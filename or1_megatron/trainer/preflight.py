@@ -1,4 +1,8 @@
-"""The checks before a run starts. They take seconds, and start no rank, engine or cluster."""
+"""The plan of a run and the checks before it starts, but for its problems (``data.prompts``).
+
+They take seconds, and start no rank, engine or cluster. ``or1 train`` makes them once, before its ranks; without it, as
+under plain torchrun, rank 0 does.
+"""
 
 from __future__ import annotations
 
@@ -19,54 +23,52 @@ from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
-from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
+from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
+from or1_megatron.sizing.conflicts import Device
+from or1_megatron.sizing.dry_run import plan_run
+from or1_megatron.sizing.kv_cache import with_gpu_memory
 from or1_megatron.sizing.memory import check_memory, gib, needed
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.sizing.storage import disk_free, in_memory_bytes, node_memory
-from or1_megatron.trainer.prompts import abilities_of, load_prompts, read_problems
 from or1_megatron.weights.families import ModelError, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_verify.errors import UserError
-from or1_verify.problems.unusable import UnusableRows
-from or1_verify.verifiers import build_verifiers
 
 
-def check_inputs(config: Config, ground_truths: bool = False) -> None:
-    """Check the run folder, the model's weight files and every row of the data.
+def plan_start(config: Config, device: Device) -> Plan:
+    """Return the plan of a run that starts now: with the memory of the GPUs here. Raises what ``plan_run`` raises."""
+    return plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
 
-    Ground truths and prompts are left to the start of the run, which checks all of them, unless ``ground_truths`` asks
-    for them here or other rows are refused: then all unusable rows are found at once.
+
+def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
+    """Check the run folder, the model's weight files, and that this machine can do what the configuration asks for.
+
+    Args:
+        ranks_here: how many of the trainer's ranks will be on this machine.
+        wait_s: how long the last process of a killed run may still use the folder.
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, the run in it had another configuration, or the
             run asks for more GPUs than are here.
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
-        ModelError, DataError, SandboxUnavailable, VerifierBroken: the model, the problems or their verifiers cannot be
-            used.
+        ModelError: the model cannot be used.
         OSError: the folder cannot be made.
     """
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()
-    with folder.lock(wait_s=2.0):
+    with folder.lock(wait_s):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
     check_transport(config, torch.cuda.is_available())
     check_engine_args(config.rollout)
     if torch.cuda.is_available():
-        check_gpus_here(config, torch.cuda.device_count())
+        check_gpus_here(config, ranks_here, torch.cuda.device_count())
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))
-    unusable = UnusableRows()
-    train, held_out = read_problems(config, unusable)
-    if ground_truths or (unusable and config.data.unusable == "refuse"):
-        load_prompts(config)
-        return
-    for verifier in build_verifiers(config.verify, abilities_of(*train, *held_out)).values():
-        verifier.close()
 
 
 def check_room(planned: Plan) -> None:
@@ -108,8 +110,8 @@ def no_room_in_memory(planned: Plan, ranks_here: int) -> str | None:
     )
 
 
-def check_gpus_here(config: Config, gpus: int) -> None:
-    """Check that a run whose ranks all start on this machine finds its GPUs here, before anything starts.
+def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
+    """Check that the ranks of this machine, and the engines of a run on it alone, find their GPUs here.
 
     Args:
         gpus: how many this process sees.
@@ -117,7 +119,9 @@ def check_gpus_here(config: Config, gpus: int) -> None:
     Raises:
         ConfigError: there are fewer than the configuration asks for.
     """
-    needed, asked = config.parallel.ranks, f"parallel.ranks = {config.parallel.ranks}"
+    needed, asked = ranks_here, f"parallel.ranks = {config.parallel.ranks}"
+    if ranks_here < config.parallel.ranks:
+        asked += f", of which {ranks_here} are here,"
     if config.rollout.placement == "separate" and config.cluster.ray_address is None:
         rollout = config.rollout
         needed += rollout.engines * rollout.tensor_parallel
@@ -136,18 +140,18 @@ def check_gpus_here(config: Config, gpus: int) -> None:
 
 def lacking(config: Config) -> list[str]:
     """Return why the run could not start now: what its model or the stage before it lacks. Reads little."""
-    found = []
+    reasons = []
     try:
         begin_of(config, RunFolder(config.run.folder))
     except (PreviousStageMissing, ResumeError, ConfigError) as error:
-        found.append(str(error))
+        reasons.append(str(error))
     for model in (config.model.hf, config.algorithm.kl.reference):
         try:
             if model is not None:
                 check_weight_files(model, read_hf_config(model))
         except ModelError as error:
-            found.append(str(error))
-    return found
+            reasons.append(str(error))
+    return reasons
 
 
 class PreviousStageMissing(UserError, FileNotFoundError):
@@ -185,16 +189,16 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
 def _previous(config: Config, number: int) -> Begin:
     """Return the checkpoint from which stage ``number`` (from 1) begins."""
     chosen = config.run.previous
-    place = chosen or config.run.dir / f"stage_{number - 1}"
-    if (place / MANIFEST).is_file() and step_of(place) is not None:
-        return Begin(place, number - 1, chosen=True)
+    before = chosen or config.run.dir / f"stage_{number - 1}"
+    if (before / MANIFEST).is_file() and step_of(before) is not None:
+        return Begin(before, number - 1, chosen=True)
     keep = config.checkpoint
-    newest = CheckpointKeeper(RunFolder(place).checkpoints, keep.keep_last, keep.keep_best).newest()
+    newest = CheckpointKeeper(RunFolder(before).checkpoints, keep.keep_last, keep.keep_best).newest()
     if newest is None:
         raise PreviousStageMissing(
             f"stage {number} ('{config.stages[number - 1].name}') begins from a checkpoint of stage {number - 1} "
-            f"('{config.stages[number - 2].name}'), and there is none in {place}"
-            + ("" if place.is_dir() else ", which does not exist")
+            f"('{config.stages[number - 2].name}'), and there is none in {before}"
+            + ("" if before.is_dir() else ", which does not exist")
             + f"; train that stage first (--stage {number - 1}), or say where its run or checkpoint lies with "
             "--set run.previous=..."
         )

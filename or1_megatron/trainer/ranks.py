@@ -1,6 +1,6 @@
 """What the ranks do once Ray and the engines have been started.
 
-Rank 0 checks the data, starts the RolloutManager, and runs the loop. The other ranks hold their share of the policy
+Rank 0 makes the prompts, starts the RolloutManager, and runs the loop. The other ranks hold their share of the policy
 and execute the verbs that rank 0 relays.
 """
 
@@ -19,6 +19,7 @@ from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import resolved_yaml
 from or1_megatron.config.schema import Config
+from or1_megatron.data.prompts import ProblemSets, make_prompts
 from or1_megatron.data.stream import MixtureStream
 from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
@@ -43,23 +44,15 @@ from or1_megatron.runtime.launch import threads_of_rank
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
-from or1_megatron.runtime.signals import StopRequested, is_launched
+from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.schemas.fields import check_summary
-from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
-from or1_megatron.sizing.storage import in_memory_bytes
+from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.preflight import (
-    begin_of,
-    check_resumable,
-    check_room,
-    checkpoint_keeper,
-    no_room_in_memory,
-)
-from or1_megatron.trainer.prompts import load_prompts
-from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns, with_gpu_memory
+from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper, no_room_in_memory
+from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 
 log = logging.getLogger(__name__)
@@ -143,18 +136,27 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
 
 
 def lead(
-    config: Config, folder: RunFolder, engines: EnginePool, stop: StopRequested, heart: Heartbeat, started_s: float
+    config: Config,
+    folder: RunFolder,
+    planned: Plan | None,
+    problems: ProblemSets,
+    engines: EnginePool,
+    stop: StopRequested,
+    heart: Heartbeat,
+    started_s: float,
 ) -> int:
     """Run rank 0, with everything that exists once, and return its exit status (``run.run_rank``).
 
     Args:
+        planned: the run's plan; None where the launcher has it.
         engines: they need not be up yet.
         started_s: when this process started, in seconds since the epoch.
     """
     with ExitStack() as stack:
-        keeper, begin = open_run(config, folder)
-        sources, held_out, abilities = load_prompts(config)
-        rollouts = start_sampling(config, folder, engines, abilities, stop, stack)
+        keeper, begin = open_run(config, folder, planned)
+        sources, held_out = make_prompts(config, problems)
+        problems.close()
+        rollouts = start_sampling(config, folder, engines, frozenset(problems.verifiers), stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
         synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
@@ -179,21 +181,18 @@ def lead(
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown, started_s)
 
 
-def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Check what can be checked before anything starts, write the configuration, and return where the run begins."""
+def open_run(config: Config, folder: RunFolder, planned: Plan | None) -> tuple[CheckpointKeeper, Begin | None]:
+    """Find the checkpoint where the run begins, reading all of it; write the configuration."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
-    planned = plan_run(with_gpu_memory(config), "cuda" if torch.cuda.is_available() else "cpu")
-    if planned.device == "cuda":  # `or1 train` has looked at the host's memory, of which the ranks now hold some
-        check_room(planned)
     if warning := choose_layers(config.parallel, config.model.dtype).warning:
         log.warning(warning)
-    check_resumable(config, folder)
-    keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
+    keeper.newest_intact()
     begin = begin_of(config, folder, whole=True)
     here = ranks_per_node(config.parallel.ranks)
-    if in_memory_bytes(config, planned.shape, here):
-        lacking = None if is_launched() else no_room_in_memory(planned, here)  # `or1 train` has looked
+    wanted = config.checkpoint.in_memory and config.checkpoint.every_steps > 1
+    if wanted and here == config.parallel.ranks:
+        lacking = None if planned is None else no_room_in_memory(planned, here)  # else the launcher has looked
         if lacking is None:
             make_memory_folder(folder.checkpoints)
             keeper.memory = memory_keeper(folder.checkpoints)

@@ -1,10 +1,10 @@
 """What every trainer rank runs, under torchrun.
 
-    or1 train CONFIG                                                    (starts it, again after a failure)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (once, and nothing ends what stalls)
+    or1 train CONFIG                                                    (plans, checks, starts it again after a failure)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (once: rank 0 plans and checks)
 
-Rank 0 starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take seconds, in which the
-engines start, so it is imported after them.
+Rank 0 reads the problems, then starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take
+seconds, in which the engines start, so it is imported after them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from or1_megatron.config.load import load_config
+from or1_megatron.config.load import from_json, load_config
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost
@@ -28,10 +28,13 @@ from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
-from or1_megatron.runtime.signals import StopRequested
-from or1_megatron.runtime.world import check_torchrun
+from or1_megatron.runtime.signals import StopRequested, is_launched
+from or1_megatron.runtime.world import check_torchrun, ranks_per_node
 from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
+
+if TYPE_CHECKING:
+    from or1_megatron.sizing.run_plan import Plan
 
 _STARTED_S = time.time()
 
@@ -74,10 +77,15 @@ def run_rank(config: Config, rank: int) -> int:
 
 
 def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
-    """Run rank 0: first what takes longest to start."""
+    """Run rank 0: first what may refuse the run, then what takes longest to start."""
+    planned = None if is_launched() else plan_and_check(config)
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        with quick_imports():
+            from or1_megatron.data.prompts import read_problems
+        problems = read_problems(config)
+        stack.callback(problems.close)
         with quick_imports():
             from or1_megatron.rollout.cluster import start_ray, stop_ray
 
@@ -90,7 +98,20 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         with quick_imports():
             from or1_megatron.trainer.ranks import lead
 
-        return lead(config, folder, engines, stop, heart, _STARTED_S)
+        return lead(config, folder, planned, problems, engines, stop, heart, _STARTED_S)
+
+
+def plan_and_check(config: Config) -> Plan:
+    """Plan the run and check its inputs, as ``or1 train`` does before it starts ranks."""
+    with quick_imports():
+        import torch
+
+        from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
+    planned = plan_start(config, "cuda" if torch.cuda.is_available() else "cpu")
+    check_inputs(config, ranks_per_node(config.parallel.ranks), wait_s=10.0)
+    if planned.device == "cuda":  # of the host's memory the ranks hold some already
+        check_room(planned)
+    return planned
 
 
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
@@ -101,7 +122,7 @@ def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> N
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="or1_megatron.trainer.run", description=__doc__)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", help="a YAML file or a recipe's name; under `or1 train` what it has read, as JSON")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     die_with_parent(os.getppid())
@@ -112,7 +133,10 @@ def main() -> int:
     try:
         check_driver()
         check_torchrun()
-        config = load_config(find("recipe", arguments.config), arguments.overrides)
+        if arguments.config.startswith("{"):
+            config = from_json(arguments.config)
+        else:
+            config = load_config(find("recipe", Path(arguments.config)), arguments.overrides)
         folder = RunFolder(config.run.folder)
         return run_rank(config, rank)
     except (UserError, *USER_OS_ERRORS) as error:

@@ -11,7 +11,7 @@ from or1_megatron.rollout.cluster import wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes, with_gpu_memory
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
@@ -33,14 +33,6 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
     )
     stack.callback(engines.close)
     return engines
-
-
-def with_gpu_memory(config: Config) -> Config:
-    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
-    if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
-        return config
-    there = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_gb": there})})
 
 
 def sized_rollout(config: Config) -> RolloutConfig:

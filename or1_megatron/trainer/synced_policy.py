@@ -140,7 +140,7 @@ class SyncedPolicy(PolicyDriver):
                 bytes_sent = self._lockstep.call("send", version)
                 self._give_devices()
                 sent_s = time.perf_counter()
-                found = None if expected is None else self._judge_engines(expected)
+                probed = None if expected is None else self._judge_engines(expected)
                 self._engines.certify(version)
                 break
             except (SendError, EngineError) as error:
@@ -159,8 +159,8 @@ class SyncedPolicy(PolicyDriver):
             bytes_sent=bytes_sent,
             transfer_s=sent_s - scored_s,
             probe_s=time.perf_counter() - sent_s + scored_s - started_s,
-            probe_max_abs_diff=None if found is None else found.largest,
-            probe_mean_abs_diff=None if found is None else found.mean,
+            probe_max_abs_diff=None if probed is None else probed.largest,
+            probe_mean_abs_diff=None if probed is None else probed.mean,
         )
 
     def _judge_engines(self, expected: Sequence[Float32Array]) -> ProbeResult:

@@ -176,14 +176,8 @@ def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
 
 def _numinamath(row: Columns) -> Published:
     notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
-    return Published(
-        "math",
-        row.text("problem"),
-        _golds(row.answer("answer")),
-        source=row.text("source"),
-        solutions=_some(row.text("solution")),
-        notes={name: value for name, value in notes.items() if value},
-    )
+    said = {name: value for name, value in notes.items() if value}
+    return _solved(row, row.answer("answer"), source=row.text("source"), notes=said)
 
 
 def _problem_answer(row: Columns) -> Published:
@@ -193,8 +187,11 @@ def _problem_answer(row: Columns) -> Published:
 
 
 def _math(row: Columns) -> Published:
-    solution = row.text("solution")
-    return Published("math", row.text("problem"), _golds(last_box(solution) or ""), solutions=_some(solution))
+    return _solved(row, last_box(row.text("solution")) or "")
+
+
+def _solved(row: Columns, gold: str, **more: Any) -> Published:
+    return Published("math", row.text("problem"), _golds(gold), solutions=_some(row.text("solution")), **more)
 
 
 def _still3(row: Columns) -> Published:
@@ -222,13 +219,7 @@ def _olympiadbench(row: Columns) -> Published:
 
 
 def _omni_math(row: Columns) -> Published:
-    return Published(
-        "math",
-        row.text("problem"),
-        _golds(row.answer("answer")),
-        source=row.optional("source"),
-        solutions=_some(row.text("solution")),
-    )
+    return _solved(row, row.answer("answer"), source=row.optional("source"))
 
 
 def _taco(row: Columns) -> Published:

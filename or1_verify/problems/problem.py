@@ -13,9 +13,6 @@ from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import RowError, parse_row, shown
 from or1_verify.types import Message, Problem, Verifier
 
-DIFFICULTY_TRIES = 16
-"""``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
-
 _ID_HEX_DIGITS = 16
 
 
@@ -28,14 +25,6 @@ def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
         return _of_another_layout(raw, origin, default_source)
     row = parse_row(raw, origin)
     _check_is_json(row.ground_truth, row.truth_field, origin)
-    for model, failures in row.difficulty.items():
-        if not 0 <= failures <= DIFFICULTY_TRIES:
-            raise RowError(
-                origin,
-                "field 'extra_info' has a wrong type or value",
-                f"field 'extra_info.model_difficulty.{model}': found {failures}, expected the number of failures in "
-                f"{DIFFICULTY_TRIES} tries, 0..{DIFFICULTY_TRIES}",
-            )
     source = row.source or default_source
     problem = problem_id(source, row.messages)
     return Problem(problem, source, row.ability, row.messages, row.ground_truth, row.difficulty, origin)

@@ -21,6 +21,9 @@ from or1_verify.types import Message
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
+DIFFICULTY_TRIES = 16
+"""``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
+
 _SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _SHOWN_CHARS = 120
 
@@ -69,7 +72,7 @@ class _RewardModel(_StrictModel):
 
 class _ExtraInfo(_StrictModel):
     index: int | str | None = None
-    model_difficulty: dict[str, int | None] | None = None
+    model_difficulty: dict[str, Annotated[int, Field(ge=0, le=DIFFICULTY_TRIES)] | None] | None = None
     """Failures in 16 tries per model; parquet writes an unmeasured model as null."""
 
 

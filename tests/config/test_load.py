@@ -13,7 +13,7 @@ import pytest
 
 from or1_megatron.config.explain import explain
 from or1_megatron.config.keys import keys_of
-from or1_megatron.config.load import ConfigError, load_config, resolved_yaml, value_of
+from or1_megatron.config.load import ConfigError, from_json, load_config, resolved_yaml, to_json, value_of
 from or1_megatron.config.removed import REMOVED
 from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, check_next_stage, check_resume
 from or1_megatron.config.schema import Config
@@ -214,6 +214,7 @@ def test_the_resolved_copy_reads_back_equal(base: Path, tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "resolved.yaml") == config
     assert resolved_yaml(load_config(tmp_path / "resolved.yaml")) == resolved_yaml(config)
+    assert from_json(to_json(config)) == config
 
 
 def test_what_may_change_on_resume(base: Path) -> None:

@@ -41,10 +41,9 @@ configs:
 READ = """
 import json, sys
 from pathlib import Path
-from or1_megatron.data.files import read_rows
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.normalise import published_rows
-from or1_megatron.data.problems import load_problems
+from or1_megatron.data.problems import load_problems, read_rows
 from or1_verify.problems.rows import DataError
 from or1_megatron.evaluate.benchmarks import load_set
 

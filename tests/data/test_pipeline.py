@@ -18,10 +18,8 @@ from typer.testing import CliRunner, Result
 
 from or1_megatron.commands.app import app
 from or1_megatron.commands.asked_model import open_sampler
-from or1_megatron.commands.data import make_verifiers
 from or1_megatron.config.load import load_as
-from or1_megatron.data.pipeline.build import steps_of
-from or1_megatron.data.pipeline.ledger import entries, kept
+from or1_megatron.data.pipeline.build import kept, ledger, steps_of
 from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.problems import load_problems
 
@@ -71,17 +69,17 @@ def build(sets: Path, out: Path, *overrides: str) -> Result:
 
 def test_the_ledger_is_the_one_known_from_how_the_sets_are_made(built: Path, make_sets: Any) -> None:
     """Step, reason and of what: of every row, those that stay included (nothing else is in the ledger)."""
-    found = {}
-    for entry in entries(built):
+    left_out = {}
+    for step, entry in ledger(built):
         of = {"of": Path(entry.evidence["of_origin"]).name} if "of_origin" in entry.evidence else {}
-        origin = Path(entry.origin).name
-        assert origin not in found
-        found[origin] = {"origin": origin, "step": entry.step, "reason": entry.reason, **of}
+        origin = Path(entry.candidate.origin).name
+        assert origin not in left_out
+        left_out[origin] = {"origin": origin, "step": step, "reason": entry.reason, **of}
     committed = [json.loads(line) for line in (EXAMPLE / "expected_ledger.jsonl").read_text().splitlines()]
-    assert found == {row["origin"]: row for row in committed}
+    assert left_out == {row["origin"]: row for row in committed}
     assert committed == [row for made in make_sets.make_all() for row in made.expected]
     rows = sum(len(made.rows) for made in make_sets.make_all() if made.name != "exam.jsonl")
-    assert len(list(kept(built))) + len(found) == rows
+    assert len(list(kept(built))) + len(left_out) == rows
 
 
 def test_the_dataset_is_what_training_loads(built: Path, sets: Path) -> None:
@@ -98,11 +96,11 @@ def test_the_dataset_is_what_training_loads(built: Path, sets: Path) -> None:
 
 
 def test_why_tells_of_excluded_and_kept_problems(built: Path) -> None:
-    entry = next(entry for entry in entries(built) if entry.reason == "near_duplicate")
-    shown = invoke("data", "why", entry.id, "--build", built).output
+    entry = next(entry for _, entry in ledger(built) if entry.reason == "near_duplicate")
+    shown = invoke("data", "why", entry.candidate.id, "--build", built).output
     for words in ("excluded by step 'near_duplicates': near_duplicate", entry.evidence["of"], "similarity: "):
         assert words in shown
-    assert shown == invoke("data", "why", Path(entry.origin).name, "--build", built).output
+    assert shown == invoke("data", "why", Path(entry.candidate.origin).name, "--build", built).output
     assert "  kept" in invoke("data", "why", entry.evidence["of"], "--build", built).output
     result = invoke("data", "why", "ffffffffff", "--build", built)
     assert result.exit_code == 2 and "no such problem" in result.output
@@ -114,8 +112,8 @@ def test_the_report_names_every_step_reason_and_source_and_needs_no_network(buil
     page = tmp_path / "page.html"
     assert invoke("data", "report", built, "--out", page).exit_code == 0
     text = page.read_text()
-    for entry in entries(built):
-        assert entry.step in text and entry.reason in text and entry.source in text
+    for step, entry in ledger(built):
+        assert step in text and entry.reason in text and entry.candidate.source in text
     assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text and "<script" not in text
 
 
@@ -153,7 +151,7 @@ def test_torn_and_missing_files_are_made_again_and_nothing_else(built: Path, set
     damages = (
         lambda: (step / "manifest.json").unlink(),
         lambda: (step / "part-00000.parquet").write_bytes(before["part-00000.parquet"][:100]),
-        lambda: (step / "ledger-00000.parquet").unlink(),
+        lambda: (step / "part-00000.parquet").unlink(),
     )
     for damage in damages:
         damage()
@@ -175,8 +173,8 @@ def test_sets_lose_their_own_duplicates_before_answers_are_extracted(tmp_path: P
     sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in sets]
     recipe.write_text(json.dumps({"out": str(tmp_path / "out"), "sources": sources}))
     assert invoke("data", "build", recipe).exit_code == 0
-    found = [(entry.step, Path(entry.origin).name) for entry in entries(tmp_path / "out")]
-    assert found == [("exact_duplicates_within", "one.jsonl:2"), ("answers", "one.jsonl:1")]
+    left_out = [(step, Path(entry.candidate.origin).name) for step, entry in ledger(tmp_path / "out")]
+    assert left_out == [("exact_duplicates_within", "one.jsonl:2"), ("answers", "one.jsonl:1")]
     (stays,) = kept(tmp_path / "out")
     assert (Path(stays.origin).name, stays.set_name) == ("two.jsonl:1", "two")
 
@@ -188,7 +186,7 @@ def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> Non
         "numinamath1.5", "deepscaler", "still3", "omni_math", "aime", "leetcode", "taco",
     ]  # fmt: skip
     assert len(recipe.sources[0].select["source"]) == 7
-    assert [step.name for step in steps_of(recipe, make_verifiers, open_sampler)] == [
+    assert [step.name for step in steps_of(recipe, open_sampler)] == [
         "exact_duplicates_within", "near_duplicates_within", "statements", "answers", "exact_duplicates",
         "near_duplicates", "embedding_duplicates", "decontaminate", "code", "difficulty", "judges",
     ]  # fmt: skip
@@ -248,7 +246,7 @@ def test_rows_of_the_wrong_shape_are_all_named_or_go_to_the_ledger(tmp_path: Pat
     done = invoke("data", "build", recipe, "--set", "unusable=drop")
     assert done.exit_code == 0, done.output
     assert "normalise: 121 -> 60" in done.output and "unusable_row 61" in done.output
-    excluded = {entry.origin for entry in entries(out) if entry.reason == "unusable_row"}
+    excluded = {entry.candidate.origin for _, entry in ledger(out) if entry.reason == "unusable_row"}
     assert excluded == {f"{tmp_path}/set.jsonl:{n}" for n in [*range(2, 121, 2), 121]}
     shown = invoke("data", "why", "set.jsonl:4", "--build", out).output
     assert "excluded by step 'normalise': unusable_row" in shown and "column 'problem': found 7 (int)" in shown
@@ -263,6 +261,9 @@ def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     recipe.write_text("sources: [{path: x.jsonl, layuot: plain}]\n")
     result = invoke("data", "build", recipe)
     assert result.exit_code == 2 and "did you mean sources.0.layout?" in result.output
+    recipe.write_text("sources: [{path: x.jsonl}]\nduplicates: {embedding: {model: x, backend: transformers}}\n")
+    said = invoke("data", "build", recipe).output
+    assert "recipe.yaml:2: duplicates.embedding.backend: was removed: transformers loads the model" in said
     recipe.write_text(
         "sources: [{path: x.jsonl}]\njudges: {votes: 1, keep_at_least: 1, models: [{name: j, endpoint: 'host:80'}]}\n"
     )

@@ -1,5 +1,5 @@
-"""Difficulty and judges for real: a vLLM engine on the quickstart's base model, an OpenAI-compatible server around an
-engine, and a server that answers, fails and babbles as told. That votes of a 70B judge are worth anything is not shown.
+"""Difficulty and judges: a vLLM engine on the quickstart's base model, and an OpenAI-compatible server that answers,
+fails and babbles at will. That votes of a 70B judge are worth anything is not shown.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
+from engine_fixtures import RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
 from or1_megatron.commands.asked_model import open_sampler
-from or1_megatron.commands.data import make_verifiers
-from or1_megatron.data.pipeline.build import build
+from or1_megatron.data.pipeline.build import build, kept, ledger
 from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
-from or1_megatron.data.pipeline.ledger import entries, kept
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel
-from or1_megatron.data.pipeline.records import Candidate, write_candidates
+from or1_megatron.data.pipeline.records import Candidate, write_shard
 from or1_megatron.data.problems import filter_by_difficulty, load_problems
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine_sampler import EngineSampler
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import UnusableRows
-from or1_verify.types import Message, Problem, Verdict
+from or1_verify.types import Problem, Verdict
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 BASE = QUICKSTART / "base_model"
@@ -107,26 +104,27 @@ def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: An
     rows = problems(24)
     long = {"prompt": f"Compute {'1+' * 40}1.", "answer": "41"}
     made = recipe(tmp_path, [*rows[:16], long], difficulty=config)
-    build(made, make_verifiers, opened, say)
+    build(made, opened, say)
     assert (opened.opened, opened.asked) == (1, 17 * 6)
     (store,) = (made.out / "results" / "difficulty").glob("base-*.jsonl")
     right: Counter[str] = Counter()
     for line in map(json.loads, store.read_text().splitlines()):
         right[line["problem"][:16]] += line["result"] == "right"
-    excluded = {entry.id: entry for entry in entries(made.out) if entry.step == "difficulty"}
+    excluded = [entry for step, entry in ledger(made.out) if step == "difficulty"]
     for row in kept(made.out):
         assert 0 < right[row.id] < 6
         assert row.difficulty == {"base": round((6 - right[row.id]) * 16 / 6)}
-    for entry in excluded.values():
-        if "1+1+1" in entry.statement:
+    for entry in excluded:
+        count = right[entry.candidate.id]
+        if "1+1+1" in entry.candidate.statement:
             assert entry.reason == "prompt_too_long"
         else:
-            assert right[entry.id] == {"always_solved": 6, "never_solved": 0}[entry.reason]
-            assert entry.evidence == {"base": f"{right[entry.id]} of 6 right"}
+            assert count == {"always_solved": 6, "never_solved": 0}[entry.reason]
+            assert entry.evidence == {"base": f"{count} of 6 right"}
     assert len(excluded) < 17  # some are in between: the base model is neither perfect nor hopeless
     loaded = load_problems(made.out / "dataset")
     assert len(filter_by_difficulty(loaded, "base", UnusableRows())) == len(loaded) == 17 - len(excluded)
-    build(recipe(tmp_path, [*rows, long], difficulty=config), make_verifiers, opened, say)
+    build(recipe(tmp_path, [*rows, long], difficulty=config), opened, say)
     assert (opened.opened, opened.asked) == (2, 17 * 6 + 8 * 6)
 
 
@@ -151,9 +149,9 @@ STATEMENTS = {
 
 def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
     """By default no judge is asked about code, and the problem passes; with both abilities its judge is opened."""
-    code = Candidate("c", "s", "code", "Sort a list.", "", "{}", (), {}, {}, "set.jsonl:1")
+    code = Candidate("code", "Sort a list.", "{}", id="c", origin="set.jsonl:1")
     shard = tmp_path / "part-00000.parquet"
-    write_candidates(shard, [code])
+    write_shard(shard, [code])
 
     def opened(*_: Any) -> Any:
         raise LookupError("opened")
@@ -166,9 +164,9 @@ def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
         Judges(config, tmp_path / "votes", opened).prepare([shard])
 
 
-def test_votes_of_several_judges_decide_and_garbage_is_asked_for_again(tmp_path: Path) -> None:
+def test_votes_of_several_judges_decide(tmp_path: Path) -> None:
     """Two judges, 4 votes each, 5 of 8 needed. By hand: good 8; split 4 (one judge is always against); vague 0 and
-    never complete; silly babbles at first, and each such vote is asked for again once."""
+    never complete; of silly two votes of each judge cannot be read, so that there are too few."""
     calls: Counter[tuple[str, str, int]] = Counter()
 
     def answer(body: dict[str, Any]) -> Reply:
@@ -176,7 +174,7 @@ def test_votes_of_several_judges_decide_and_garbage_is_asked_for_again(tmp_path:
         (name,) = (name for name, statement in STATEMENTS.items() if statement in text)
         calls[name, body["model"], body["seed"]] += 1
         tried = sum(count for (n, model, _), count in calls.items() if (n, model) == (name, body["model"]))
-        if name == "silly" and tried <= 4:
+        if name == "silly" and tried <= 2:
             return completion("Beautiful! I vote yes.")
         return completion(
             vote({"vague": "ynyy", "split": "yyyy" if body["model"] == "a" else "yyyn"}.get(name, "yyyy"))
@@ -185,18 +183,17 @@ def test_votes_of_several_judges_decide_and_garbage_is_asked_for_again(tmp_path:
     rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
         made = recipe(tmp_path, rows, judges=judging(url, "a", "b"))
-        build(made, make_verifiers, open_sampler, say)
-    found = {row.statement: row.notes["votes"] for row in kept(made.out)}
-    assert found == {
-        STATEMENTS["good"]: {"for": 8, "readable": 8, "of": 8},
-        STATEMENTS["silly"]: {"for": 8, "readable": 8, "of": 8},
-    }
-    gone = {entry.statement: (entry.reason, entry.evidence) for entry in entries(made.out)}
+        build(made, open_sampler, say)
+    stays = {row.statement: row.notes["votes"] for row in kept(made.out)}
+    assert stays == {STATEMENTS["good"]: {"for": 8, "readable": 8, "of": 8}}
+    gone = {entry.candidate.statement: (entry.reason, entry.evidence) for _, entry in ledger(made.out)}
+    reason, evidence = gone[STATEMENTS["silly"]]
+    assert (reason, evidence["for"], evidence["readable"]) == ("too_few_votes", 4, 4)
     reason, evidence = gone[STATEMENTS["split"]]
     assert (reason, evidence["for"], evidence["for_by_model"]) == ("voted_out", 4, {"a": 4, "b": 0})
     reason, evidence = gone[STATEMENTS["vague"]]
     assert (reason, evidence["for"], evidence["against"]["complete"]) == ("voted_out", 0, 8)
-    assert sum(calls.values()) == 4 * 8 + 8
+    assert sum(calls.values()) == 4 * 8
     assert max(calls.values()) == 1  # another seed each time
 
 
@@ -218,51 +215,41 @@ def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path
         broken = True
         with pytest.raises(DataError, match=r"step 'judges': 4 of 16 requests to 'a' were not answered \(first: .*500.*"
                            r"out of memory.*\); the answers that came are kept"):  # fmt: skip
-            build(made, make_verifiers, open_sampler, say)
+            build(made, open_sampler, say)
         broken, asked = False, 0
-        build(made, make_verifiers, open_sampler, say)
+        build(made, open_sampler, say)
     assert asked == 4
     assert len(list(kept(made.out))) == 4
 
 
-def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_pool: Any, tmp_path: Path) -> None:
-    """The tests' random model: every vote is unreadable, which stops the build, again and again, and asks no more."""
-    asked: list[ChatCompletion | FailedRequest] = []
+def test_a_model_that_only_babbles_is_no_judge(tmp_path: Path) -> None:
+    """Every vote is unreadable, which stops the build, again and again, and asks no more."""
+    asked = 0
 
     def answer(body: dict[str, Any]) -> Reply:
-        request = ChatRequest("q", len(asked), (Message("user", body["messages"][0]["content"]),), body["seed"])
-        prompt = np.array([2, 7, 9], dtype=np.int32)
-        sampler = EngineSampler(
-            engine_pool.handles[:1], 4, lambda messages: prompt, Sampling(1.0, 1.0, 24), MAX_MODEL_TOKENS
-        )
-        (reply,) = sampler.sample([request])
-        asked.append(reply)
-        assert isinstance(reply, ChatCompletion)
-        return completion(reply.text, "length" if reply.truncated else "stop")
+        nonlocal asked
+        asked += 1
+        return completion("Beautiful! I vote yes.")
 
-    rows = [{"prompt": text, "answer": "1"} for text in list(STATEMENTS.values())[:2]]
+    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
-        models = (SampledModel(name="tiny", endpoint=url, concurrent=1),)
-        config = JudgesConfig(models=models, votes=2, keep_at_least=1, retries=1)
-        made = recipe(tmp_path, rows, judges=config)
+        made = recipe(tmp_path, rows, judges=judging(url, "a", keep_at_least=1))
         for _ in range(2):
-            with pytest.raises(DataError, match=r"4 of 4 answers of 'tiny' hold no vote, each after 1 retries"):
-                build(made, make_verifiers, open_sampler, say)
-    assert len(asked) == 2 * 2 * 2
+            with pytest.raises(DataError, match=r"16 of 16 answers of 'a' hold no vote"):
+                build(made, open_sampler, say)
+    assert asked == 16
 
 
-class BrokenOnOne(MathVerifier):
-    """As a sandbox out of processes: it says nothing of the answer."""
+def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 of 8 verdicts fail, as in a sandbox out of processes: the build stops, the other 6 are kept, and only the 2 are
+    asked for again. More samples are more questions, and another decision."""
+    verify = MathVerifier.verify
 
-    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+    def breaks_on_one(self: MathVerifier, problem: Problem, response: str, truncated: bool) -> Verdict:
         if "forty odd" in problem.messages[-1].content:
             return Verdict(0.0, "error", "", "no process left", 0.0)
-        return super().verify(problem, response, truncated)
+        return verify(self, problem, response, truncated)
 
-
-def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> None:
-    """2 of 8 verdicts fail: the build stops, the other 6 are kept, and only the 2 are asked for again. More samples
-    are more questions, and another decision."""
     asked = 0
 
     def answer(body: dict[str, Any]) -> Reply:
@@ -274,16 +261,20 @@ def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> Non
     with serving(answer) as url:
         models = (SampledModel(name="m", endpoint=url, concurrent=1, tries=1),)
         made = recipe(tmp_path, rows, difficulty=DifficultyConfig(models=models, samples_math=2))
-        with pytest.raises(
-            DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
+        with (
+            pytest.raises(
+                DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
+            ),
+            monkeypatch.context() as broken,
         ):
-            build(made, lambda timeout_s, abilities: {"math": BrokenOnOne(timeout_s)}, open_sampler, say)
+            broken.setattr(MathVerifier, "verify", breaks_on_one)
+            build(made, open_sampler, say)
         assert asked == 8
-        build(made, make_verifiers, open_sampler, say)
+        build(made, open_sampler, say)
         assert asked == 10
         assert [row.difficulty for row in kept(made.out)] == [{"m": 8}] * 4
         more = DifficultyConfig(models=models, samples_math=3)
-        build(recipe(tmp_path, rows, difficulty=more), make_verifiers, open_sampler, say)
+        build(recipe(tmp_path, rows, difficulty=more), open_sampler, say)
     assert asked == 14
     assert {row.difficulty["m"] for row in kept(made.out)} == {5, 11}  # 1 or 2 failures in 3, in sixteenths
 

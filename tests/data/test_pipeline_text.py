@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from labelled_variants import judged, labelled_set, scores
 
 from or1_megatron.data.pipeline.contamination import Decontamination
-from or1_megatron.data.pipeline.duplicates import _groups
-from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, _first_alike, load_embedder
+from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates, _groups
+from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, embed, first_alike
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
-from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, write_candidates
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, read_outcomes, write_shard
 from or1_megatron.data.pipeline.text import band_keys, comparable, decisive, jaccard, plain, shingles, signatures
 from or1_verify.problems.rows import DataError
 
@@ -45,23 +44,23 @@ def test_jaccard_is_that_of_the_sets_of_runs() -> None:
     assert jaccard(shingles("ab", 5), shingles("ab", 5)) == 1.0  # shorter than a shingle
 
 
-def test_signatures_agree_in_the_jaccard_share_of_their_places() -> None:
-    """Mean error near 0 over 400 pairs: no bias, also for texts with fewer shingles than places."""
+def test_signatures_agree_in_the_jaccard_share_of_their_columns() -> None:
+    """Mean error near 0 over 400 pairs, as of fair draws: their deviation is at most (0.25 / 96)^0.5 = 0.051."""
     texts = pairs(400)
-    found = signatures([text for pair in texts for text in pair], 5, 96)
+    signed = signatures([text for pair in texts for text in pair], 5, 96)
     errors = [
-        (found[2 * n] == found[2 * n + 1]).mean() - jaccard(shingles(one, 5), shingles(other, 5))
+        (signed[2 * n] == signed[2 * n + 1]).mean() - jaccard(shingles(one, 5), shingles(other, 5))
         for n, (one, other) in enumerate(texts)
     ]
     assert abs(np.mean(errors)) < 0.015
-    assert np.std(errors) < 0.12
+    assert np.std(errors) < 0.07
     for n in (0, 7):  # a text's signature does not depend on what it is computed with
-        assert (signatures([texts[n][0]], 5, 96)[0] == found[2 * n]).all()
+        assert (signatures([texts[n][0]], 5, 96)[0] == signed[2 * n]).all()
 
 
 def test_rows_of_other_guards_share_no_band() -> None:
-    found = signatures(["the very same text"] * 3, 5, 96)
-    keys = band_keys(found, 32, np.array([1, 1, 2], dtype=np.uint64))
+    signed = signatures(["the very same text"] * 3, 5, 96)
+    keys = band_keys(signed, 32, np.array([1, 1, 2], dtype=np.uint64))
     assert (keys[0] == keys[1]).all() and not np.isin(keys[2], keys[0]).any()
     assert len(set(keys[0].tolist())) == 32
 
@@ -84,7 +83,7 @@ def test_groups_are_connected_components() -> None:
     for row in range(300):
         expected.setdefault(root(row), []).append(row)
     wanted = sorted(group for group in expected.values() if len(group) > 1)
-    assert sorted(group.tolist() for group in _groups(keys)) == wanted
+    assert sorted(_groups(keys)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -105,25 +104,59 @@ def test_what_formatting_and_commands_do_not_change(one: str, other: str, equal:
         assert (decisive(plain(one)) == decisive(plain(other))) is (equal is plain)
 
 
-def test_a_candidate_is_the_same_after_a_shard(tmp_path: Path) -> None:
-    """With an opening, as LiveCodeBench's prompt has, and without."""
+def test_what_a_step_decided_is_the_same_after_a_shard(tmp_path: Path) -> None:
+    """With an opening, as LiveCodeBench's prompt has, and without; the excluded one does not go on."""
     rows = [
-        Candidate("1", "s", "code", "Do it.", " Now.", "{}", ("x",), {"M": 3}, {"a": [1]}, "f:1", "You will: "),
-        Candidate("2", "s", "math", "Count.", "", '["1"]', (), {}, {}, "f:2"),
+        Candidate(
+            "code", "Do it.", "{}", "s", " Now.", ("x",), {"M": 3}, {"a": [1]}, "You will: ", id="1", origin="f:1"
+        ),
+        Candidate("math", "Count.", '["1"]', id="2", origin="f:2"),
     ]
-    write_candidates(tmp_path / "shard.parquet", rows)
-    assert [row for batch in read_candidates(tmp_path / "shard.parquet") for row in batch] == rows
+    outcomes, shard = [rows[0], Exclusion(rows[1], "short", {"chars": 6}), rows[1]], tmp_path / "shard.parquet"
+    write_shard(shard, outcomes)
+    assert list(read_outcomes([shard])) == outcomes
+    assert list(read_candidates([shard])) == rows
     assert [row.messages[0].content for row in rows] == ["You will: Do it. Now.", "Count."]
 
 
-def test_near_duplicates_on_a_labelled_set_of_another_seed_than_the_published() -> None:
-    labelled = labelled_set(5, each=16)
-    recall, precision = scores(labelled, judged(labelled, DuplicatesConfig()))
-    assert recall >= 0.95 and precision >= 0.95
-
-
 def candidate(number: int, statement: str, ability: str = "math") -> Candidate:
-    return Candidate(str(number), "s", ability, statement, "", '["1"]', (), {}, {}, f"f:{number}")
+    return Candidate(ability, statement, '["1"]', id=str(number), origin=f"f:{number}")
+
+
+SOLD = (
+    "A farmer named Marta sells 12 baskets of apples for 3 dollars each and 7 jars of honey for 5 dollars each at the "
+    "market. What is the total amount of money that she earns?"
+)
+VARIANTS = {
+    "capitals": (SOLD.upper(), "exact_duplicate"),
+    "numbering and markup": ("**Problem 4.** " + SOLD.replace("12", "$ 12 $"), "exact_duplicate"),
+    "boilerplate": (SOLD + " Express your answer as a whole number and show all work.", "near_duplicate"),
+    "another command": (SOLD.replace("What is the total", "Find the total"), "near_duplicate"),
+    "another name": (SOLD.replace("Marta", "Julia"), "near_duplicate"),
+    "synonyms": (SOLD.replace("money", "cash").replace("farmer", "grower"), "near_duplicate"),
+    "a typing error": (SOLD.replace("baskets", "baskts"), "near_duplicate"),
+    "a number as a word": (SOLD.replace("12", "twelve"), "near_duplicate"),
+    "another number": (SOLD.replace("12", "13"), None),
+    "numbers exchanged": (SOLD.replace("12", "x").replace("7", "12").replace("x", "7"), None),
+    "a word that turns the meaning": (SOLD.replace("total", "smallest"), None),
+    "the same in other words": ("A farmer sells 12 baskets at 3 dollars and 7 jars at 5 dollars. For how much?", None),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_what_counts_as_the_same_problem(case: str, tmp_path: Path) -> None:
+    """How often this is right on 606 labelled variants: docs/data.md."""
+    text, expected = VARIANTS[case]
+    rows, shard, reason = [candidate(0, SOLD), candidate(1, text)], tmp_path / "part-00000.parquet", None
+    write_shard(shard, rows)
+    for step in (ExactDuplicates(), NearDuplicates(DuplicatesConfig())):
+        step.prepare([shard])
+        first, second = step.apply(rows, 0)
+        assert first == rows[0]
+        if reason is None and isinstance(second, Exclusion):
+            assert second.evidence["of"] == "0"
+            reason = second.reason
+    assert reason == expected
 
 
 def test_overlap_is_the_share_of_the_shorter_text_s_ngrams(tmp_path: Path) -> None:
@@ -164,8 +197,8 @@ def test_first_alike_is_that_of_all_pairs() -> None:
             expected[row] = stays[int(np.argmax(cosines))]
         else:
             stays.append(row)
-    found = _first_alike(vectors.astype(np.float32), 0.8)
-    assert {row: original for row, (original, _) in found.items()} == expected
+    alike = first_alike(vectors.astype(np.float32), 0.8)
+    assert {row: original for row, (original, _) in alike.items()} == expected
 
 
 def test_embeddings_of_a_local_model_find_the_same_program(tmp_path: Path) -> None:
@@ -174,8 +207,8 @@ def test_embeddings_of_a_local_model_find_the_same_program(tmp_path: Path) -> No
     rows = [candidate(n, text, "code") for n, text in enumerate(texts)]
     rows += [candidate(3, "Compute 1+2."), candidate(4, "Compute 1+2.")]
     path = tmp_path / "part-00000.parquet"
-    write_candidates(path, rows)
-    step = EmbeddingDuplicates(EmbeddingConfig(model=BASE, threshold=0.999, batch=2))
+    write_shard(path, rows)
+    step = EmbeddingDuplicates(EmbeddingConfig(model=BASE, threshold=0.999))
     step.prepare([path])
     excluded = {
         outcome.candidate.id: outcome.evidence["of"]
@@ -185,52 +218,9 @@ def test_embeddings_of_a_local_model_find_the_same_program(tmp_path: Path) -> No
     assert excluded == {"2": "0"}
 
 
-@pytest.fixture
-def sentence_model(tmp_path: Path) -> Path:
-    """A random encoder of two layers, its tokenizer, mean pooling and normalisation, in files as on the hub."""
-    pytest.importorskip("sentence_transformers", reason="extra 'embedding' is not installed")
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", *(f"w{n}" for n in range(30))]
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path / "sentence"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for n, (kind, path) in enumerate(kinds.items())
-    ]
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
-    for path in list(kinds.values())[1:]:
-        (folder / path).mkdir()
-        (folder / path / "config.json").write_text(json.dumps(pooling if path == "1_Pooling" else {}))
-    return folder
-
-
-def test_sentence_transformers_give_the_vectors_that_mean_pooling_gives(sentence_model: Path) -> None:
-    """Each backend reads the same folder in its own way; texts of several lengths meet in a batch."""
-    texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w1 w2 w3 w4", "w1 w2 w3 unknown"]
-    ours, theirs = (
-        load_embedder(EmbeddingConfig(model=sentence_model, backend=backend))(texts)
-        for backend in ("transformers", "sentence_transformers")
-    )
-    assert ours.shape == theirs.shape == (4, 32)
-    np.testing.assert_allclose(theirs, ours, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(theirs, axis=1), 1.0, atol=1e-5)
-
-
 def test_an_embedding_model_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"duplicates\.embedding\.model: .*nowhere: no such folder"):
-        load_embedder(EmbeddingConfig(model=tmp_path / "nowhere"))
-    for backend in ("transformers", "sentence_transformers"):
-        with pytest.raises(DataError, match=r"duplicates\.embedding\.model: .*empty cannot be loaded|not installed"):
-            load_embedder(EmbeddingConfig(model=tmp_path / "empty", backend=backend))
+        embed(tmp_path / "nowhere", ["x"])
+    with pytest.raises(DataError, match=r"duplicates\.embedding\.model: .*empty cannot be loaded"):
+        embed(tmp_path / "empty", ["x"])

@@ -134,7 +134,7 @@ BAD_ROWS = {
     ),
     "difficulty is 17": (
         row(extra_info={"index": 0, "model_difficulty": {"M": 17}}),
-        ["model_difficulty.M", "17", "0..16"],
+        ["'extra_info.model_difficulty.M'", "less than or equal to 16", "17 (int)"],
     ),
     "plain: no prompt": ({"answer": "2"}, ["'prompt'", "required"]),
     "plain: answer null": ({"prompt": "q", "answer": None}, ["'answer", "None"]),

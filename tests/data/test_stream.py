@@ -97,10 +97,6 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
     assert len(stream.take(3)) == 3
     with pytest.raises(ValueError, match="'elsewhere'"):
         stream.exclude(frozenset({"elsewhere"}))
-    with pytest.raises(DataError, match=r"p\.jsonl:1: the same problem as p\.jsonl:1"):
-        MixtureStream([PromptSource(prompts("p", 4)), PromptSource(prompts("p", 1))], seed=0)
-    with pytest.raises(DataError, match="no prompts"):
-        MixtureStream([PromptSource([])], seed=0)
 
 
 def test_restoring_onto_changed_data_is_refused() -> None:
@@ -148,9 +144,6 @@ def test_a_mixture_begins_a_new_epoch_of_its_own_sources() -> None:
         stream.take(4)
     stream.mix([1, 0])
     assert {id_[0] for _ in range(8) for id_ in ids(stream.take(2))} == {"a"}
-    for wrong in ([1], [0, 0], [1, -1]):
-        with pytest.raises(ValueError, match="expected 2 whole numbers from 0, not all of them 0"):
-            stream.mix(wrong)
 
 
 def test_what_is_taken_first_does_not_depend_on_how_much_is() -> None:

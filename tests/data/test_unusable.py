@@ -11,8 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from or1_megatron.data.problems import check_ground_truths, load_problems
@@ -47,7 +45,7 @@ def mixed_rows() -> tuple[list[str], dict[int, str]]:
     return lines, faults
 
 
-def found_in(path: Path) -> tuple[int, UnusableRows]:
+def read(path: Path) -> tuple[int, UnusableRows]:
     """How many problems of a file are usable, and its unusable rows."""
     unusable = UnusableRows()
     verifier = MathVerifier(timeout_s=60)
@@ -62,7 +60,7 @@ def test_all_of_a_file_are_found_in_one_pass_each_on_its_line(tmp_path: Path) ->
     lines, faults = mixed_rows()
     path, listed = tmp_path / "train.jsonl", tmp_path / "run" / "unusable_rows.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    usable, unusable = found_in(path)
+    usable, unusable = read(path)
     assert usable == 31 and len(unusable) == len(faults) == 69
     with pytest.raises(DataError) as caught:
         unusable.settle("refuse", listed, "data.unusable=drop")
@@ -80,17 +78,6 @@ def test_all_of_a_file_are_found_in_one_pass_each_on_its_line(tmp_path: Path) ->
         line: REASONS[kind] for line, kind in faults.items()
     }
     assert all(row["message"].startswith(row["row"] + ": ") for row in rows)
-
-
-def test_rows_of_parquet_are_numbered_from_1(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n}", "answer": " " if n % 3 == 0 else None if n == 4 else "2"} for n in range(10)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    usable, unusable = found_in(tmp_path / "train.parquet")
-    assert usable == 5
-    with pytest.raises(DataError) as caught:
-        unusable.refuse()
-    assert [int(n) for n in re.findall(r"train\.parquet:(\d+): ", str(caught.value))] == [1, 4, 5, 7, 10]
-    assert "4 ground truth cannot be used, 1 field 'answer' has a wrong type or value" in str(caught.value)
 
 
 def test_rows_that_are_left_out_are_counted_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,10 +14,12 @@ import os
 import re
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,13 @@ from or1_megatron.checkpoint import loader
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.policy import export_hf
-from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
-from or1_megatron.trainer.prompts import load_prompts
 from or1_verify.problems.rows import DataError
+from or1_verify.sandbox.program import SandboxUnavailable
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -126,28 +128,33 @@ def test_more_gpus_are_asked_for_than_are_here(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = small_config(tmp_path / "run")
     eight = ["parallel.ranks=6", "rollout.engines=1", "rollout.tensor_parallel=2"]
-    check_inputs(load_config(config, [*eight, "rollout.placement=separate"]))
+
+    def check(*overrides: str, ranks_here: int = 6) -> None:
+        check_inputs(load_config(config, overrides), ranks_here)
+
+    check(*eight, "rollout.placement=separate")
     more = [*eight, "rollout.placement=separate", "rollout.engines=2"]
     elsewhere = "cluster.ray_address=auto"  # other nodes may have them; the start counts
-    check_inputs(load_config(config, [*more, elsewhere]))
+    check(*more, elsewhere)
+    check("parallel.ranks=16", "rollout.engines=2", elsewhere, ranks_here=8)  # two nodes
     expected = "parallel.ranks = 6 and, with rollout.placement = separate, rollout.engines 2 * tensor_parallel 2"
     with pytest.raises(ConfigError, match=re.escape(expected) + r" on others need 10 GPUs, and there are 8 here; "):
-        check_inputs(load_config(config, more))
+        check(*more)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     with pytest.raises(ConfigError, match=r"parallel.ranks = 10 need 10 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
-        check_inputs(load_config(config, ["parallel.ranks=10"]))
+        check("parallel.ranks=10", ranks_here=10)
 
 
 def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is refused with what to install; math needs none."""
     monkeypatch.setenv("PATH", str(tmp_path))
     config = small_config(tmp_path / "run")
-    check_inputs(load_config(config))
+    read_problems(load_config(config)).close()
     code = {"prompt": "Print 1.", "ability": "code", "answer": json.dumps({"inputs": [""], "outputs": ["1"]})}
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(8)) + json.dumps(code))
-    said = refused(config, f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap")
-    assert "bubblewrap is not installed" in said and "apt install bubblewrap" in said
+    with pytest.raises(SandboxUnavailable, match=r"(?s)bubblewrap is not installed.*apt install bubblewrap"):
+        read_problems(load_config(config, [f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap"]))
 
 
 def test_more_memory_than_there_is(small_config: SmallConfig, tmp_path: Path) -> None:
@@ -222,20 +229,7 @@ def test_what_rank_0_finds_ends_both_ranks(
     assert training.survivors() == []
 
 
-def read_prompts(config: Path, logs: Path, cases: list[str]) -> dict[str, str]:
-    """Return what comes of reading the prompts with each case's overrides, as a trainer's rank 0 does."""
-    set_up_logging(logs, 0)
-    said = {}
-    for case in cases:
-        try:
-            sources, held_out, abilities = load_prompts(load_config(config, case.split()))
-            said[case] = f"{[len(source.prompts) for source in sources]} {len(held_out)} {sorted(abilities)}"
-        except DataError as error:
-            said[case] = str(error)
-    return said
-
-
-def test_prompts(small_config: SmallConfig, tmp_path: Path) -> None:
+def test_prompts(small_config: SmallConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Prompts over the limit are dropped and counted; tests of code that do not go together; too few problems left."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(9)) + '{"prompt": "1+1+1+1+1+1+1+1?", "answer": "8"}\n')
@@ -265,11 +259,18 @@ def test_prompts(small_config: SmallConfig, tmp_path: Path) -> None:
             "data.train: of 10 problems 6 are left (data.difficulty_model = M dropped 4, data.max_prompt_tokens = "
         ),
     }
-    said = ranks.call(read_prompts, 1, small_config(tmp_path / "run"), tmp_path / "logs", list(cases), joined=False)[0]
+    config = small_config(tmp_path / "run")
     for case, expected in cases.items():
-        assert expected in said[case]
+        loaded = load_config(config, case.split())
+        with closing(read_problems(loaded)) as problems:
+            try:
+                sources, held_out = make_prompts(loaded, problems)
+                said = f"{[len(source.prompts) for source in sources]} {len(held_out)} {sorted(problems.verifiers)}"
+            except DataError as error:
+                said = str(error)
+        assert expected in said
     dropped = f"{data}: 1 of 10 prompts are longer than data.max_prompt_tokens = 12 and were dropped"
-    assert dropped in (tmp_path / "logs" / "rank_0.log").read_text()
+    assert dropped in caplog.text
 
 
 @pytest.fixture
@@ -364,40 +365,27 @@ def test_a_disk_that_is_full_or_read_only_or_emptied(small_disk: Path) -> None:
     assert said["after it"] == ({"written": True}, ["run", "step_000000"])
 
 
-@contextmanager
-def listener(answer: bytes) -> Iterator[int]:
-    """A service that answers every connection so and closes it; its port."""
-    script = (
-        "import socket, sys\n"
-        "server = socket.create_server(('127.0.0.1', 0))\n"
-        "print(server.getsockname()[1], flush=True)\n"
-        "while True:\n"
-        "    peer, _ = server.accept()\n"
-        f"    peer.sendall({answer!r})\n"
-        "    peer.close()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_the_ray_address_is_another_service() -> None:
     """Ray itself would try for minutes. Nothing listening at all: rollout/test_cluster.
 
     In a process of its own: this one may be connected to the Ray of other tests.
     """
-    with listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        attach = f"from or1_megatron.rollout.cluster import start_ray; start_ray('127.0.0.1:{port}', 'x')"
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), BadRequest) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        attach = f"from or1_megatron.rollout.cluster import start_ray; start_ray('{address}', 'x')"
         ended = subprocess.run(
             [sys.executable, "-c", attach], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
         )
+        server.shutdown()
     assert ended.returncode != 0
-    assert f"ClusterError: no Ray cluster answers at cluster.ray_address = '127.0.0.1:{port}'" in ended.stderr
+    assert f"ClusterError: no Ray cluster answers at cluster.ray_address = '{address}'" in ended.stderr
     assert "another service, which is not Ray, listens there" in ended.stderr
+
+
+class BadRequest(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 RAY_DRIVER = """
@@ -464,7 +452,7 @@ stop_process_group()
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
-    """``or1 train`` takes free ports, whatever MASTER_PORT says; bare torchrun fails at once and names the port."""
+    """``or1 train`` takes free ports, whatever MASTER_PORT says."""
     (tmp_path / "or1_port_rank.py").write_text(PORT_RANK)
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
@@ -476,9 +464,3 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         }
         ours = subprocess.run([sys.executable, "-c", RANKS_DRIVER], env=environment, timeout=PATIENCE_S)
         assert ours.returncode == 0
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-        ended = subprocess.run(
-            [*torchrun, "-m", "or1_port_rank"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-    assert ended.returncode != 0
-    assert f"port: {port}" in ended.stderr and "address already in use" in ended.stderr

@@ -75,7 +75,7 @@ def test_stage_2_before_stage_1_has_ended(small_config: SmallConfig, tmp_path: P
     loaded = load_config(config, ["run.stage=2", "parallel.pipeline=1", "parallel.ranks=1"])
     begin = begin_of(loaded, RunFolder(loaded.run.folder))
     assert begin is not None and (begin.checkpoint, begin.chosen) == (done, False)
-    check_inputs(loaded)
+    check_inputs(loaded, ranks_here=1)
     assert (tmp_path / "run" / "stage_2" / "checkpoints").is_dir()
 
 

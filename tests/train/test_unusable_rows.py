@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,8 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_resume
+from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.data.stream import MixtureStream
-from or1_megatron.trainer.preflight import check_inputs
-from or1_megatron.trainer.prompts import load_prompts
 from or1_verify.problems.rows import DataError
 
 SmallConfig = Callable[[Path], Path]
@@ -38,15 +38,15 @@ def places(said: str) -> list[int]:
 
 
 def test_sixty_golds_without_text_are_found_at_once(small_config: SmallConfig, tmp_path: Path) -> None:
-    """By --check and by what rank 0 does; each third line is one."""
+    """By --check and by what rank 0 does, once the engines start; each third line is one."""
     lines = [(BAD_GOLD if n % 3 == 2 else GOOD) % n for n in range(180)]
     data = written(tmp_path / "train.jsonl", *lines)
     config = small_config(tmp_path / "run")
-    check_inputs(load_config(config, [data]))  # ground truths are left to the start
     checked = CliRunner().invoke(app, ["train", str(config), "--check", "--set", data])
     assert checked.exit_code == 2
-    with pytest.raises(DataError) as caught:
-        load_prompts(load_config(config, [data]))
+    loaded = load_config(config, [data])
+    with closing(read_problems(loaded)) as problems, pytest.raises(DataError) as caught:
+        make_prompts(loaded, problems)
     for said in (checked.stderr, str(caught.value)):
         assert "60 unusable rows (60 ground truth cannot be used)" in said
         assert places(said) == list(range(3, 63, 3))
@@ -56,19 +56,19 @@ def test_sixty_golds_without_text_are_found_at_once(small_config: SmallConfig, t
     assert places("".join(json.loads(line)["row"] + ": " for line in listed)) == list(range(3, 181, 3))
 
 
-def test_a_start_names_all_kinds_at_once_before_any_rank(small_config: SmallConfig, tmp_path: Path) -> None:
-    """A missing field would be found by the launcher, a gold by rank 0: here the launcher tells of both."""
+def test_a_start_names_all_kinds_at_once_before_any_engine(small_config: SmallConfig, tmp_path: Path) -> None:
+    """A missing field is found before engines start, a gold while they do: with one of the first kind, all are named
+    before."""
     chess = '{"prompt": "5?", "answer": "[]", "ability": "chess"}\n'
     lines = [GOOD % 0, BAD_GOLD % 1, '{"prompt": "3?"}\n', GOOD % 3, "{\n", chess, *(GOOD % n for n in range(6, 14))]
     data = written(tmp_path / "train.jsonl", *lines)
     held_out = tmp_path / "held.jsonl"
     held_out.write_text(BAD_GOLD % 9)
-    config = small_config(tmp_path / "run")
-    started = CliRunner().invoke(
-        app, ["train", str(config), "--set", data, "--set", f"evaluate.data=[{{path: {held_out}}}]"]
-    )
-    assert started.exit_code == 2 and started.stderr.startswith("or1: error: 5 unusable rows (2 ground truth")
-    assert places(started.stderr) == [2, 3, 5, 6] and f"{held_out}:1: " in started.stderr
+    with pytest.raises(DataError) as caught:
+        read_problems(load_config(small_config(tmp_path / "run"), [data, f"evaluate.data=[{{path: {held_out}}}]"]))
+    said = str(caught.value)
+    assert said.startswith("5 unusable rows (2 ground truth")
+    assert places(said) == [2, 3, 5, 6] and f"{held_out}:1: " in said
 
 
 def test_dropped_rows_are_counted_and_the_rest_is_trained_on(
@@ -80,12 +80,11 @@ def test_dropped_rows_are_counted_and_the_rest_is_trained_on(
     bad = load_config(config, [written(tmp_path / "train.jsonl", *lines), "data.unusable=drop"])
     (tmp_path / "clean").mkdir()
     good = load_config(config, [written(tmp_path / "clean" / "train.jsonl", *lines[::2])])
-    check_inputs(bad)
     streams = []
     for loaded in (bad, good):
-        sources, _, abilities = load_prompts(loaded)
-        assert abilities == {"math"}
-        streams.append(MixtureStream(sources, 1))
+        with closing(read_problems(loaded)) as problems:
+            assert problems.verifiers.keys() == {"math"}
+            streams.append(MixtureStream(make_prompts(loaded, problems)[0], 1))
     assert "data.unusable=drop: 20 unusable rows (20 ground truth cannot be used) left out" in caplog.text
     first, second = streams
     first.take(7)
@@ -112,7 +111,10 @@ def test_a_problem_of_two_sources_is_one_of_the_rows(small_config: SmallConfig, 
         path.write_text(json.dumps(row) + "\n" + "".join(GOOD % n for n in range(8)))
     train = "data.train=[" + ", ".join(f"{{path: {path}}}" for path in paths) + "]"
     config = small_config(tmp_path / "run")
-    with pytest.raises(DataError, match=rf"{paths[1]}:1: the same problem as {paths[0]}:1; expected it in one source"):
-        load_prompts(load_config(config, [train]))
-    sources, _, _ = load_prompts(load_config(config, [train, "data.unusable=drop"]))
+    refusing, dropping = load_config(config, [train]), load_config(config, [train, "data.unusable=drop"])
+    expected = rf"{paths[1]}:1: the same problem as {paths[0]}:1; expected it in one source"
+    with closing(read_problems(refusing)) as problems, pytest.raises(DataError, match=expected):
+        make_prompts(refusing, problems)
+    with closing(read_problems(dropping)) as problems:
+        sources, _ = make_prompts(dropping, problems)
     assert [len(source.prompts) for source in sources] == [9, 8]

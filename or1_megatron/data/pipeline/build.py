@@ -1,4 +1,7 @@
-"""A whole build: the steps in order, each cached by its input, then the dataset and its state in ``build.json``."""
+"""A whole build: the steps in order, each cached by its input, then the dataset; its state is in ``build.json``.
+
+The dataset is in Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it.
+"""
 
 from __future__ import annotations
 
@@ -6,133 +9,185 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.pipeline.answers import Answers
-from or1_megatron.data.pipeline.code_solutions import CodeSolutions
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from or1_megatron.data.pipeline.contamination import Decontamination
-from or1_megatron.data.pipeline.dataset import write_dataset
 from or1_megatron.data.pipeline.difficulty import Difficulty
 from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates
 from or1_megatron.data.pipeline.judges import Judges
-from or1_megatron.data.pipeline.normalise import normalise
+from or1_megatron.data.pipeline.normalise import NAME, normalise
 from or1_megatron.data.pipeline.recipe import Recipe
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, read_outcomes
 from or1_megatron.data.pipeline.sampling import OpenSampler
+from or1_megatron.data.pipeline.solutions import Answers, CodeSolutions
 from or1_megatron.data.pipeline.statements import Statements
-from or1_megatron.data.pipeline.steps import Done, MakeVerifiers, Manifest, PipelineStep, Say, refuse_empty, run_step
-from or1_megatron.runtime.files import write_atomically
-from or1_verify.problems.rows import DataError
+from or1_megatron.data.pipeline.steps import Manifest, PipelineStep, Say, refuse_empty, run_step
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
+from or1_verify.problems.rows import DataError, published_row
 
 STATE = "build.json"
 DATASET = "dataset"
 UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
-def build(
-    recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler, say: Say, until: str | None = None
-) -> list[Done]:
+def build(recipe: Recipe, open_sampler: OpenSampler, say: Say, until: str | None = None) -> None:
     """Run what has not been run, and write the dataset. With ``until``, stop after that step, without a dataset.
 
     Raises:
         DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
-        SandboxUnavailable and the like: from ``make``.
+        SandboxUnavailable: reference solutions or answers of code cannot be run here.
     """
-    names = ["normalise", *(step.name for step in steps_of(recipe, make, open_sampler))]
+    steps = steps_of(recipe, open_sampler)
+    names = [NAME, *(step.name for step in steps)]
     if until is not None and until not in names:
         raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
     recipe.out.mkdir(parents=True, exist_ok=True)
     with _locked(recipe.out):
-        done: list[Done] = []
-
-        def note(step: Done) -> None:
-            done.append(step)
-            _report(step, say)
+        done = [normalise(recipe.out, recipe.sources, recipe.unusable, say)]
+        for number, step in enumerate([*steps, None]):
             _write_state(recipe, done, finished=False)
-            refuse_empty(step.manifest)
-
-        note(normalise(recipe.out, recipe.sources, recipe.unusable, say))
-        for number, step in enumerate(steps_of(recipe, make, open_sampler), start=1):
-            if until == done[-1].manifest.step:
-                return done
-            note(run_step(recipe.out, number, step, done[-1].manifest, say))
-        if until is None:
-            counts = write_dataset(recipe.out / DATASET, done[-1].manifest.candidate_shards(recipe.out))
-            say("dataset: " + ", ".join(f"{count} {ability}" for ability, count in sorted(counts.items())))
-            _write_state(recipe, done, finished=True)
-    return done
+            refuse_empty(done[-1])
+            if until == done[-1].step:
+                return
+            if step is not None:
+                done.append(run_step(recipe.out, number + 1, step, done[-1], say))
+        counts = write_dataset(recipe.out / DATASET, done[-1].paths(recipe.out))
+        say("dataset: " + ", ".join(f"{count} {ability}" for ability, count in sorted(counts.items())))
+        _write_state(recipe, done, finished=True)
 
 
-def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
+def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
     """Return the recipe's steps after ``normalise``, in order."""
     steps: list[PipelineStep[Any]] = [
         ExactDuplicates(within=True),
         NearDuplicates(recipe.duplicates, within=True),
-        Statements(recipe.statements),
+        Statements(),
     ]
     if recipe.answers is not None:
-        steps.append(Answers(recipe.answers, make))
+        steps.append(Answers(recipe.answers))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
     if recipe.duplicates.embedding is not None:
         steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
     if recipe.decontaminate.against:
         steps.append(Decontamination(recipe.decontaminate, recipe.out / UNUSABLE_EVALUATED))
     if recipe.code is not None:
-        steps.append(CodeSolutions(recipe.code, make))
+        steps.append(CodeSolutions(recipe.code))
     results = recipe.out / "results"
     if recipe.difficulty is not None:
-        steps.append(Difficulty(recipe.difficulty, results / "difficulty", open_sampler, make))
+        steps.append(Difficulty(recipe.difficulty, results, open_sampler))
     if recipe.judges is not None:
-        steps.append(Judges(recipe.judges, results / "votes", open_sampler))
+        steps.append(Judges(recipe.judges, results, open_sampler))
     return steps
+
+
+def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
+    """Write ``folder``/ABILITY.parquet anew, whole or not at all; return the number of problems by ability."""
+    models = sorted({model for row in read_candidates(shards) for model in row.difficulty})
+    measured = [pa.field("model_difficulty", pa.struct([(model, pa.int64()) for model in models]))] if models else []
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+            ("extra_info", pa.struct([pa.field("index", pa.int64()), *measured])),
+        ]
+    )
+    aside = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    shutil.rmtree(aside, ignore_errors=True)
+    writers: dict[str, pq.ParquetWriter] = {}
+    counts: dict[str, int] = {}
+    with naming_disk_full(folder, "the dataset"):
+        aside.mkdir(parents=True)
+        with ExitStack() as stack:
+            for rows in batched(read_candidates(shards), 1024):
+                tables: dict[str, list[dict[str, Any]]] = {}
+                for row in rows:
+                    index = counts[row.ability] = counts.get(row.ability, -1) + 1
+                    rated = {"model_difficulty": {model: row.difficulty.get(model) for model in models}}
+                    extra = {"index": index, **(rated if models else {})}
+                    published = published_row(row.source, row.messages, row.ability, row.ground_truth, extra)
+                    tables.setdefault(row.ability, []).append(published)
+                for ability, table in tables.items():
+                    if ability not in writers:
+                        writer = pq.ParquetWriter(aside / f"{ability}.parquet", schema, compression="zstd")
+                        writers[ability] = stack.enter_context(writer)
+                    writers[ability].write_table(pa.Table.from_pylist(table, schema=schema))
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.replace(folder)
+    return {ability: last + 1 for ability, last in counts.items()}
+
+
+def newest_build(out: Path) -> tuple[bool, list[Manifest]]:
+    """Return whether the newest build in a folder is finished, and its steps in order. Raises DataError without one."""
+    path = out / STATE
+    try:
+        state = json.loads(path.read_text())
+        return state["finished"], [Manifest(**step) for step in state["steps"]]
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; expected the folder ('out') of an or1 data build") from None
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path}: not the state of a build ({error}); run or1 data build again") from None
 
 
 def prune(out: Path) -> list[str]:
     """Delete the results of steps that the newest build does not use; return their folders' names."""
-    state = read_state(out)
+    _, steps = newest_build(out)
+    used = {Path(step.folder).name for step in steps}
     with _locked(out):
-        used = {Path(step["folder"]).name for step in state["steps"]}
         unused = sorted(folder for folder in (out / "steps").iterdir() if folder.name not in used)
         for folder in unused:
             shutil.rmtree(folder)
     return [folder.name for folder in unused]
 
 
-def read_state(out: Path) -> dict[str, Any]:
-    """Read ``build.json`` of the newest build in a folder. Raises DataError when there is none."""
-    path = out / STATE
-    try:
-        state = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; expected the folder ('out') of an or1 data build") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); run or1 data build again") from None
-    assert isinstance(state, dict)
-    return state
+def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
+    """Yield (step, exclusion) of all that the newest build left out, in the order of the steps and of the rows."""
+    for step in newest_build(out)[1]:
+        for outcome in read_outcomes(step.paths(out)):
+            if isinstance(outcome, Exclusion):
+                yield step.step, outcome
 
 
-def manifests(out: Path) -> list[Manifest]:
-    """Return the manifests of the newest build's steps, in order."""
-    return [Manifest(**step) for step in read_state(out)["steps"]]
+def kept(out: Path) -> Iterator[Candidate]:
+    """Yield what the newest build kept."""
+    return read_candidates(newest_build(out)[1][-1].paths(out))
 
 
-def _report(done: Done, say: Say) -> None:
-    manifest = done.manifest
-    how = "cached" if done.cached else f"{manifest.seconds:.1f} s"
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items()))
-    say(f"{manifest.step}: {manifest.rows_in} -> {manifest.rows_out} ({how}){': ' + reasons if reasons else ''}")
+def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
+    """Return (step, what it decided) of a problem: by id (its first digits will do) or by origin, as in file.jsonl:12.
+
+    One id can have several entries: an exact duplicate of the same source has the id of what it repeats. A problem that
+    was kept has "" for its step. Raises DataError when there is no such problem, or the digits are those of several.
+    """
+
+    def is_wanted(row: Candidate) -> bool:
+        return row.id.startswith(wanted) or f"/{row.origin}".endswith(f"/{wanted}")
+
+    stayed = [row for row in kept(out) if is_wanted(row)]
+    left = [(step, exclusion) for step, exclusion in ledger(out) if is_wanted(exclusion.candidate)]
+    ids = {row.id for row in (*stayed, *(exclusion.candidate for _, exclusion in left))}
+    if not ids:
+        raise DataError(
+            f"{wanted}: no such problem in {out}; expected a problem's id (16 hex digits, or the first of them) "
+            "or where it came from, such as train.jsonl:12"
+        )
+    if len(ids) > 1:
+        raise DataError(f"{wanted}: {len(ids)} problems are meant, such as {', '.join(sorted(ids)[:4])}; name one")
+    return [*(("", row) for row in stayed), *left]
 
 
-def _write_state(recipe: Recipe, done: Sequence[Done], finished: bool) -> None:
-    state = {
-        "finished": finished,
-        "recipe": recipe.model_dump(mode="json"),
-        "steps": [asdict(step.manifest) for step in done],
-        "cached": [step.cached for step in done],
-    }
+def _write_state(recipe: Recipe, done: Sequence[Manifest], finished: bool) -> None:
+    steps = [asdict(manifest) for manifest in done]
+    state = {"finished": finished, "recipe": recipe.model_dump(mode="json"), "steps": steps}
     write_atomically(recipe.out / STATE, json.dumps(state, indent=1).encode(), "the state of the build")
 
 

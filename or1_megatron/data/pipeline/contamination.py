@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from or1_megatron.data.pipeline.normalise import published_rows, source_digest
 from or1_megatron.data.pipeline.recipe import DecontaminationConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import PipelineStep
-from or1_megatron.data.pipeline.text import comparable, ngram_hashes, text_key, words
+from or1_megatron.data.pipeline.text import comparable, text_key, words
 from or1_verify.problems.rows import RowError
 from or1_verify.problems.unusable import UnusableRows
 
@@ -25,7 +23,7 @@ class _Evaluated:
 
     origin: str
     statement: str
-    grams: frozenset[int]
+    grams: frozenset[str]
 
 
 class Decontamination(PipelineStep[DecontaminationConfig]):
@@ -35,22 +33,19 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
     """
 
     name = "decontaminate"
-    code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "or1_verify/problems/layouts.py")
 
     def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
         """``unusable``: the file that lists the rows of the evaluation sets that cannot be used, if there are many."""
         super().__init__(config)
         self._unusable = unusable
         self._evaluated: list[_Evaluated] = []
-        self._whole: dict[int, int] = {}
-        self._owners: dict[int, tuple[int, ...]] = {}
-        self._grams = np.empty(0, dtype=np.uint64)
+        self._by_text: dict[int, _Evaluated] = {}
+        self._by_gram: dict[str, list[int]] = defaultdict(list)
 
     def settings(self) -> Mapping[str, Any]:
         return {**super().settings(), "digests": [source_digest(source) for source in self._config.against]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        owners: dict[int, list[int]] = {}
         faults = UnusableRows()
         for source in self._config.against:
             for origin, row in published_rows(source):
@@ -58,56 +53,38 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
                     faults.add(row)
                     continue
                 text = comparable(row.statement)
-                grams, _ = ngram_hashes([words(text)], self._config.ngram_words)
-                index = len(self._evaluated)
-                self._evaluated.append(_Evaluated(origin, row.statement, frozenset(grams.tolist())))
-                self._whole.setdefault(text_key(text), index)
-                for gram in self._evaluated[-1].grams:
-                    owners.setdefault(gram, []).append(index)
+                evaluated = _Evaluated(origin, row.statement, self._grams(text))
+                self._by_text.setdefault(text_key(text), evaluated)
+                for gram in evaluated.grams:
+                    self._by_gram[gram].append(len(self._evaluated))
+                self._evaluated.append(evaluated)
         faults.refuse(self._unusable)  # a problem that is left out here would not be found in the training set
-        self._owners = {gram: tuple(indices) for gram, indices in owners.items()}
-        self._grams = np.sort(np.fromiter(owners, dtype=np.uint64, count=len(owners)))
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        if not self._evaluated:
-            return list(rows)
-        texts = [comparable(row.statement) for row in rows]
-        grams, row_of = ngram_hashes([words(text) for text in texts], self._config.ngram_words)
-        at = np.minimum(np.searchsorted(self._grams, grams), max(len(self._grams) - 1, 0))
-        hit = self._grams[at] == grams if len(self._grams) else np.zeros(len(grams), dtype=bool)
-        shared = set(row_of[hit].tolist())
-        counts = np.searchsorted(row_of, np.arange(len(rows) + 1))
-        outcomes: list[Outcome] = []
-        for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            evidence = self._equal(text)
-            if evidence is None and number in shared:
-                evidence = self._overlapping(frozenset(grams[counts[number] : counts[number + 1]].tolist()))
-            outcomes.append(row if evidence is None else Exclusion(row, "contaminated", evidence))
-        return outcomes
+        judged = ((row, self._evidence(comparable(row.statement))) for row in rows)
+        return [row if evidence is None else Exclusion(row, "contaminated", evidence) for row, evidence in judged]
 
-    def close(self) -> None:
-        self._evaluated, self._whole, self._owners = [], {}, {}
+    def _grams(self, text: str) -> frozenset[str]:
+        size, parts = self._config.ngram_words, words(text)
+        return frozenset(" ".join(parts[start : start + size]) for start in range(len(parts) - size + 1))
 
-    def _equal(self, text: str) -> dict[str, Any] | None:
-        index = self._whole.get(text_key(text))
-        return None if index is None else {"match": "normalised text", **self._named(index)}
-
-    def _overlapping(self, grams: frozenset[int]) -> dict[str, Any] | None:
-        """Return the evaluation problem with the largest shared part, if that is large enough."""
-        counts = Counter(owner for gram in grams for owner in self._owners.get(gram, ()))
-        best, share = -1, 0.0
-        for owner, count in counts.items():
-            part = count / min(len(grams), len(self._evaluated[owner].grams))
-            if (part, -owner) > (share, -best):
-                best, share = owner, part
-        if share < self._config.overlap:
+    def _evidence(self, text: str) -> dict[str, Any] | None:
+        """Return what is shared with an evaluation problem: the text, or the largest part if that is large enough."""
+        if (equal := self._by_text.get(text_key(text))) is not None:
+            return {"match": "normalised text", **_named(equal)}
+        grams = self._grams(text)
+        shared = Counter(index for gram in grams for index in self._by_gram.get(gram, ()))
+        parts = {index: count / min(len(grams), len(self._evaluated[index].grams)) for index, count in shared.items()}
+        best = max(parts, key=lambda index: (parts[index], -index), default=-1)
+        if best < 0 or parts[best] < self._config.overlap:
             return None
         return {
             "match": f"{self._config.ngram_words}-grams",
-            "overlap": round(share, 4),
-            "shared_ngrams": counts[best],
-            **self._named(best),
+            "overlap": round(parts[best], 4),
+            "shared_ngrams": shared[best],
+            **_named(self._evaluated[best]),
         }
 
-    def _named(self, index: int) -> dict[str, Any]:
-        return {"of_origin": self._evaluated[index].origin, "of_statement": self._evaluated[index].statement[:200]}
+
+def _named(evaluated: _Evaluated) -> dict[str, Any]:
+    return {"of_origin": evaluated.origin, "of_statement": evaluated.statement[:200]}

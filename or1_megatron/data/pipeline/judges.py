@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.pipeline.recipe import JudgesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
-from or1_megatron.data.pipeline.results import ResultStore
-from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, result_key, statuses
+from or1_megatron.data.pipeline.sampling import REFUSED, Answers, ModelStep, ResultStore
 from or1_megatron.types import ChatRequest
 from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
@@ -44,7 +41,7 @@ Think it over, then end your answer with exactly four lines, one for each point,
 
 {lines}"""
 _LINE = re.compile(rf"^[\s*\-#>]*({'|'.join(name for name, _ in CRITERIA)})[\s*]*[:=][\s*]*(yes|no)\b", re.I | re.M)
-_GARBAGE_SHOWN = 3
+_MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 
 
 def question(row: Candidate) -> tuple[Message, ...]:
@@ -62,73 +59,44 @@ def read_vote(answer: str) -> str:
     The last answer to a criterion counts.
     """
     said = answer.rpartition("</think>")[2]
-    found = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
-    return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else NO_VOTE
+    words = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
+    return "".join(words[name] for name, _ in CRITERIA) if len(words) == len(CRITERIA) else NO_VOTE
 
 
 class Judges(ModelStep[JudgesConfig]):
-    """Stores each vote, with the attempt at which it was given, as the result."""
+    """A result is a vote."""
 
     name = "judges"
-    code = ("data/pipeline/judges.py", "data/pipeline/sampling.py", "data/chat.py")
+    only_counts = frozenset({"abilities", "votes", "keep_at_least"})
 
-    def settings(self) -> Mapping[str, Any]:
-        ours = self._config.model_dump(mode="json", include={"abilities", "votes", "keep_at_least", "retries"})
-        return {**super().settings(), **ours}
+    def _samples(self, row: Candidate) -> int:
+        return self._config.votes if row.ability in self._config.abilities else 0
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [self._judged(row) if row.ability in self._config.abilities else row for row in rows]
+    def _messages(self, row: Candidate) -> tuple[Message, ...]:
+        return question(row)
 
-    def _sample_missing(self, model: ModelRun) -> None:
-        """Sample a vote that cannot be read again, with another seed, up to ``retries`` times."""
-        garbage: list[str] = []
-        for attempt in range(self._config.retries + 1):
-            refused = {"vote": REFUSED, "attempt": attempt}
-            for _, completion in model.completions(partial(self._requests, model.store, attempt), refused):
-                vote = read_vote(completion.text)
-                if vote == NO_VOTE and len(garbage) < _GARBAGE_SHOWN:
-                    garbage.append(completion.text[-80:])
-                request = completion.request
-                model.store.add(request.key, request.sample_index, {"vote": vote, "attempt": attempt})
-        votes = Counter(result["vote"] for row in model.rows() for result in self._given(row, model.store))
-        if votes[NO_VOTE] > self._config.max_without_vote * votes.total():
-            ends = f"; some end in {garbage}" if garbage else ""
+    def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
+        for _, answer in answers:
+            yield answer.request, read_vote(answer.text)
+
+    def _check(self, model: str, rows: Iterator[Candidate], store: ResultStore) -> None:
+        votes = Counter(vote for row in rows for vote in self._given(row, store))
+        if votes[NO_VOTE] > _MOST_WITHOUT_VOTE * votes.total():
             raise DataError(
-                f"step 'judges': {votes[NO_VOTE]} of {votes.total()} answers of '{model.name}' hold no vote, each "
-                f"after {self._config.retries} retries (expected four lines such as 'clear: yes'{ends}); that is more "
-                f"than judges.max_without_vote = {self._config.max_without_vote:g}: is it the right model, with its "
-                f"chat template, and max_response_tokens = {self._config.max_response_tokens} enough? The votes are "
-                f"kept in {model.store.path}"
+                f"step 'judges': {votes[NO_VOTE]} of {votes.total()} answers of '{model}' hold no vote (expected four "
+                "lines such as 'clear: yes'): is it the right model, with its chat template, and max_response_tokens = "
+                f"{self._config.max_response_tokens} enough? Without {store.path} the model is asked again"
             )
 
-    def _given(self, row: Candidate, store: ResultStore) -> list[Any]:
-        return statuses(store.of(result_key(row)), self._config.votes)
-
-    def _requests(self, store: ResultStore, attempt: int, row: Candidate) -> list[ChatRequest]:
-        if row.ability not in self._config.abilities:
-            return []
-        key = result_key(row)
-        known = store.of(key)
-        missing = []
-        for sample in range(self._config.votes):
-            result = known.get(sample)
-            if result is None or (result["vote"] == NO_VOTE and result["attempt"] < attempt):
-                missing.append(sample)
-        if not missing or any(result["vote"] == REFUSED for result in known.values()):
-            return []
-        asked = question(row)
-        return [ChatRequest(key, n, asked, chat_seed(self._config.seed, key, n, attempt)) for n in missing]
-
-    def _judged(self, row: Candidate) -> Outcome:
+    def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
         config = self._config
-        given = {name: [result["vote"] for result in self._given(row, store)] for name, store in self._stores.items()}
         every = [vote for votes in given.values() for vote in votes]
         readable = [vote for vote in every if vote not in (NO_VOTE, REFUSED)]
         favourable = sum("n" not in vote for vote in readable)
         counted = {"for": favourable, "readable": len(readable), "of": config.votes * len(config.models)}
         if favourable >= config.keep_at_least:
             return replace(row, notes={**row.notes, "votes": counted})
-        against = {name: sum(vote[place] == "n" for vote in readable) for place, (name, _) in enumerate(CRITERIA)}
+        against = {name: sum(vote[index] == "n" for vote in readable) for index, (name, _) in enumerate(CRITERIA)}
         by_model = {name: sum(set(vote) == {"y"} for vote in votes) for name, votes in given.items()}
         evidence = {**counted, "needed": config.keep_at_least, "for_by_model": by_model, "against": against}
         if REFUSED in every and not readable:
@@ -138,5 +106,4 @@ class Judges(ModelStep[JudgesConfig]):
 
     def _request_settings(self) -> dict[str, Any]:
         asked = hashlib.sha256((_QUESTION + str(CRITERIA)).encode()).hexdigest()[:12]
-        names = {"temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed"}
-        return {**self._config.model_dump(mode="json", include=names), "question": asked}
+        return {**super()._request_settings(), "question": asked}

@@ -4,65 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.files import files_of, is_hub_id, read_rows
 from or1_megatron.data.pipeline.recipe import BuildSource
-from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, Outcome, candidate_id
-from or1_megatron.data.pipeline.steps import Done, Say, finish_step, read_manifest, step_key, write_shard
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, candidate_id, write_shard
+from or1_megatron.data.pipeline.steps import Manifest, Say, finish_step, finished_step, step_folder
+from or1_megatron.data.problems import files_of, is_hub_id, read_rows
 from or1_verify.problems.layouts import Published, detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
-CODE = ("data/pipeline/normalise.py", "data/files.py", "or1_verify/problems")
+SHARD_ROWS = 2000
+"""It bounds the memory, for the tests of a code problem can be megabytes, and the work that a killed step repeats."""
 UNUSABLE = "unusable_row"
 """The reason in the ledger of a row that is left out here."""
 
 
-def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Done:
+def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Manifest:
     """Run the step. A row that is not of its layout is refused or excluded, as ``unusable`` says. Raises DataError."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
-    key = step_key(NAME, settings, CODE, [source_digest(source) for source in sources])
-    folder = f"steps/00-{NAME}-{key}"
-    if (finished := read_manifest(out, folder, key)) is not None:
-        return Done(finished, cached=True)
+    folder = step_folder(0, NAME, settings, [source_digest(source) for source in sources])
+    if (finished := finished_step(out, folder, say)) is not None:
+        return finished
     (out / folder).mkdir(parents=True, exist_ok=True)
-    started_s = time.perf_counter()
-    faults, rows = UnusableRows(), 0
+    started_s, faults = time.perf_counter(), UnusableRows()
     outcomes = (outcome for source in sources for outcome in _outcomes(source, faults, say))
-    for number, shard in enumerate(_shards(outcomes)):
-        write_shard(out / folder, f"part-{number:05d}.parquet", NAME, shard)
-        rows += len(shard)
+    for number, shard in enumerate(batched(outcomes, SHARD_ROWS)):
+        write_shard(out / folder / f"part-{number:05d}.parquet", shard)
     faults.settle(unusable, out / FILE_NAME, "unusable=drop")
-    manifest = finish_step(out, folder, NAME, key, settings, rows, time.perf_counter() - started_s)
-    return Done(manifest, cached=False)
-
-
-def _shards(outcomes: Iterable[Outcome]) -> Iterator[list[Outcome]]:
-    shard: list[Outcome] = []
-    chars = 0
-    for outcome in outcomes:
-        shard.append(outcome)
-        if isinstance(outcome, Candidate):
-            chars += len(outcome.ground_truth) + sum(map(len, (outcome.statement, *outcome.solutions)))
-        if len(shard) == SHARD_ROWS or chars >= SHARD_CHARS:
-            yield shard
-            shard, chars = [], 0
-    if shard:
-        yield shard
+    return finish_step(out, folder, NAME, started_s, say)
 
 
 def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[Outcome]:
     """Yield the candidates of a source, and the exclusions of its unusable rows. Raises DataError without any row."""
-    count = 0
+    count, name = 0, _set_name(source)
     for origin, row in published_rows(source):
         count += 1
         if isinstance(row, RowError):
             faults.add(row)
-            yield _excluded(source, row)
+            empty = Candidate("", "", "", name, id=candidate_id(name, origin), origin=origin)
+            yield Exclusion(empty, UNUSABLE, {"reason": row.reason, "message": str(row)})
         else:
             yield _candidate(source, origin, row)
     if not count:
@@ -73,27 +59,8 @@ def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[O
 
 def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
     name = _source_name(source, row)
-    return Candidate(
-        candidate_id(name, row.content),
-        name,
-        row.ability,
-        row.statement,
-        row.instructions,
-        row.ground_truth,
-        row.solutions,
-        row.difficulty,
-        row.notes,
-        origin,
-        row.opening,
-        _set_name(source),
-    )
-
-
-def _excluded(source: BuildSource, error: RowError) -> Exclusion:
-    """Return the exclusion of a row without a problem; its id is that of its place."""
-    name = _set_name(source)
-    row = Candidate(candidate_id(name, error.origin), name, "", "", "", "", (), {}, {}, error.origin)
-    return Exclusion(row, UNUSABLE, {"reason": error.reason, "message": str(error)})
+    columns = {field.name: getattr(row, field.name) for field in fields(row)} | {"source": name}
+    return Candidate(**columns, id=candidate_id(name, row.content), origin=origin, set_name=_set_name(source))
 
 
 def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:

@@ -18,7 +18,7 @@ class BuildSource(Section):
     path: Path
     """A .jsonl or .parquet file, a folder of them, or a Hugging Face hub id."""
     layout: LayoutName = "auto"
-    """Which columns it has; auto: told from their names."""
+    """Which columns it has; auto: as their names say."""
     name: str | None = None
     """Stands in ``data_source``; the file's or folder's name if not given. Layouts with a source or difficulty of
     their own add it, as in train-math-numinamath1.5_olympiads."""
@@ -32,17 +32,6 @@ class BuildSource(Section):
     """Only the first rows: for a trial."""
 
 
-class StatementsConfig(Section):
-    """What can be told from the statement alone."""
-
-    proofs: bool = True
-    multiple_choice: bool = True
-    links: bool = True
-    figures: bool = True
-    min_chars: Positive = 12
-    """Shorter statements are incomplete."""
-
-
 class VerifiedStepConfig(Section):
     timeout_s: PositiveFloat = 5.0
     """Deadline of one verdict."""
@@ -50,21 +39,12 @@ class VerifiedStepConfig(Section):
     """Verifiers at once."""
 
 
-class AnswersConfig(VerifiedStepConfig):
-    """Re-extract the answer from the worked solution, and keep agreements."""
-
-    without_solution: Literal["keep", "drop"] = "keep"
-    """What becomes of a problem whose source gives an answer and no solution."""
-
-
 class EmbeddingConfig(Section):
     """Duplicates by meaning: cosine of mean-pooled hidden states."""
 
     model: Path
-    """A local folder: any transformers encoder or decoder, or a sentence-transformers model."""
-    backend: Literal["transformers", "sentence_transformers"] = "transformers"
+    """A local folder: any encoder or decoder that transformers loads."""
     threshold: Fraction = 0.95
-    batch: Positive = 64
     abilities: tuple[str, ...] = ("code",)
     """The paper removes near-duplicates of code by embeddings, and gives no model and no threshold."""
 
@@ -73,10 +53,7 @@ class DuplicatesConfig(Section):
     """Near-duplicates by MinHash; our figures, the paper gives none."""
 
     threshold: Fraction = 0.5
-    """Jaccard similarity of the character shingles."""
-    shingle_chars: Positive = 5
-    bands: Positive = 32
-    rows_per_band: Positive = 3
+    """Jaccard similarity of the statements' 5-character shingles."""
     embedding: EmbeddingConfig | None = None
 
 
@@ -85,14 +62,6 @@ class DecontaminationConfig(Section):
     ngram_words: Positive = 8
     overlap: Fraction = 0.5
     """Share of the n-grams of the shorter of the two texts that the other has too."""
-
-
-class CodeConfig(VerifiedStepConfig):
-    """Reference solutions must pass every test in the sandbox."""
-
-    max_solutions: Positive = 3
-    """Reference solutions tried; one that passes all tests is enough."""
-    without_solution: Literal["keep", "drop"] = "drop"
 
 
 class SampledModel(Section):
@@ -152,10 +121,6 @@ class JudgesConfig(SampledStepConfig):
     """Votes for the problem, of all models together."""
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
-    retries: NonNegative = 2
-    """How often a vote that cannot be read is asked again."""
-    max_without_vote: Fraction = 0.5
-    """The build stops if more than this share of a judge's votes cannot be read."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -174,10 +139,11 @@ class Recipe(Section):
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
     """Rows that are not of their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
-    statements: StatementsConfig = StatementsConfig()
-    answers: AnswersConfig | None = AnswersConfig()
+    answers: VerifiedStepConfig | None = VerifiedStepConfig()
+    """Re-extract the answer from the worked solution, and keep agreements, and problems without a solution."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()
-    code: CodeConfig | None = CodeConfig()
+    code: VerifiedStepConfig | None = VerifiedStepConfig()
+    """One of the first three reference solutions must pass every test in the sandbox."""
     difficulty: DifficultyConfig | None = None
     judges: JudgesConfig | None = None

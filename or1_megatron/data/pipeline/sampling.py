@@ -1,141 +1,197 @@
-"""The part that steps which sample models share: send the missing requests, store each result as it comes."""
+"""What the steps that sample models share: missing answers are asked for, and each result is stored when it comes.
+
+Results are stored for good, by model and request settings: they stay valid whatever else of the recipe changes, and a
+killed or failed step resumes after the last one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import cache, partial
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from or1_megatron.data.chat import Replies
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, SampledModel
-from or1_megatron.data.pipeline.records import Candidate, read_candidates
-from or1_megatron.data.pipeline.results import ResultStore
+from or1_megatron.data.pipeline.records import Candidate, Outcome, read_candidates
 from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import ChatCompletion, ChatRequest, Sampling
+from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+from or1_megatron.runtime.seeds import derive_seed
+from or1_megatron.types import ChatCompletion, ChatRequest, Replies, Sampling
 from or1_verify.problems.rows import DataError
+from or1_verify.types import Message
 
 M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
 """(model, sampling, longest prompt in tokens) to a sampler; its engines end with the context."""
 
+Answers = Iterator[tuple[Candidate, ChatCompletion]]
+
 REFUSED = "refused"
 """A result: the model refuses the request for good, e.g. because the prompt is too long."""
 
 
-class ModelStep(PipelineStep[M]):
-    """Base of the steps that sample models.
+class ResultStore:
+    """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
-    Results lie in a folder of their own, by model and request settings: only missing responses are sampled, and a
-    killed or failed step resumes after the last stored result.
-    """
+    def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
+        """``request_settings``: all that a result depends on beside the problem, such as sampling and prompt."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([model, dict(request_settings)], sort_keys=True)
+        safe = re.sub(r"[^\w.-]+", "_", model)
+        self.path = folder / f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+        self._writer = JsonlWriter(self.path, "a model's answers")
+        self._known: dict[str, dict[int, str]] = {}
+        for number, row in enumerate(read_rows(self.path), start=1):
+            if not row.keys() >= {"problem", "sample", "result"}:
+                raise DataError(
+                    f"{self.path}: row {number}: found {sorted(row)}, expected problem, sample and result: take it "
+                    "out, and it is asked for again"
+                )
+            self._known.setdefault(str(row["problem"]), {})[int(row["sample"])] = row["result"]
+
+    def __len__(self) -> int:
+        """Return the number of problems with results."""
+        return len(self._known)
+
+    def of(self, row: Candidate) -> Mapping[int, str]:
+        """Return the problem's results by sample."""
+        return self._known.get(_key(row), {})
+
+    def add(self, request: ChatRequest, result: str) -> None:
+        self._writer.write({"problem": request.key, "sample": request.sample_index, "result": result})
+        self._known.setdefault(request.key, {})[request.sample_index] = result
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ModelStep(PipelineStep[M]):
+    """Base of the steps that sample models: they say what to ask, what result an answer has, and what follows of it."""
+
+    only_counts: frozenset[str]
+    """Keys of the configuration on which the results do not depend, only what follows of them."""
 
     def __init__(self, config: M, results: Path, open_sampler: OpenSampler) -> None:
         super().__init__(config)
-        self._results, self._open_sampler = results, open_sampler
-        self._sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
+        self._results, self._open_sampler = results / self.name, open_sampler
         self._stores: dict[str, ResultStore] = {}
 
     def settings(self) -> Mapping[str, Any]:
-        return {**self._request_settings(), "models": [identity(model) for model in self._config.models]}
+        decisive = self._config.model_dump(mode="json", include=set(self.only_counts))
+        return {**self._request_settings(), **decisive, "models": [_identity(model) for model in self._config.models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        """Sample what is missing of every model. Raises DataError when requests failed."""
-        for model in self._config.models:
-            self._prepare_model(model, shards)
+        """Sample what is missing of every model; where nothing is, its engines do not start.
 
-    def _prepare_model(self, model: SampledModel, shards: Sequence[Path]) -> None:
-        request_settings = {**self._request_settings(), **identity(model)}
-        store = self._stores[model.name] = ResultStore(self._results, model.name, request_settings)
-        with ExitStack() as opened:
-            opening = partial(self._open_sampler, model, self._sampling, self._config.max_prompt_tokens)
-            sampler = cache(lambda: opened.enter_context(opening()))
-            self._sample_missing(ModelRun(self.name, model.name, sampler, shards, store))
+        Raises DataError when requests failed.
+        """
+        config = self._config
+        sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
+        for model in config.models:
+            store = ResultStore(self._results, model.name, {**self._request_settings(), **_identity(model)})
+            self._stores[model.name] = store
+            missing = self._missing(read_candidates(shards), store)
+            if (first := next(missing, None)) is not None:
+                with self._open_sampler(model, sampling, config.max_prompt_tokens) as sampler:
+                    self._sample(model.name, store, sampler, chain([first], missing))
+            self._check(model.name, read_candidates(shards), store)
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        return [
+            self._decided(row, {name: self._given(row, store) for name, store in self._stores.items()})
+            if self._samples(row)
+            else row
+            for row in rows
+        ]
 
     def close(self) -> None:
         for store in self._stores.values():
             store.close()
-        self._stores = {}
+
+    def _samples(self, row: Candidate) -> int:
+        """Return how often each model is asked about a problem; 0: it passes."""
+        raise NotImplementedError
+
+    def _messages(self, row: Candidate) -> tuple[Message, ...]:
+        raise NotImplementedError
+
+    def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
+        """Yield the request and the result of each answer that has one."""
+        raise NotImplementedError
+
+    def _check(self, model: str, rows: Iterator[Candidate], store: ResultStore) -> None:
+        """Raise DataError where a model's results are not to be trusted."""
+        raise NotImplementedError
+
+    def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
+        """Decide about a problem by each model's results."""
+        raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
         """Return what a result depends on beside problem and model."""
-        raise NotImplementedError
+        return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
-    def _sample_missing(self, model: ModelRun) -> None:
-        """Sample the missing responses and store their results."""
-        raise NotImplementedError
+    def _given(self, row: Candidate, store: ResultStore) -> list[str]:
+        known = store.of(row)
+        return [known[sample] for sample in sorted(known)[: self._samples(row)]]
 
+    def _missing(self, rows: Iterable[Candidate], store: ResultStore) -> Iterator[tuple[Candidate, ChatRequest]]:
+        for row in rows:
+            known, key = store.of(row), _key(row)
+            if REFUSED in known.values():
+                continue
+            for sample in range(self._samples(row)):
+                if sample not in known:
+                    seed = derive_seed(self._config.seed, key, sample)
+                    yield row, ChatRequest(key, sample, self._messages(row), seed)
 
-@dataclass(frozen=True, slots=True)
-class ModelRun:
-    """One model in a step: its sampler, the candidates, and the results so far."""
+    def _sample(
+        self, model: str, store: ResultStore, sampler: Sampler, missing: Iterable[tuple[Candidate, ChatRequest]]
+    ) -> None:
+        """Store each result as it comes. A request that the model refuses for good has the result REFUSED.
 
-    step: str
-    name: str
-    sampler: Callable[[], Sampler]
-    """Opens the sampler at the first call: where nothing is missing, no engine starts."""
-    shards: Sequence[Path]
-    store: ResultStore
-
-    def rows(self) -> Iterator[Candidate]:
-        return (row for shard in self.shards for batch in read_candidates(shard) for row in batch)
-
-    def completions(
-        self, requests_of: Callable[[Candidate], list[ChatRequest]], refused: Any
-    ) -> Iterator[tuple[Candidate, ChatCompletion]]:
-        """Yield completions as they come. A request that the model refuses for good gets ``refused`` as its result.
-
-        Raises DataError, after the last completion, when other requests failed. When the model refuses everything, the
+        Raises DataError, after the last answer, when other requests failed. When the model refuses everything, the
         requests are wrong and not the problems: then nothing is stored.
         """
-        waiting: dict[str, tuple[Candidate, int]] = {}
+        waiting: dict[tuple[str, int], Candidate] = {}
+        sent = 0
 
         def requests() -> Iterator[ChatRequest]:
-            for row in self.rows():
-                if found := requests_of(row):
-                    waiting[found[0].key] = (row, len(found))
-                yield from found
+            nonlocal sent
+            for row, request in missing:
+                waiting[request.key, request.sample_index] = row
+                sent += 1
+                yield request
 
-        unsent = requests()
-        if (first := next(unsent, None)) is None:
-            return
-        replies, completed = Replies(self.sampler().sample(chain([first], unsent))), 0
-        for completion in replies:
-            row, count = waiting.pop(completion.request.key)
-            if count > 1:
-                waiting[completion.request.key] = (row, count - 1)
-            completed += 1
-            yield row, completion
-        if replies.refused and not completed and not self.store:
+        replies = Replies(sampler.sample(requests()))
+        answers = ((waiting.pop((it.request.key, it.request.sample_index)), it) for it in replies)
+        for request, result in self._judged(answers):
+            store.add(request, result)
+        if replies.refused and len(replies.refused) == sent and not store:
             raise DataError(
-                f"step '{self.step}': '{self.name}' refuses every request, {len(replies.refused)} so far (first: "
+                f"step '{self.name}': '{model}' refuses every request, {sent} so far (first: "
                 f"{replies.refused[0].reason}); expected it to refuse none but prompts that are too long"
             )
-        for failed in replies.refused:
-            self.store.add(failed.request.key, failed.request.sample_index, refused)
+        for refused in replies.refused:
+            store.add(refused.request, REFUSED)
         if failures := replies.failures:
             raise DataError(
-                f"step '{self.step}': {len(failures)} of {len(failures) + completed} requests to '{self.name}' were "
-                f"not answered (first: {failures[0]}); the answers that came are kept: run the same command again to "
-                "ask for the rest"
+                f"step '{self.name}': {len(failures)} of {sent - len(replies.refused)} requests to '{model}' were not "
+                f"answered (first: {failures[0]}); the answers that came are kept: run the same command again to ask "
+                "for the rest"
             )
 
 
-def result_key(row: Candidate) -> str:
+def _key(row: Candidate) -> str:
     """Return the key of a problem's results: another answer or other tests make it another problem."""
     return f"{row.id}-{hashlib.sha256(row.ground_truth.encode()).hexdigest()[:8]}"
 
 
-def identity(model: SampledModel) -> dict[str, Any]:
+def _identity(model: SampledModel) -> dict[str, Any]:
     """Return what makes it another model: not how many engines or requests serve it."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})
-
-
-def statuses(known: Mapping[int, Any], count: int) -> list[Any]:
-    """Return the results of the first ``count`` samples, in order."""
-    return [known[sample] for sample in sorted(known)[:count]]

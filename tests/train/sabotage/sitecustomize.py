@@ -6,8 +6,8 @@ memory: bits flip, each in an attempt of its own: of a message to the engines, i
 final norm, when its tensors have been compared with what it received; of a batch on its way to rank 1; of the responses
 on their way to rank 0.
 turns: engines that take turns with the trainer as on its GPUs kill themselves: while receiving, when they have loaded,
-while decoding, before they sleep; so does the RolloutManager. Files in SABOTAGE_FOLDER/device stand for who holds the
-device; an engine that sleeps loses its weights to NaN.
+while decoding, before they sleep; so does the RolloutManager. An engine that sleeps loses its weights to NaN. Who has
+the device when: test_synced_policy.
 clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
 in_flight: engines get SABOTAGE_SIGNAL, one at each of POINTS, each in another handoff of the loop, with requests in
 flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a handoff when
@@ -128,33 +128,10 @@ def flip_in_responses(client: Any) -> None:
     client.unpack = flip_and_unpack
 
 
-def awake_engines() -> list[str]:
-    return sorted(path.name for path in in_folder("device").glob("engine-*"))
-
-
 def give_turns(synced: Any) -> None:
     sharing = synced.DeviceSharing
     synced.DeviceSharing = lambda **arguments: sharing(engines_sleep=True, trainer_offloads=True)
-
-    def sleep(self: Any, *arguments: Any) -> None:
-        self._engines.sleep()
-        in_folder("device/trainer").touch()
-
-    wrap(synced.SyncedPolicy, "__init__", after=sleep)
-
-
-def trainer_holds_device(module: Any) -> None:
-    def take(self: Any, *things: str) -> None:
-        if os.environ["RANK"] == "0":
-            assert awake_engines() == [], f"{awake_engines()} have the device"
-            in_folder("device/trainer").touch()
-
-    def give(self: Any, *things: str) -> None:
-        if os.environ["RANK"] == "0" and len(self.away) == 3:
-            in_folder("device/trainer").unlink(missing_ok=True)
-
-    wrap(module.Offload, "restore", before=take)
-    wrap(module.Offload, "offload", after=give)
+    wrap(synced.SyncedPolicy, "__init__", after=lambda self, *arguments: self._engines.sleep())
 
 
 def kill_receiving(worker: Any) -> None:
@@ -169,25 +146,15 @@ def kill_taking_turns(engine: Any) -> None:
         for parameter in worker.model_runner.model.parameters():
             parameter.data.fill_(float("nan"))
 
-    def nobody_else(self: Any, settings: Any) -> None:
-        assert settings.serves_folder or not in_folder("device/trainer").exists(), "the trainer has the device"
-
-    def begin(self: Any, settings: Any) -> None:
-        in_folder(f"device/engine-{settings.index}").touch()
-
     def sleep(self: Any) -> None:
         if self.version == 4 and not self._asleep:
             die("before sleep")
         assert not self._pending, "it decodes"
         self._llm.collective_rpc(spoil)
         self._asleep = True
-        in_folder(f"device/engine-{self._settings.index}").unlink(missing_ok=True)
 
     def wake_up(self: Any, tags: Any) -> None:
-        if "kv_cache" in tags:
-            assert not in_folder("device/trainer").exists(), "the trainer has the device"
-            in_folder(f"device/engine-{self._settings.index}").touch()
-            self._asleep = False
+        self._asleep = "kv_cache" not in tags
 
     def step(self: Any) -> None:
         assert not self._asleep or not self._serving, "it decodes asleep"
@@ -198,7 +165,6 @@ def kill_taking_turns(engine: Any) -> None:
         if version == 2:
             die("loaded")
 
-    wrap(Engine, "__init__", nobody_else, begin)
     wrap(Engine, "step", before=step)
     wrap(Engine, "finish_weight_update", after=loaded)
     Engine.sleep, Engine.wake_up = sleep, wake_up
@@ -322,7 +288,6 @@ FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
     },
     "turns": {
         "trainer.synced_policy": give_turns,
-        "parallel.offload": trainer_holds_device,
         "handoff.vllm.receiver": kill_receiving,
         "rollout.engine": kill_taking_turns,
         "rollout.scheduler": kill_manager,

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_verify.problems.rows import DataError
+from or1_verify.problems.unusable import UnusableRows
 from or1_verify.types import Message, Problem
 
 TEMPLATE = (
@@ -46,20 +47,24 @@ def test_token_ids_are_those_of_transformers() -> None:
 
 def test_long_prompts_are_dropped_and_counted() -> None:
     problems = [problem("w1"), problem("w1 w2 w3 w4"), problem("w1 w2")]  # 5, 8 and 6 tokens with the template's 4
-    prompts, report = ChatTemplate(tokenizer()).make_prompts(problems, max_prompt_tokens=6)
-    assert [prompt.problem.messages[0].content for prompt in prompts] == ["w1", "w1 w2"]
-    assert (report.kept, report.too_long, report.longest_tokens) == (2, 1, 8)
-    with pytest.raises(
-        DataError, match=r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"
-    ):
-        ChatTemplate(tokenizer()).make_prompts(problems, max_prompt_tokens=4)
+    template, unusable = ChatTemplate(tokenizer()), UnusableRows()
+    made = template.make_prompts(problems, 6, unusable)
+    assert [prompt.problem.messages[0].content for prompt in made.prompts] == ["w1", "w1 w2"]
+    assert (made.too_long, made.longest_tokens) == (1, 8)
+    none = template.make_prompts(problems, 4, unusable)
+    expected = r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"
+    with pytest.raises(DataError, match=expected):
+        none.check(Path("x.jsonl"))
+    assert not unusable
 
 
 def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         ChatTemplate(tokenizer(None))
+    unusable = UnusableRows()
+    assert ChatTemplate(tokenizer()).make_prompts([problem("w1", "tool", 7)], 9, unusable).prompts == []
     with pytest.raises(DataError, match=r"x\.jsonl:7: field 'prompt'.*\['tool'\].*only users"):
-        ChatTemplate(tokenizer()).make_prompts([problem("w1", "tool", 7)], max_prompt_tokens=9)
+        unusable.refuse()
     with pytest.raises(DataError, match="no such folder"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(DataError, match=r"holds no tokenizer; expected one of tokenizer\.json"):

@@ -1,0 +1,139 @@
+"""Reference solutions, judged by verifiers: a worked solution must give the answer, a program must pass the tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from or1_megatron.data.pipeline.recipe import VerifiedStepConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
+from or1_megatron.data.pipeline.steps import PipelineStep
+from or1_verify.config import VerifyConfig
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Verdict
+from or1_verify.verifier_threads import VerifierThreads, judged
+from or1_verify.verifiers import build_verifiers
+
+_END_SHOWN_CHARS = 160
+_MATH_REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_solution"}
+
+
+def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> VerifierThreads:
+    """Return threads whose verifiers are made when they are first needed."""
+    make = partial(build_verifiers, VerifyConfig(timeout_s=config.timeout_s), abilities)
+    return VerifierThreads(make, config.workers)
+
+
+class SolutionStep(PipelineStep[VerifiedStepConfig]):
+    """Judges the solutions of an ability's problems, one after another until one is right; other problems pass.
+
+    Without a problem of that ability no verifier is made, and so no sandbox is needed.
+    """
+
+    without_effect = frozenset({"workers"})
+    ability: str
+    needs_solution: bool
+    tries: int
+    """How many solutions of a problem are judged at most."""
+    response: str
+    """A solution as a model would answer."""
+
+    def __init__(self, config: VerifiedStepConfig) -> None:
+        super().__init__(config)
+        self._verifiers = verifiers_of(config, {self.ability})
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        outcomes = [self._checked(row) if row.ability == self.ability else row for row in rows]
+        failed = {
+            number: (row, list[Verdict]())
+            for number, row in enumerate(outcomes)
+            if isinstance(row, Candidate) and row.ability == self.ability and row.solutions
+        }
+        for attempt in range(self.tries):
+            trying = [
+                (number, row, self.response.format(row.solutions[attempt]))
+                for number, (row, _) in failed.items()
+                if attempt < len(row.solutions)
+            ]
+            for (number, row, _), verdict in judged(trying, lambda it: self._verifiers.verdict(it[1].problem(), it[2])):
+                if verdict.status == "right":
+                    del failed[number]
+                else:
+                    self._look_at(row, verdict)
+                    failed[number][1].append(verdict)
+        for number, (row, verdicts) in failed.items():
+            outcomes[number] = self._excluded(row, verdicts)
+        return outcomes
+
+    def close(self) -> None:
+        self._verifiers.close()
+
+    def _checked(self, row: Candidate) -> Outcome:
+        """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
+        if why := self._verifiers.check(row.problem()):
+            return self._unusable(row, why)
+        return Exclusion(row, "no_solution", {}) if self.needs_solution and not row.solutions else row
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        raise NotImplementedError
+
+    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+        """Raise DataError where a verdict that is not ``right`` says nothing about the solution."""
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        """Exclude a candidate none of whose solutions is right."""
+        raise NotImplementedError
+
+
+class Answers(SolutionStep):
+    """Math: extracts the answer again from the first worked solution, and compares it with the given one."""
+
+    name = "answers"
+    ability = "math"
+    needs_solution = False
+    tries = 1
+    response = "</think>\n{}"
+
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings(), "math-verify": importlib.metadata.version("math-verify")}
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        return Exclusion(row, "answer_unparsable", {"given": row.ground_truth, "verifier": why})
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        (verdict,) = verdicts
+        evidence = {
+            "given": row.ground_truth,
+            "extracted": verdict.answer,
+            "verifier": verdict.detail,
+            "solution_ends": row.solutions[0][-_END_SHOWN_CHARS:],
+        }
+        return Exclusion(row, _MATH_REASONS.get(verdict.status, "answer_not_comparable"), evidence)
+
+
+class CodeSolutions(SolutionStep):
+    """Code: the tests are complete, and a reference solution passes all of them in the sandbox."""
+
+    name = "code"
+    ability = "code"
+    needs_solution = True
+    tries = 3
+    response = "</think>\n```python\n{}\n```"
+
+    def _unusable(self, row: Candidate, why: str) -> Exclusion:
+        if not row.ground_truth:
+            return Exclusion(row, "no_tests", {})
+        return Exclusion(row, "tests_incomplete", {"tests": why})
+
+    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+        if verdict.status == "error":  # the sandbox's fault
+            raise DataError(
+                f"{row.origin}: the sandbox failed on a reference solution: {verdict.detail}; what was judged before "
+                "is kept: fix the sandbox (or1 doctor) and run the same command again"
+            )
+
+    def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
+        tried = {f"solution {number}": verdict.detail for number, verdict in enumerate(verdicts)}
+        return Exclusion(row, "reference_fails", {**tried, "solutions": len(row.solutions)})

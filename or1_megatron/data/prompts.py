@@ -1,0 +1,274 @@
+"""The prompts of a run: its problem sets read and checked, and each problem's messages turned into token ids.
+
+``read_problems`` refuses rows that are not of their layout, which takes seconds. ``make_prompts`` then reads every
+ground truth and measures every prompt, which may take minutes: engines can start meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from or1_megatron.config.schema import Config
+from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
+from or1_megatron.data.stream import PromptSource
+from or1_megatron.types import Int32Array, Prompt
+from or1_verify.problems.problem import no_verifier
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import FILE_NAME, UnusableRows
+from or1_verify.types import Message, Problem, Verifier
+from or1_verify.verifiers import build_verifiers, known_abilities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BATCH = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSets:
+    """The problems of a run, as read."""
+
+    train: list[list[Problem]]
+    """Of each source of ``data.train``."""
+    held_out: list[list[Problem]]
+    """Of each set of ``evaluate.data``."""
+    unusable: UnusableRows
+    verifiers: Mapping[str, Verifier]
+    """By ability; one for each that occurs."""
+
+    def close(self) -> None:
+        """End the verifiers, and let go of the problems, which may be large."""
+        for verifier in self.verifiers.values():
+            verifier.close()
+        self.train.clear()
+        self.held_out.clear()
+
+
+def read_problems(config: Config) -> ProblemSets:
+    """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them.
+
+    The caller closes the result. Where a row is refused, ground truths and prompts are checked at once, so that all
+    unusable rows are named together.
+
+    Raises:
+        DataError: a file that cannot be read, or unusable rows.
+        SandboxUnavailable, VerifierBroken: an ability occurs that cannot be verified here.
+    """
+    known, unusable = known_abilities(config.verify), UnusableRows()
+
+    def read(path: Path, split: str | None) -> list[Problem]:
+        usable = []
+        for problem in load_problems(path, split, unusable):
+            if problem.ability in known:
+                usable.append(problem)
+            else:
+                unusable.add(no_verifier(problem, known))
+        return usable
+
+    train = [read(source.path, source.split) for source in config.data.train]
+    held_out = [read(source.path, source.split) for source in config.evaluate.data]
+    abilities = {problem.ability for problems in (*train, *held_out) for problem in problems}
+    sets = ProblemSets(train, held_out, unusable, build_verifiers(config.verify, abilities))
+    if unusable and config.data.unusable == "refuse":
+        try:
+            make_prompts(config, sets)
+        finally:
+            sets.close()
+    return sets
+
+
+def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource], dict[str, list[Prompt]]]:
+    """Return (training sources, held-out prompts by the name of their set), every ground truth checked.
+
+    Raises:
+        DataError: all unusable rows of all files at once, or no prompt left, or fewer than a step takes.
+    """
+    template = ChatTemplate(load_tokenizer(config.model.hf))
+    data, unusable = config.data, sets.unusable
+    train = [check_ground_truths(problems, sets.verifiers, unusable) for problems in sets.train]
+    held_out = [check_ground_truths(problems, sets.verifiers, unusable) for problems in sets.held_out]
+    read = [len(problems) for problems in train]
+    if data.difficulty_model is not None:
+        train = [filter_by_difficulty(problems, data.difficulty_model, unusable) for problems in train]
+    trained = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in train]
+    evaluated = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in held_out]
+    _drop_repeated(trained, unusable)
+    unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
+    for made, source in zip((*trained, *evaluated), (*data.train, *config.evaluate.data), strict=True):
+        made.check(source.path)
+    sources = [
+        PromptSource(made.prompts, source.repeat, source.weight)
+        for made, source in zip(trained, data.train, strict=True)
+    ]
+    _check_enough(config, sources, read, [len(problems) for problems in train])
+    _warn_of_leaks(sources, [prompt for made in evaluated for prompt in made.prompts])
+    titles = [source.title for source in config.evaluate.data]
+    return sources, {title: made.prompts for title, made in zip(titles, evaluated, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a set of problems that are short enough."""
+
+    prompts: list[Prompt]
+    limit_tokens: int
+    too_long: int
+    """How many were dropped."""
+    longest_tokens: int
+    """Length of the longest prompt, dropped ones included."""
+    first: str
+    """Origin of the first prompt."""
+
+    def check(self, path: Path) -> None:
+        """Log how many prompts were too long. Raises DataError when all were, or none was usable."""
+        if self.too_long and not self.prompts:
+            raise DataError(
+                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
+                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
+            )
+        if not self.prompts:
+            raise DataError(f"{path}: no usable problem is left")
+        if self.too_long:
+            log.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
+                path,
+                self.too_long,
+                self.too_long + len(self.prompts),
+                self.limit_tokens,
+                self.longest_tokens,
+            )
+
+
+class ChatTemplate:
+    """The only place where messages become token ids: a tokenizer's chat template with its generation prompt, which for
+    a reasoning model may open ``<think>``.
+
+    Raises DataError when the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"tokenizer of '{tokenizer.name_or_path}' has no chat template; expected chat_template in "
+                "tokenizer_config.json or a chat_template.jinja beside it (base models often lack one)"
+            )
+        self._tokenizer = tokenizer
+
+    def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
+        return self._encode([self._text(messages)])[0]
+
+    def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
+        """Return prompts in the order of the problems; those over the limit are left out and counted.
+
+        ``unusable`` takes the rows whose messages the template refuses.
+        """
+        prompts: list[Prompt] = []
+        longest = too_long = 0
+        for start in range(0, len(problems), _BATCH):
+            chunk = [(problem, self._render(problem, unusable)) for problem in problems[start : start + _BATCH]]
+            rendered = [(problem, text) for problem, text in chunk if text is not None]
+            encoded = self._encode([text for _, text in rendered])
+            for (problem, _), ids in zip(rendered, encoded, strict=True):
+                longest = max(longest, len(ids))
+                if len(ids) <= limit_tokens:
+                    prompts.append(Prompt(problem, ids))
+                else:
+                    too_long += 1
+        return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
+        from jinja2 import TemplateError
+
+        try:
+            return self._text(problem.messages)
+        except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
+            roles = [message.role for message in problem.messages]
+            detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
+            unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
+            return None
+
+    def _encode(self, texts: Sequence[str]) -> list[Int32Array]:
+        # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of an HF folder on disk. Raises DataError when the folder or its tokenizer cannot be read."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder}: no such folder; expected a model in HF format with its tokenizer")
+    # Without any of these transformers makes an empty tokenizer from config.json, and says nothing.
+    if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
+        raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: its tokenizer cannot be loaded (expected tokenizer.json): {error}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
+    """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
+
+    Args:
+        read: problems of each source before the difficulty filter.
+        rated: problems of each source after it.
+    """
+    for stage in config.stages:
+        taken = [index for index, repeat in enumerate(config.repeats(stage)) if repeat]
+        kept = sum(len(sources[index].prompts) for index in taken)
+        if stage.prompts_per_step > kept:
+            before, difficult = sum(read[index] for index in taken), sum(rated[index] for index in taken)
+            dropped = f"data.max_prompt_tokens = {config.data.max_prompt_tokens} dropped {difficult - kept}"
+            if (model := config.data.difficulty_model) is not None:
+                dropped = f"data.difficulty_model = {model} dropped {before - difficult}, {dropped}"
+            raise DataError(
+                f"data.train: of {before} problems"
+                + (" in the sources of its mixture" if stage.mixture else "")
+                + f" {kept} are left ({dropped}), fewer than prompts_per_step = {stage.prompts_per_step} of stage "
+                f"'{stage.name}'; add problems, loosen the filter or lower prompts_per_step"
+            )
+
+
+def _drop_repeated(sources: Sequence[PromptSet], unusable: UnusableRows) -> None:
+    """Take out the prompts whose problem an earlier source has; they are ``unusable``."""
+    origin_of: dict[str, str] = {}
+    for source in sources:
+        own = {prompt.problem.id: prompt.problem.origin for prompt in source.prompts}
+        for problem in own.keys() & origin_of.keys():
+            detail = f"the same problem as {origin_of[problem]}; expected it in one source only"
+            unusable.add(RowError(own[problem], "the same problem in an earlier source", detail))
+        source.prompts[:] = [prompt for prompt in source.prompts if prompt.problem.id not in origin_of]
+        origin_of |= own
+
+
+def _warn_of_leaks(sources: Sequence[PromptSource], evaluated: Sequence[Prompt]) -> None:
+    """Log when a held-out prompt is trained on too, word for word."""
+    trained = {prompt.token_ids.tobytes(): prompt.problem.origin for source in sources for prompt in source.prompts}
+    leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]
+    if leaked:
+        log.warning(
+            "%d of %d held-out prompts are in the training data too (first: %s and %s): their accuracy will flatter",
+            len(leaked),
+            len(evaluated),
+            leaked[0].problem.origin,
+            trained[leaked[0].token_ids.tobytes()],
+        )
