@@ -72,8 +72,8 @@ class LocalModel:
             requests: how many will come; more at once need no KV cache.
         """
         if engines.kv_cache_bytes is None and not torch.cuda.is_available():
-            places = min(engines.max_concurrent, -(-requests // engines.engines))
-            size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, places, host_memory().free)
+            concurrent = min(engines.max_concurrent, -(-requests // engines.engines))
+            size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, concurrent, host_memory().free)
             say(f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)")
             engines = engines.model_copy(update={"kv_cache_bytes": size})
         return start_engine_sampler(self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens)
@@ -85,9 +85,9 @@ def load_local_model(folder: Path) -> LocalModel:
 
 
 def cpu_kv_cache_bytes(
-    shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, places: int, free_bytes: int
+    shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, concurrent: int, free_bytes: int
 ) -> int:
-    """Return the KV cache of one engine rank on CPU: ``places`` sequences of ``longest`` tokens, if memory allows.
+    """Return the KV cache of one engine rank on CPU: ``concurrent`` sequences of ``longest`` tokens, if memory allows.
 
     All engines together take at most half of the memory that is free beside their weights: vLLM decodes fewer
     sequences at once when the cache is full.
@@ -108,7 +108,7 @@ def cpu_kv_cache_bytes(
             f"{sequence / 1e9:.1f} GB in each of {ranks} engine ranks, for which half of the rest is used: lower "
             "max_response_tokens or engines.engines, or set engines.kv_cache_bytes"
         )
-    return min(places * sequence + block, room)
+    return min(concurrent * sequence + block, room)
 
 
 def with_length(

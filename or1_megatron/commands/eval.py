@@ -110,7 +110,7 @@ def evaluate_model(
     from or1_megatron.commands.asked_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
     from or1_megatron.evaluate.benchmarks import load_set, published
-    from or1_megatron.evaluate.run import evaluate, missing_count
+    from or1_megatron.evaluate.sample_and_judge import evaluate, missing_count
     from or1_megatron.report.figures.evaluation import draw_evaluation
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
@@ -154,11 +154,11 @@ def compare_evaluations(first: Path, second: Path, out: Path | None, console: Co
     """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
     from or1_megatron.evaluate.comparison import compare
 
-    found = asdict(compare(first, second))
-    show_comparison(found, console)
+    comparison = asdict(compare(first, second))
+    show_comparison(comparison, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "comparison.md", comparison_page(found).encode(), "the comparison")
+        write_atomically(out / "comparison.md", comparison_page(comparison).encode(), "the comparison")
         console.print(str(out / "comparison.md"), highlight=False, soft_wrap=True)
 
 

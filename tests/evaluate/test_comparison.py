@@ -1,4 +1,4 @@
-"""``or1 eval --compare``: folders as ``or1 eval`` writes them, made by hand; the intervals are test_statistics'."""
+"""``or1 eval --compare``: folders as ``or1 eval`` writes them, made by hand; the intervals are test_intervals'."""
 
 from __future__ import annotations
 
