@@ -19,6 +19,7 @@ from or1_megatron.commands.doctor import doctor
 from or1_megatron.commands.eval import evaluate
 from or1_megatron.commands.picture import picture
 from or1_megatron.commands.plan import plan
+from or1_megatron.commands.plan_handoff import plan_handoff
 from or1_megatron.commands.recipes import recipes
 from or1_megatron.commands.replay import replay
 from or1_megatron.commands.report import report
@@ -58,6 +59,7 @@ _PLAIN = (
     check_parity,
     replay,
     plan,
+    plan_handoff,
     doctor,
     selftest,
     rollouts,

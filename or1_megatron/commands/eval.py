@@ -154,11 +154,11 @@ def compare_evaluations(first: Path, second: Path, out: Path | None, console: Co
     """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
     from or1_megatron.evaluate.comparison import compare
 
-    comparison = asdict(compare(first, second))
-    show_comparison(comparison, console)
+    found = asdict(compare(first, second))
+    show_comparison(found, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "comparison.md", comparison_page(comparison).encode(), "the comparison")
+        write_atomically(out / "comparison.md", comparison_page(found).encode(), "the comparison")
         console.print(str(out / "comparison.md"), highlight=False, soft_wrap=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from or1_megatron.runtime.files import write_atomically
 if TYPE_CHECKING:
     from or1_megatron.config.hardware import Hardware
     from or1_megatron.config.schema import Config
+    from or1_megatron.plan.nearest import Change
     from or1_megatron.plan.request import PlanRequest
     from or1_megatron.sizing.conflicts import Device
 
@@ -47,6 +48,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Find the layouts that fit, and rank them by hours.")
     ] = False,
+    fix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write CONFIG with the nearest change that fits in memory.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where --search writes the best layout, --calibrate its file.")
     ] = None,
@@ -74,7 +78,7 @@ def plan(
         elif what_if:
             _compare(given, what_if, as_json)
         else:
-            _show(given, picture, as_json)
+            _show(given, fix, picture, as_json)
 
 
 def _asked(
@@ -105,10 +109,10 @@ def _hardware_for(config: Config) -> Hardware:
 
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        hardware = hardware_of(name)
-        if hardware is None:
+        found = hardware_of(name)
+        if found is None:
             raise ConfigError(f"no hardware file is known for {name}; name one with --gpu")
-        return hardware
+        return found
     size_gb = config.cluster.gpu_memory_gb
     if size_gb is None:
         return read_hardware("cpu")
@@ -117,37 +121,58 @@ def _hardware_for(config: Config) -> Hardware:
     return read_hardware(named)
 
 
-def _show(given: PlanRequest, drawn: Path | None, as_json: bool) -> None:
+def _show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
     """Print one plan, and draw a step of it to ``drawn``; exit with USER_ERROR if it does not fit."""
     from or1_megatron.plan.picture import picture, svg
     from or1_megatron.plan.request import outcome, runs_here
     from or1_megatron.plan.tables import as_dict, time_tables
     from or1_megatron.sizing.plan_tables import render
 
-    planned = outcome(given)
-    change, typical = planned.nearest_fit(), planned.time.longest.typical
+    found = outcome(given)
+    change, typical = found.nearest_fit(), found.time.longest.typical
     if drawn is not None:
         write_atomically(drawn, svg(typical, given.path.stem).encode(), "the picture of a step")
     if as_json:
         nearest = None if change is None else dict(change)
-        _print_json(as_dict(given.config, planned.plan, planned.time, planned.lacks) | {"nearest_fit": nearest})
+        print(
+            json.dumps(as_dict(given.config, found.plan, found.time, found.lacks) | {"nearest_fit": nearest}, indent=2)
+        )
     else:
         console = Console()
-        console.print(render(planned.plan))
+        console.print(render(found.plan))
         here = runs_here(given)
-        console.print(time_tables(given.config, planned.plan, planned.time, given.hardware, given.lengths, here))
+        console.print(time_tables(given.config, found.plan, found.time, given.hardware, given.lengths, here))
         console.print(picture(typical))
-        for line in planned.lacks:
+    if found.lacks:
+        _refuse(given, found.lacks, change, fix, as_json)
+
+
+def _refuse(given: PlanRequest, lacks: Sequence[str], change: Change | None, fix: Path | None, as_json: bool) -> None:
+    if not as_json:
+        for line in lacks:
             note(f"does not fit: {line}")
         if change is not None:
-            changes = " ".join(f"--set {key}={json.dumps(value)}" for key, value in change.items())
-            note(f"the nearest change that fits: {changes}")
-    if planned.lacks:
-        raise typer.Exit(USER_ERROR)
+            note(f"the nearest change that fits: {_set(change)}")
+    if fix is not None and change is not None:
+        _write_fix(given, change, fix)
+        note(f"wrote {fix}")
+        return
+    raise typer.Exit(USER_ERROR)
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+def _set(change: Mapping[str, Any]) -> str:
+    return " ".join(f"--set {key}={json.dumps(value)}" for key, value in change.items())
+
+
+def _write_fix(given: PlanRequest, change: Change, path: Path) -> None:
+    """Write a configuration that changes ``given`` so; its base is the file that was planned."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in change.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    lines = [f"base: {given.path.resolve()}"]
+    lines += [f"{name}: {json.dumps(values)}" for name, values in sections.items()]
+    write_atomically(path, ("\n".join(lines) + "\n").encode(), "the fixed configuration")
 
 
 def _compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
@@ -157,9 +182,13 @@ def _compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
 
     sides = {"as it is": outcome(given), " ".join(what_if): outcome(given.with_overrides(what_if))}
     if as_json:
-        _print_json([as_dict(side.plan.config, side.plan, side.time, side.lacks) for side in sides.values()])
+        print(
+            json.dumps(
+                [as_dict(each.plan.config, each.plan, each.time, each.lacks) for each in sides.values()], indent=2
+            )
+        )
         return
-    Console().print(side_by_side({name: (side.time, side.lacks) for name, side in sides.items()}))
+    Console().print(side_by_side({name: (each.time, each.lacks) for name, each in sides.items()}))
 
 
 def _search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_json: bool) -> None:
@@ -175,16 +204,16 @@ def _search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_j
         raise ConfigError("--search is for GPUs; name them with --gpu")
     shape = Shape.of(read_hf_config(given.folder or given.config.model.hf))
     machine = Machine.of(given.hardware, shape, given.device)
-    layouts = search(given.config, machine, given.lengths, gpus)
-    if not layouts:
+    found = search(given.config, machine, given.lengths, gpus)
+    if not found:
         raise ConfigError(f"no layout on {gpus or given.config.parallel.ranks} GPUs fits; take more or larger GPUs")
     if as_json:
-        _print_json([{"hours": layout.hours, "change": dict(layout.change)} for layout in layouts])
+        print(json.dumps([{"hours": each.hours, "change": dict(each.change)} for each in found], indent=2))
     else:
-        Console().print(ranking(layouts))
+        Console().print(ranking(found))
     if out is not None:
         title = f"{given.config.model.hf.name} on {gpus or given.config.parallel.ranks} x {given.hardware.title}"
-        write_atomically(out, layout_yaml(layouts[0], title, given.config), "the layout")
+        write_atomically(out, layout_yaml(found[0], title, given.config), "the layout")
         note(f"wrote {out}")
 
 
@@ -194,8 +223,8 @@ def _calibrate_runs(runs: Sequence[Path], gpu: str, out: Path | None) -> None:
     from or1_megatron.plan.calibrate import calibrate, read_run
     from or1_megatron.plan.tables import residuals
 
-    fitted = calibrate([read_run(run) for run in runs], read_hardware(gpu))
-    Console().print(residuals(fitted))
+    found = calibrate([read_run(run) for run in runs], read_hardware(gpu))
+    Console().print(residuals(found))
     if out is not None:
-        write_atomically(out, hardware_yaml(fitted.hardware).encode(), "the hardware file")
+        write_atomically(out, hardware_yaml(found.hardware).encode(), "the hardware file")
         note(f"wrote {out}")

@@ -9,6 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -53,6 +54,17 @@ def replay(
     raise typer.Exit(code)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """The result of the repeated update."""
+
+    report: UpdateReport
+    first_not_finite: Mapping[int, int]
+    """Sample to the first of its counted tokens whose log-prob is not finite."""
+    log_prob_difference: float
+    """Largest difference of a log-prob from the dump's, over tokens that are finite in both; nats."""
+
+
 def repeat_update(
     folder: Path, layout: str, model: Path | None, tolerance: float | None, console: Console, out: Path | None = None
 ) -> int:
@@ -71,7 +83,6 @@ def repeat_update(
     from or1_megatron.runtime.launch import run_ranks
     from or1_megatron.sizing.conflicts import layout_conflicts
     from or1_megatron.sizing.parallel_layouts import LayoutError
-    from or1_megatron.types import UpdateReport
     from or1_megatron.weights.families import read_hf_config
     from or1_megatron.weights.files import check_weight_files
     from or1_megatron.weights.shape import Shape
@@ -84,8 +95,8 @@ def repeat_update(
     if conflicts := list(layout_conflicts(parallel, Shape.of(hf))):
         raise LayoutError(f"layout '{layout}' cannot work: {'; '.join(conflicts)}")
     with tempfile.TemporaryDirectory(prefix="or1-replay-") as scratch:
-        result = Path(scratch, "result.json")
-        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(result)]
+        found = Path(scratch, "found.json")
+        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(found)]
         status = run_ranks(
             "or1_megatron.parallel.replay",
             arguments,
@@ -95,16 +106,15 @@ def repeat_update(
             task="the replay",
             advice=".",
         )
-        if status or not result.is_file():
+        if status or not found.is_file():
             return status or 1
-        text = result.read_text()
+        text = found.read_text()
     if out is not None:
         out.write_text(text)
-    replayed = json.loads(text)
-    now = UpdateReport(**replayed["report"])
-    show(dump, now, replayed, layout, console)
+    replayed = _read(json.loads(text), dump.token_count)
+    show(dump, replayed, layout, console)
     limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
-    differences = list(differ(dump.report, now, limit))
+    differences = list(differ(dump.report, replayed.report, limit))
     if dump.raised:
         differences = [f"not reproduced: in the run the update raised {dump.raised!r}, now it went through"]
     for line in differences:
@@ -157,34 +167,33 @@ def differ(before: UpdateReport, now: UpdateReport, tolerance: float) -> Iterato
             yield f"not reproduced: {name} was {old:.8g}, is {new:.8g}; expected within {tolerance:g}"
 
 
-def show(dump: UpdateDump, now: UpdateReport, replayed: Mapping[str, Any], layout: str, console: Console) -> None:
-    """Print both side by side, and the samples with log-probs that are not finite.
-
-    Args:
-        replayed: what rank 0 wrote (``parallel.replay``).
-    """
+def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None:
+    """Print both side by side, and the samples with log-probs that are not finite."""
     from or1_megatron.rl.dump import first_not_finite
 
-    title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {dump.token_count} tokens"
+    tokens = dump.token_count
+    title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {tokens} tokens"
     headings = ("in the run", f"now ({layout})", "difference")
     columns = [Column("", no_wrap=True), *(Column(heading, justify="right", no_wrap=True) for heading in headings)]
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     rows = [
-        ("loss", _loss(dump.report), _loss(now)),
-        ("gradient norm", dump.report.grad_norm, now.grad_norm),
-        *((f"sum of {name}", value, now.sums.get(name, math.nan)) for name, value in dump.report.sums.items()),
+        ("loss", _loss(dump.report), _loss(now.report)),
+        ("gradient norm", dump.report.grad_norm, now.report.grad_norm),
+        *((f"sum of {name}", value, now.report.sums.get(name, math.nan)) for name, value in dump.report.sums.items()),
     ]
     for name, old, new in rows:
         table.add_row(name.replace("sum of max_", "largest "), f"{old:.8g}", f"{new:.8g}", f"{new - old:.2g}")
-    table.add_row("log-probs", "", "", f"{replayed['log_prob_difference']:.2g}")
+    table.add_row("log-probs", "", "", f"{now.log_prob_difference:.2g}")
     console.print(table)
-    before = {str(sample): token for sample, token in first_not_finite(dump.log_probs).items()}
-    after = replayed["first_not_finite"]
-    bad = sorted(before.keys() | after.keys(), key=int)
+    before = first_not_finite(dump.log_probs)
+    bad = sorted(before.keys() | now.first_not_finite.keys())
     console.print(f"samples with a log-prob that is not finite: {len(bad)}", highlight=False)
     for sample in bad[:_SHOWN_SAMPLES]:
-        first = [f"from counted token {side[sample]}" if sample in side else "none" for side in (before, after)]
-        console.print(f"  sample {sample}: in the run {first[0]}, now {first[1]}", highlight=False)
+        where = [
+            f"from counted token {found[sample]}" if sample in found else "none"
+            for found in (before, now.first_not_finite)
+        ]
+        console.print(f"  sample {sample}: in the run {where[0]}, now {where[1]}", highlight=False)
     if len(bad) > _SHOWN_SAMPLES:
         console.print(f"  and {len(bad) - _SHOWN_SAMPLES} more", highlight=False)
 
@@ -192,3 +201,21 @@ def show(dump: UpdateDump, now: UpdateReport, replayed: Mapping[str, Any], layou
 def _loss(report: UpdateReport) -> float:
     """Return the loss per token."""
     return report.sums["loss"] / report.token_count
+
+
+def _read(found: Mapping[str, Any], token_count: int) -> Replayed:
+    from or1_megatron.types import UpdateReport
+
+    return Replayed(
+        report=UpdateReport(
+            sums={name: float(value) for name, value in found["sums"].items()},
+            token_count=token_count,
+            grad_norm=float(found["grad_norm"]),
+            learning_rate=0.0,
+            skipped=found["skipped"],
+            forward_backward_s=0.0,
+            optimizer_s=0.0,
+        ),
+        first_not_finite={int(sample): token for sample, token in found["first_not_finite"].items()},
+        log_prob_difference=float(found["log_prob_difference"]),
+    )

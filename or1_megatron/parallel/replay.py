@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import warnings
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ def main() -> int:
     parser.add_argument("dump", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("parallel", type=ParallelConfig.model_validate_json)
-    parser.add_argument("result", type=Path)
+    parser.add_argument("found", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # Megatron's warnings would bury the table
     dump, parallel = read_dump(arguments.dump), arguments.parallel
@@ -51,12 +50,14 @@ def main() -> int:
         scores = policy.score(batch, dump.objective.temperature)
         report = update(policy, batch, dump.objective, parallel.head == "one_pass")
         if mesh.rank == 0:
-            result = {
-                "report": asdict(replace(report, scores=None)),
+            found = {
+                "skipped": report.skipped,
+                "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
+                "sums": {name: str(value) for name, value in report.sums.items()},
                 "first_not_finite": first_not_finite(scores.log_probs),
                 "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0,
             }
-            arguments.result.write_text(json.dumps(result))
+            arguments.found.write_text(json.dumps(found))
     finally:
         stop_process_group()
     return 0

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,26 +19,25 @@ from or1_megatron.selftest.one_check import CheckFailed
 from or1_verify.child_process import die_with_parent
 
 MODULE: Final = "or1_megatron.selftest.process"
-RankFunction = Callable[[Any, Callable[[Any], None]], None]
-"""A function of a module: gets the task and ``note``."""
 
 
-def run_function(function: RankFunction, task: Mapping[str, Any], ranks: int, what: str) -> tuple[int, Any]:
+def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) -> tuple[int, Any]:
     """Call a function on so many ranks under torchrun; return (exit status, what was noted). Main thread only.
 
     Args:
+        function: as MODULE:FUNCTION.
         what: names the work in messages.
     """
     from or1_megatron.runtime.launch import run_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"{function.__module__}:{function.__name__}", *write_task(Path(folder), task)]
+        arguments = [function, *write_task(Path(folder), task)]
         status = run_ranks(MODULE, arguments, ranks=ranks, threads_per_rank=None, grace_s=5.0, task=what, advice=".")
         result = Path(arguments[-1])
         return status, json.loads(result.read_text()) if result.is_file() else None
 
 
-def on_ranks(function: RankFunction, task: Mapping[str, Any], ranks: int, what: str) -> Any:
+def on_ranks(function: str, task: Mapping[str, Any], ranks: int, what: str) -> Any:
     """As ``run_function``, but return what was noted.
 
     Raises:

@@ -128,7 +128,7 @@ def check_memory(config: Config, shape: Shape, device: Device, there: int) -> No
     lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
     lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
     lighter.append("or start all the same with cluster.check_memory=false")
-    lines.append("; ".join(lighter) + ". `or1 plan CONFIG` names the nearest change that fits")
+    lines.append("; ".join(lighter) + ". `or1 plan CONFIG --fix FILE` writes the nearest change that fits")
     raise NotEnoughMemory("\n".join(lines))
 
 

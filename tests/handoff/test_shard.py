@@ -19,7 +19,10 @@ from tiny_models import make_tiny
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
+from or1_megatron.handoff.shard.forecast import expected_wants
 from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.weights.holdings import Box, box_size
+from or1_megatron.weights.qwen2 import QWEN2
 
 TRANSPORTS = ("gloo", "shared_memory", "gloo+shared_memory")  # that run here
 VOCABULARY = 61
@@ -101,6 +104,7 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
             assert [each.bytes_sent for each in stats] == [received // 2, received // 2, 0]
         elif "+" not in transport:
             assert max(each.bytes_sent for each in stats) <= 0.6 * received
+    assert_loaders_asked_as_forecast(trainer, control.workers_per_engine)
     trainer.close()
 
 
@@ -116,6 +120,22 @@ def test_gathering_backend_reaches_every_rank_of_an_engine(pools: Any) -> None:
     assert [each.bytes_received for each in engine_ranks] == [rank_0.bytes_sent] * 2
     assert [each.bytes_sent for each in engine_ranks] == [rank_0.bytes_sent, 0]
     trainer.close()
+
+
+def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> None:
+    """``or1 plan-handoff`` foretells what the loaders ask for; here it is compared with what they asked for."""
+    received: dict[tuple[int, str], list[Box]] = {}
+    for rank, sender in enumerate(trainer.senders):
+        for shipment in sender.transfer.plan.sent_by(rank):
+            for slot in shipment.slots:
+                for destination in shipment.destinations:
+                    received.setdefault((destination - trainer.grid.world, slot.slice.name), []).append(slot.slice.box)
+    for (rank, name), boxes in received.items():
+        wants = expected_wants(QWEN2, trainer.grid.hf, torch.float32, rank % engine_tensor, engine_tensor)
+        (box,) = (want.box for want in wants if want.name == name)
+        hull = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True))
+        assert hull == box, f"engine rank {rank}: {name}"
+        assert sum(map(box_size, boxes)) == box_size(box)
 
 
 def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:

@@ -1,4 +1,4 @@
-"""``or1 plan`` as its user sees it: JSON, two plans beside each other, a search, refusals; lengths and hardware.
+"""``or1 plan`` as its user sees it: JSON, two plans beside each other, a search, a fix, refusals; lengths and hardware.
 
 Not proven here: that the times are right (test_rollout_time and test_update_time have the formulas).
 """
@@ -6,8 +6,6 @@ Not proven here: that the times are right (test_rollout_time and test_update_tim
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -74,18 +72,24 @@ def test_tables_and_two_plans_beside_each_other(tmp_path: Path) -> None:
     assert len(beside) == 2 and beside[1]["step_s"]["update"] < beside[0]["step_s"]["update"]
 
 
-def test_what_does_not_fit_names_a_change_that_does() -> None:
-    """The 32B on TP 2 has no room; with the change it has."""
+def test_what_does_not_fit_names_a_change_that_does(tmp_path: Path) -> None:
+    """The 32B on TP 1 has no room; the written file changes it so that it fits."""
     wide = ["--set", "parallel.tensor=2", "--set", "parallel.recompute=none"]
     options = ["or1_32b", "--gpu", "h800", *SMALL_OPTIONS, *wide]
-    stdout, _ = run(*options, "--json", code=2)
+    stdout, stderr = run(*options, "--json", code=2)
     told = json.loads(stdout)
     assert told["fits"] is False and "a GPU has 74.51 GiB" in told["lacks"][0] and told["nearest_fit"]
-    _, stderr = run(*options, code=2)
-    assert "does not fit: " in stderr
-    (change,) = re.findall(r"the nearest change that fits: (.*)", stderr)
-    stdout, _ = run(*options, "--json", *shlex.split(change))
+    fixed = tmp_path / "fixed.yaml"
+    _, stderr = run(*options, "--fix", str(fixed))
+    assert "the nearest change that fits: --set " in stderr and f"wrote {fixed}" in stderr
+    stdout, _ = run(str(fixed), "--gpu", "h800", "--json", *SMALL_OPTIONS, *_still(wide, told["nearest_fit"]))
     assert json.loads(stdout)["fits"] is True
+
+
+def _still(options: list[str], change: dict[str, object]) -> list[str]:
+    """The overrides that the change did not replace: a fix lies above the file, below them."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for pair in pairs for part in pair if pair[1].split("=")[0] not in change]
 
 
 def test_the_nearest_change_is_the_smallest() -> None:

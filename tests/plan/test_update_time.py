@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,3 +137,19 @@ def test_moves() -> None:
     assert moves.state_move_s(one, SHAPE, ROUND) == pytest.approx(12 * SHAPE.parameters / 1e3)
     copied_s, written_s = moves.save_s(one, SHAPE, replace(ROUND, storage_bytes_per_s=1e5))
     assert (copied_s, written_s) == pytest.approx((12 * SHAPE.parameters / 1e3, 12 * SHAPE.parameters / 3e4))
+
+
+def test_the_rule_of_a_handoff_against_the_plan_that_sends_it() -> None:
+    """TP 2 and DP 2 to two engines of TP 2: the plan's busiest link carries about one shard."""
+    from or1_megatron.handoff.shard.forecast import forecast
+
+    hf: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    }  # fmt: skip
+    changed = config("parallel.ranks=4", "parallel.tensor=2", "parallel.sequence=true", "rollout.tensor_parallel=2")
+    made = forecast(hf, "float32", changed.parallel, 2, 2, 1 << 20, "gloo")
+    shard = 4 * Shape.of(hf).parameters / 2
+    assert max(made.received.values()) == pytest.approx(shard, rel=0.02)
+    assert made.busiest == pytest.approx(shard, rel=0.1)

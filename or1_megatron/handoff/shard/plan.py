@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from or1_megatron.handoff.errors import PlanImpossible
 from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Slice, plan_buckets
-from or1_megatron.handoff.message.message import Group, Shipment
+from or1_megatron.handoff.message.message import Group, Hop, Shipment
 from or1_megatron.handoff.shard.routes import Load, Routes
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
@@ -51,6 +51,15 @@ class HandoffPlan:
     def who(self, rank: int) -> str:
         """Return a rank's name for errors."""
         return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
+
+    def link_bytes(self) -> dict[Hop, int]:
+        """Return the bytes of weights by (from, to), including those that are passed on."""
+        total: dict[Hop, int] = defaultdict(int)
+        for shipment in self.shipments:
+            size = sum(slot.slice.size_bytes for slot in shipment.slots)
+            for hop in shipment.hops:
+                total[hop] += size
+        return dict(total)
 
 
 def make_plan(

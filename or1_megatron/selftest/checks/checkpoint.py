@@ -34,11 +34,11 @@ def checkpoint(context: Context) -> None:
     folder.mkdir()
     task = {"model": str(model), "folder": str(folder)}
     ranks = parse_layout(before, ROW_TOKENS).parallel.ranks
-    _, expected = run_function(save, {**task, "layout": before}, ranks, f"saving at '{before}'")
+    _, expected = run_function(f"{__name__}:save", {**task, "layout": before}, ranks, f"saving at '{before}'")
     if expected is None:
         raise CheckFailed("the ranks that save ended before they were killed; see the log")
     ranks = parse_layout(after, ROW_TOKENS).parallel.ranks
-    resumed = on_ranks(load, {**task, "layout": after}, ranks, f"loading at '{after}'")
+    resumed = on_ranks(f"{__name__}:load", {**task, "layout": after}, ranks, f"loading at '{after}'")
     step = resumed["step"]
     context.measure("saved at", before)
     context.measure("loaded at", after)

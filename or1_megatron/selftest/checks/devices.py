@@ -77,7 +77,7 @@ def one_device(context: Context, index: int, name: str, size: int) -> None:
 def all_reduce(context: Context, gpu: str, size: int) -> None:
     """Sum over all devices, NCCL on GPUs and gloo on CPU: right, and how fast."""
     ranks = context.machine.devices
-    summed = on_ranks(one_rank, {"size": size}, ranks, "the all-reduce")
+    summed = on_ranks(f"{__name__}:one_rank", {"size": size}, ranks, "the all-reduce")
     context.require("all-reduce: the sum is right", summed["right"])
     rate = 2 * (ranks - 1) / ranks * size / summed["seconds"] / 1e9  # what a ring carries in each direction
     expected = expected_rate(gpu, "link_bytes_per_s")

@@ -75,7 +75,7 @@ def run(
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
     task = {"config": config.model_dump(mode="json"), "transports": transports, "sleep": sleep}
-    measured: dict[str, Any] = on_ranks(one_rank, task, ranks, f"the handoff ({placement})")
+    measured: dict[str, Any] = on_ranks(f"{__name__}:one_rank", task, ranks, f"the handoff ({placement})")
     return measured
 
 

@@ -132,7 +132,7 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
     cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
     ranks = max((case.parallel.ranks for case in cases), default=1)
-    status, rows = run_function(one_rank, {"tasks": tasks}, ranks, "the comparison")
+    status, rows = run_function(f"{__name__}:one_rank", {"tasks": tasks}, ranks, "the comparison")
     rows = rows or [[] for _ in tasks]
     for task, of_task in zip(tasks, rows, strict=True):
         for row in of_task:
