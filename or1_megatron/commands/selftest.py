@@ -22,9 +22,6 @@ def selftest(
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for selftest.json, selftest.txt and logs.")] = Path("selftest"),
     nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, under torchrun, Slurm or by hand.")] = 1,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="At most so many GPUs; on CPU, so many processes (2).")
-    ] = None,
     minutes: Annotated[float, typer.Option(help="End after so many minutes.")] = 10.0,
 ) -> None:
     """Try this machine, or these nodes: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
@@ -51,9 +48,7 @@ def selftest(
         folder = out / f"node_{meeting['RANK']}" if meeting else out
         show = partial(_show, console)
         try:
-            report = run_checks(
-                wanted, folder, meeting=meeting, nodes=nodes, devices=devices, minutes=minutes, show=show
-            )
+            report = run_checks(wanted, folder, meeting=meeting, minutes=minutes, show=show)
         except SystemExit:  # a signal
             console.print(f"stopped; what was found until then: {folder / 'selftest.txt'}", soft_wrap=True)
             raise

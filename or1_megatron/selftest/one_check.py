@@ -90,8 +90,6 @@ class Context:
     """For what the check writes; removed afterwards."""
     out: Path = Path()
     """The report's folder."""
-    devices: int | None = None
-    """At most so many GPUs; on CPU, so many processes."""
     nodes: int = 1
     """Machines on which the self-test runs at the same time."""
     note: Callable[[dict[str, Any]], None] = lambda outcome: None
@@ -104,9 +102,9 @@ class Context:
 
         if torch.cuda.is_available():
             count, listed = torch.cuda.device_count(), printed(GPU_QUERY) or "GPU"
-            machine = CheckedMachine(True, min(self.devices or count, count), f"{count} x {listed.splitlines()[0]}")
+            machine = CheckedMachine(True, count, f"{count} x {listed.splitlines()[0]}")
         else:
-            machine = CheckedMachine(False, self.devices or 2, device())
+            machine = CheckedMachine(False, 2, device())
         self.outcome.machine = machine.name
         return machine
 
@@ -168,7 +166,7 @@ def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     check = Check(**task["check"])
     # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
-    context = Context(outcome, Path(task["folder"]), Path(task["out"]), **task["settings"], note=note)
+    context = Context(outcome, Path(task["folder"]), Path(task["out"]), task["nodes"], note)
     try:
         if reason := lacking(check, context):
             raise NotPossible(reason)
@@ -197,13 +195,8 @@ def figure(
 ) -> dict[str, Any]:
     """Return a measured value with its unit, and the limit that it should keep.
 
-    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true.
-
-    Raises:
-        ValueError: both limits are given.
+    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true. At most one limit is given.
     """
-    if at_most is not None and at_least is not None:
-        raise ValueError(f"one limit per figure: both at_most={at_most} and at_least={at_least} are given")
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):
         return {**entry, "limit": "yes", "met": value}

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -55,9 +55,7 @@ def run_checks(
     checks: Sequence[Check],
     out: Path,
     *,
-    meeting: Mapping[str, str] | None = None,
-    nodes: int = 1,
-    devices: int | None = None,
+    meeting: Mapping[str, str] = {},
     minutes: float = 10.0,
     show: Callable[[CheckOutcome], None] = lambda outcome: None,
 ) -> Report:
@@ -65,8 +63,7 @@ def run_checks(
 
     Args:
         out: made if it is not there; ``logs/<check>.log`` holds what each printed.
-        meeting: the environment in which the nodes meet (``meeting.meet``).
-        devices: at most so many GPUs; on CPU, so many processes.
+        meeting: the environment in which several nodes meet (``meeting.meet``).
         minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
             which is meant for 10 minutes in all, grows with them.
         show: called after each check.
@@ -85,37 +82,33 @@ def run_checks(
     )
     report.write(out)
     end_s = time.monotonic() + 60.0 * minutes
-    settings = {"devices": devices, "nodes": nodes}
     temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
     with _stopped_by_signals(), temporary as folder:
         scratch = Path(folder)  # a short path: Ray's sockets lie below it
         scratch.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
         for check in checks:
             left_s = end_s - time.monotonic()
-            environment: dict[str, str] = {}
-            if nodes > 1 and "several nodes" in check.needs:
-                left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
-                environment |= meeting or {}
+            environment: Mapping[str, str] = {}
+            if meeting and "several nodes" in check.needs:
+                left_s, environment = max(left_s, 0.0) + _SLOWEST_NODE_S, meeting
             if left_s < _LEAST_S:
                 outcome = CheckOutcome(check.name, "not started", "no time was left (--minutes)")
             else:
                 limit_s = min(check.limit_s * minutes / 10.0, left_s)
-                outcome = _run(check, settings, limit_s, scratch, out, environment)
+                outcome = _run(check, int(meeting.get("WORLD_SIZE", "1")), limit_s, scratch, out, environment)
             report.outcomes.append(outcome)
             report.write(out)
             show(outcome)
     return report
 
 
-def _run(
-    check: Check, settings: Mapping[str, Any], limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]
-) -> CheckOutcome:
+def _run(check: Check, nodes: int, limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]) -> CheckOutcome:
     """Make one check in a process of its own, and end all that it started. ``more``: of its environment."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
-    task = {"check": asdict(check), "settings": settings, "folder": str(files), "out": str(out)}
-    todo, result = write_task(folder, {**task, "parent": os.getpid()})
+    task = {"check": asdict(check), "nodes": nodes, "folder": str(files), "out": str(out), "parent": os.getpid()}
+    todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:
         child = subprocess.Popen(
