@@ -21,7 +21,12 @@ def selftest(
     checks: Annotated[list[str] | None, typer.Argument(help="Names of checks; without any, all.")] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for selftest.json, selftest.txt and logs.")] = Path("selftest"),
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, under torchrun, Slurm or by hand.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, one process on each.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, envvar=["GROUP_RANK", "SLURM_NODEID", "NODE_RANK"], help="This node's number.")
+    ] = None,
+    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", help="Name or address of node 0.")] = None,
+    master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port of node 0 at which they meet.")] = 29500,
     minutes: Annotated[float, typer.Option(help="End after so many minutes.")] = 10.0,
 ) -> None:
     """Try this machine, or these nodes: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
@@ -32,8 +37,7 @@ def selftest(
     console = Console(highlight=False)
     with explained():
         from or1_megatron.selftest.known_checks import chosen
-        from or1_megatron.selftest.meeting import extra_process, meet
-        from or1_megatron.selftest.run_checks import run_checks
+        from or1_megatron.selftest.run_checks import meeting_of, run_checks
 
         wanted = chosen(checks or ())
         if list_checks:
@@ -41,10 +45,15 @@ def selftest(
                 needs = f" (needs {', '.join(check.needs)})" if check.needs else ""
                 console.print(f"[bold]{check.name}[/]: {check.proves}{needs}", soft_wrap=True)
             return
-        if extra_process(os.environ):
-            return
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+            return  # one process of a node is enough
         check_driver()
-        meeting = meet(nodes) if nodes > 1 else {}
+        meeting = {}
+        if nodes > 1:
+            if node_rank is None or master_addr is None or node_rank >= nodes:
+                hint = "expected on every node --node-rank, from 0 and below --nodes, and --master-addr of node 0"
+                raise typer.BadParameter(hint, param_hint="--nodes")
+            meeting = meeting_of(nodes, node_rank, master_addr, master_port)
         folder = out / f"node_{meeting['RANK']}" if meeting else out
         show = partial(_show, console)
         try:

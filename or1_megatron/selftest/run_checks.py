@@ -25,7 +25,6 @@ from typing import Final
 
 import psutil
 
-from or1_megatron.selftest.meeting import without_torchrun
 from or1_megatron.selftest.one_check import Check, CheckOutcome
 from or1_megatron.selftest.outcome_report import Report
 from or1_megatron.selftest.process import MODULE, write_task
@@ -33,6 +32,8 @@ from or1_megatron.selftest.provenance import ROOT, commit, versions
 from or1_verify.child_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
+_TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
 """A check is not started with less time than this."""
@@ -51,6 +52,13 @@ SETTINGS: Final = {
 """Environment of every check."""
 
 
+def meeting_of(nodes: int, node: int, address: str, port: int) -> dict[str, str]:
+    """Return what ``torch.distributed`` needs for nodes of one process each to meet, or to use torchrun's store."""
+    agent = {name: value for name, value in os.environ.items() if name.startswith("TORCHELASTIC_")}
+    here = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return agent | {name: str(value) for name, value in here.items()}
+
+
 def run_checks(
     checks: Sequence[Check],
     out: Path,
@@ -63,7 +71,7 @@ def run_checks(
 
     Args:
         out: made if it is not there; ``logs/<check>.log`` holds what each printed.
-        meeting: the environment in which several nodes meet (``meeting.meet``).
+        meeting: the environment in which several nodes meet (``meeting_of``).
         minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
             which is meant for 10 minutes in all, grows with them.
         show: called after each check.
@@ -140,8 +148,14 @@ def _run(check: Check, nodes: int, limit_s: float, scratch: Path, out: Path, mor
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment. Files that a check leaves in its temporary folder go with ``scratch``."""
-    environment = {**without_torchrun(os.environ), **SETTINGS, "TMPDIR": str(scratch)}
+    """Return the checks' environment: without torchrun's variables for this process, as checks start worlds of their
+    own. Files that a check leaves in its temporary folder go with ``scratch``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    environment = {**kept, **SETTINGS, "TMPDIR": str(scratch)}
     path = [str(ROOT), environment.get("PYTHONPATH", "")]
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
