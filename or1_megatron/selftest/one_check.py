@@ -17,7 +17,7 @@ from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, installed,
 from or1_verify.errors import Or1Error
 
 CHECKS_PACKAGE: Final = "or1_megatron.selftest.checks."
-CheckStatus = Literal["passed", "failed", "not possible", "not started"]
+CheckStatus = Literal["passed", "failed", "not possible"]
 
 
 class NotPossible(Or1Error):

@@ -100,7 +100,7 @@ def run_checks(
             if meeting and "several nodes" in check.needs:
                 left_s, environment = max(left_s, 0.0) + _SLOWEST_NODE_S, meeting
             if left_s < _LEAST_S:
-                outcome = CheckOutcome(check.name, "not started", "no time was left (--minutes)")
+                outcome = CheckOutcome(check.name, "failed", "not started, as no time was left (--minutes)")
             else:
                 limit_s = min(check.limit_s * minutes / 10.0, left_s)
                 outcome = _run(check, int(meeting.get("WORLD_SIZE", "1")), limit_s, scratch, out, environment)

@@ -45,19 +45,6 @@ def test_the_samples_interval_is_that_of_all_outcomes_enumerated() -> None:
         assert score.samples.high == pytest.approx(min(1.0, score.value + 1.96 * deviation))
 
 
-def test_the_problems_interval_is_that_of_problems_drawn_again() -> None:
-    """A bootstrap by hand: 40,000 times, 60 problems drawn with replacement, each with its own pass@2."""
-    rng = np.random.default_rng(3)
-    rewards = (rng.random((60, 4)) < rng.random((60, 1))).astype(np.float64)
-    each = np.array([np.mean([row[list(pair)].any() for pair in combinations(range(4), 2)]) for row in rewards])
-    drawn = each[rng.integers(0, 60, (40_000, 60))].mean(axis=1)
-    score = passed(rewards, 2)
-    assert score.value == pytest.approx(each.mean())
-    assert (score.problems.low, score.problems.high) == pytest.approx(
-        tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.01
-    )
-
-
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     """150 evaluations of 40 problems whose chances are uniform: the truth of the very problems, and of their kind."""
     rng = np.random.default_rng(0)
