@@ -3,9 +3,7 @@
     python lab/benchmarks/plan_gpu.py
 
 The measured ones are those of lab/benchmarks/throughput.py, in lab/results/throughput.json; this needs no GPU.
-One of them is what the hardware file's ``update_share`` is fitted to. Planned memory is without the trainer's reserve,
-which stands for what torch does not count: the CUDA context, buffers of NCCL, and memory that torch's allocator holds
-but cannot use.
+One of them is what the hardware file's ``update_share`` is fitted to. Planned memory is without the trainer's reserve.
 """
 
 from __future__ import annotations
