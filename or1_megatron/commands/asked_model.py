@@ -177,7 +177,9 @@ def open_sampler(
     local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
     requests = model.engines.engines * model.engines.max_concurrent
     engines = model.dtype, model.engines
-    with local.sampler(*engines, sampling, max_prompt_tokens, longest, requests, say) as sampler:
+    with local.sampler(
+        *engines, sampling, max_prompt_tokens, longest, requests, lambda line: say(f"{model.name}: {line}")
+    ) as sampler:
         yield sampler
 
 
