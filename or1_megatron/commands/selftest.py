@@ -48,7 +48,7 @@ def selftest(
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
             return  # one process of a node is enough
         check_driver()
-        meeting = {}
+        meeting: dict[str, str] = {}
         if nodes > 1:
             if node_rank is None or master_addr is None or node_rank >= nodes:
                 hint = "expected on every node --node-rank, from 0 and below --nodes, and --master-addr of node 0"
