@@ -2,37 +2,30 @@
 
     python lab/benchmarks/plan_gpu.py
 
-The measured ones are those of `lab/benchmarks/gpu/run.sh throughput`, in lab/results/gpu.json; this needs no GPU.
-One of them is what the hardware file's ``update_share`` is fitted to. Planned memory is without the trainer's reserve,
-which stands for what torch does not count: the CUDA context, buffers of NCCL, and memory that torch's allocator holds
-but cannot use.
+The measured ones are those of lab/benchmarks/throughput.py, in lab/results/throughput.json; this needs no GPU.
+One of them is what the hardware file's ``update_share`` is fitted to. Planned memory is without the trainer's reserve.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from result import RESULTS
+from throughput import ROW_TOKENS, VARIANTS, lengths_of
 
 from or1_megatron.config.hardware import Hardware, hardware_of
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.update_time import update_time
-from or1_megatron.selftest.checks.throughput import ROW_TOKENS, VARIANTS, lengths_of
 from or1_megatron.selftest.plans import SHAPES, TIED
 from or1_megatron.sizing.memory import activation_bytes, stage_weights, state_bytes
 from or1_megatron.weights.shape import Shape
 
 FITTED: Final = "1.5B, recompute none, head recompute"
-
-
-class Planned(NamedTuple):
-    seconds: float
-    memory_gib: float
 
 
 def config_of(recompute: str, head: str) -> Config:
@@ -43,11 +36,12 @@ def config_of(recompute: str, head: str) -> Config:
     return load_config(named("recipe")["or1_7b"], [*(f"{key}=1" for key in ones), *own, *chosen])
 
 
-def planned(config: Config, shape: Shape, hardware: Hardware) -> Planned:
+def planned(config: Config, shape: Shape, hardware: Hardware) -> tuple[float, float]:
+    """Return seconds and GiB."""
     lengths = np.array(lengths_of(ROW_TOKENS))
     seconds = update_time(config, shape, hardware.rates(shape.parameters), [lengths], 1).seconds
     held = state_bytes(config, stage_weights(config.parallel, shape)[0]) + activation_bytes(config, shape, 0, "cuda")
-    return Planned(seconds, held / 2**30)
+    return seconds, held / 2**30
 
 
 def rows(measured: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -58,16 +52,16 @@ def rows(measured: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         shape = Shape.of({**SHAPES[size], "max_position_embeddings": 131072, "tie_word_embeddings": size in TIED})
         for recompute, head in VARIANTS:
             name = f"{size}, recompute {recompute}, head {head}"
-            plan = planned(config_of(recompute, head), shape, hardware)
+            seconds, memory_gib = planned(config_of(recompute, head), shape, hardware)
             cells = [name + (" (fitted)" if name == FITTED else "")]
-            for kind, value in (("update", plan.seconds), ("peak memory", plan.memory_gib)):
+            for kind, value in (("update", seconds), ("peak memory", memory_gib)):
                 found = measured["figures"][f"{name}: {kind}"]["value"]
                 cells += [f"{found:.3g}", f"{value:.3g}", f"{value / found - 1:+.0%}"]
             yield tuple(cells)
 
 
 def main() -> None:
-    measured = json.loads((RESULTS / "gpu.json").read_text())["throughput"]
+    measured = json.loads((RESULTS / "throughput.json").read_text())
     print(f"{measured['device']}, commit {measured['commit']}, {measured['date'][:10]}\n")
     print("| update of 61,440 tokens | measured, s | plan, s | error | peak, GiB | plan, GiB | error |")
     print("|---|---|---|---|---|---|---|")

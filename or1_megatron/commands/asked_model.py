@@ -53,26 +53,29 @@ class LocalModel:
         lengths = (len(self._tokenise(problem.messages)) for problem in problems)
         return max((length for length in lengths if length <= limit), default=0)
 
-    def fit_kv_cache(
-        self, dtype: Dtype, engines: RolloutConfig, longest: int, requests: int
-    ) -> tuple[RolloutConfig, str]:
-        """Return engines with a KV cache, and what was chosen; without a GPU vLLM needs a size, if none is given.
+    def sampler(
+        self,
+        dtype: Dtype,
+        engines: RolloutConfig,
+        sampling: Sampling,
+        max_prompt_tokens: int,
+        longest: int,
+        requests: int,
+        say: Say,
+    ) -> AbstractContextManager[EngineSampler]:
+        """Start engines, which end with the context. Without a GPU vLLM needs the size of its KV cache: if none is
+        given, one is chosen and said.
 
         Args:
+            max_prompt_tokens: a request with a longer prompt fails.
             longest: tokens of the longest prompt + response that will come.
             requests: how many will come; more at once need no KV cache.
         """
-        if torch.cuda.is_available() or engines.kv_cache_bytes is not None:
-            return engines, ""
-        places = min(engines.max_concurrent, -(-requests // engines.engines))
-        size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, places, host_memory().free)
-        said = f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)"
-        return engines.model_copy(update={"kv_cache_bytes": size}), said
-
-    def sampler(
-        self, dtype: Dtype, engines: RolloutConfig, longest: int, sampling: Sampling, max_prompt_tokens: int
-    ) -> AbstractContextManager[EngineSampler]:
-        """Start engines for prompts + responses of ``longest`` tokens; they end with the context."""
+        if engines.kv_cache_bytes is None and not torch.cuda.is_available():
+            concurrent = min(engines.max_concurrent, -(-requests // engines.engines))
+            size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, concurrent, host_memory().free)
+            say(f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)")
+            engines = engines.model_copy(update={"kv_cache_bytes": size})
         return start_engine_sampler(self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens)
 
 
@@ -82,9 +85,9 @@ def load_local_model(folder: Path) -> LocalModel:
 
 
 def cpu_kv_cache_bytes(
-    shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, places: int, free_bytes: int
+    shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, concurrent: int, free_bytes: int
 ) -> int:
-    """Return the KV cache of one engine rank on CPU: ``places`` sequences of ``longest`` tokens, if memory allows.
+    """Return the KV cache of one engine rank on CPU: ``concurrent`` sequences of ``longest`` tokens, if memory allows.
 
     All engines together take at most half of the memory that is free beside their weights: vLLM decodes fewer
     sequences at once when the cache is full.
@@ -105,20 +108,20 @@ def cpu_kv_cache_bytes(
             f"{sequence / 1e9:.1f} GB in each of {ranks} engine ranks, for which half of the rest is used: lower "
             "max_response_tokens or engines.engines, or set engines.kv_cache_bytes"
         )
-    return min(places * sequence + block, room)
+    return min(concurrent * sequence + block, room)
 
 
 def with_length(
     settings: EvaluationSettings, model: str, problems: Sequence[Problem], out: Path, console: Console
-) -> tuple[EvaluationSettings, str]:
-    """Return the settings with ``max_response_tokens``, and what was chosen.
+) -> EvaluationSettings:
+    """Return the settings with ``max_response_tokens``; a length that the model's context decides is printed.
 
     If none is given it is that of the evaluation in ``out``, else the paper's, or what the longest prompt leaves of the
     model's context if that is less.
     """
     if settings.max_response_tokens is not None:
-        return settings, ""
-    tokens, chosen = PAPER_RESPONSE_TOKENS, ""
+        return settings
+    tokens = PAPER_RESPONSE_TOKENS
     if (begun := settings_begun_with(out)) is not None:
         tokens = begun.get("max_response_tokens", tokens)
     elif not _is_endpoint(model):
@@ -127,32 +130,25 @@ def with_length(
         prompt = local.longest_prompt(problems, min(settings.max_prompt_tokens, context - 1))
         if context - prompt < tokens:
             tokens = context - prompt
-            chosen = (
+            _say(console)(
                 f"responses of up to {tokens} tokens, the model's context of {context} less the longest prompt's "
                 f"{prompt} (max_response_tokens)"
             )
-    return settings.model_copy(update={"max_response_tokens": tokens}), chosen
+    return settings.model_copy(update={"max_response_tokens": tokens})
 
 
 @contextmanager
 def open_model(
-    model: str,
-    settings: EvaluationSettings,
-    problems: Sequence[Problem],
-    requests: int,
-    out: Path,
-    console: Console,
-    chosen: str = "",
+    model: str, settings: EvaluationSettings, problems: Sequence[Problem], requests: int, out: Path, console: Console
 ) -> Iterator[Sampler]:
-    """Open a sampler over the model for so many requests; it ends with the context.
-
-    Args:
-        chosen: what else was chosen for the user, to be printed with the size of the KV cache.
-    """
+    """Open a sampler over the model of an evaluation for so many requests; it ends with the context."""
     assert settings.max_response_tokens is not None
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
     if _is_endpoint(model):
-        yield OpenAISampler(_endpoint(model, settings), sampling)
+        key = _key(settings.api_key_variable)
+        name = settings.model or _first_model(model, key)
+        endpoint = Endpoint(model, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
+        yield OpenAISampler(endpoint, sampling)
         return
     local = load_local_model(_hf_folder(Path(model), out, console))
     limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
@@ -162,10 +158,8 @@ def open_model(
             f"max_position_embeddings = {local.shape.positions}; lower it (--set max_response_tokens=...)"
         )
     longest = max(1, local.longest_prompt(problems, limit)) + settings.max_response_tokens
-    engines, cache = local.fit_kv_cache(settings.dtype, settings.engines, longest, requests)
-    if chosen or cache:
-        console.print("; ".join(filter(None, (chosen, cache))), highlight=False, soft_wrap=True)
-    with local.sampler(settings.dtype, engines, longest, sampling, limit) as sampler:
+    engines = settings.dtype, settings.engines
+    with local.sampler(*engines, sampling, limit, longest, requests, _say(console)) as sampler:
         yield sampler
 
 
@@ -173,22 +167,24 @@ def open_model(
 def open_sampler(
     model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
 ) -> Iterator[Sampler]:
-    """Open an endpoint, which judges itself what prompt is too long, or engines that end with the context."""
+    """Open the model of a recipe: an endpoint, which judges itself what prompt is too long, or engines of our own."""
     if model.endpoint is not None:
-        key = os.environ.get(model.api_key_variable) if model.api_key_variable else None
-        name = model.model or model.name
-        yield OpenAISampler(
-            Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries), sampling
-        )
+        name, key = model.model or model.name, _key(model.api_key_variable)
+        endpoint = Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries)
+        yield OpenAISampler(endpoint, sampling)
         return
     assert model.hf is not None
     local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
     requests = model.engines.engines * model.engines.max_concurrent
-    engines, chosen = local.fit_kv_cache(model.dtype, model.engines, longest, requests)
-    if chosen:
-        say(f"{model.name}: {chosen}")
-    with local.sampler(model.dtype, engines, longest, sampling, max_prompt_tokens) as sampler:
+    engines = model.dtype, model.engines
+    with local.sampler(
+        *engines, sampling, max_prompt_tokens, longest, requests, lambda line: say(f"{model.name}: {line}")
+    ) as sampler:
         yield sampler
+
+
+def _say(console: Console) -> Say:
+    return lambda line: console.print(line, highlight=False, soft_wrap=True)
 
 
 def _is_endpoint(model: str) -> bool:
@@ -210,16 +206,11 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
     return made
 
 
-def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
-    key = None
-    if settings.api_key_variable is not None:
-        key = os.environ.get(settings.api_key_variable)
-        if not key:
-            raise EvaluationError(
-                f"environment variable {settings.api_key_variable}, which should hold the key, is not set"
-            )
-    name = settings.model or _first_model(url, key)
-    return Endpoint(url, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
+def _key(variable: str | None) -> str | None:
+    """Return the value of the environment variable of an endpoint's key."""
+    if variable is not None and not os.environ.get(variable):
+        raise EvaluationError(f"environment variable {variable}, which should hold the key, is not set")
+    return os.environ[variable] if variable is not None else None
 
 
 def _first_model(url: str, key: str | None) -> str:

@@ -110,7 +110,7 @@ def evaluate_model(
     from or1_megatron.commands.asked_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
     from or1_megatron.evaluate.benchmarks import load_set, published
-    from or1_megatron.evaluate.run import evaluate, missing_count
+    from or1_megatron.evaluate.sample_and_judge import evaluate, missing_count
     from or1_megatron.report.figures.evaluation import draw_evaluation
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
@@ -127,7 +127,7 @@ def evaluate_model(
         unusable.settle(settings.unusable, out / FILE_NAME, "--set unusable=drop")
         if not problems:
             raise DataError(f"--data {data}: no usable problem is left")
-        settings, chosen = with_length(settings, model, problems, out, console)
+        settings = with_length(settings, model, problems, out, console)
         asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
         with closing(ResponseStore(out, asked)) as store, _bar(console) as bar:
             task = bar.add_task(name)
@@ -138,7 +138,7 @@ def evaluate_model(
             opened: AbstractContextManager[Sampler | None] = nullcontext()
             if missing := missing_count(problems, samples, store):  # else the model is not started
                 verifiers.start()  # its processes load while the engines do
-                opened = open_model(model, settings, problems, missing, out, console, chosen)
+                opened = open_model(model, settings, problems, missing, out, console)
             with opened as sampler:
                 responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
     results = _results(

@@ -26,10 +26,10 @@ def config_file(given: Path) -> Path:
     """
     from or1_megatron.config.recipes import find, named
 
-    found = find("recipe", given)
-    if found == given and (recipe := named("recipe").get(str(given))):
+    file = find("recipe", given)
+    if file == given and (recipe := named("recipe").get(str(given))):
         note(f"{given} is a file here and is used; the recipe of that name is {recipe}")
-    return found
+    return file
 
 
 def shape_folder(config: Config) -> Path | None:

@@ -35,7 +35,7 @@ def report(
         from or1_megatron.report.page.run_page import write_report
 
         path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-        named = [each for given in ids or () for each in given.split(",") if each]
+        named = [name for given in ids or () for name in given.split(",") if name]
         written = write_report(runs, path, ids=named, tokenizer=tokenizer, texts=texts)
         for note in written.notes:
             print(f"or1: note: {note}", file=sys.stderr)

@@ -14,25 +14,19 @@ from or1_megatron.commands.errors import explained
 from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
-    from or1_megatron.selftest.one_check import Check, CheckOutcome
-
-_MARKS = {
-    "passed": "[green]passed[/]",
-    "failed": "[red]failed[/]",
-    "not possible": "[yellow]not possible here[/]",
-    "not started": "[yellow]not started[/]",
-}
+    from or1_megatron.selftest.one_check import CheckOutcome
 
 
 def selftest(
     checks: Annotated[list[str] | None, typer.Argument(help="Names of checks; without any, all.")] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks and stop.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for selftest.json, selftest.md and logs.")] = Path("selftest"),
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, under torchrun, Slurm or by hand.")] = 1,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="At most so many GPUs; on CPU, so many processes (2).")
+    out: Annotated[Path, typer.Option(help="Folder for selftest.json, selftest.txt and logs.")] = Path("selftest"),
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, one process on each.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, envvar=["GROUP_RANK", "SLURM_NODEID", "NODE_RANK"], help="This node's number.")
     ] = None,
-    long: Annotated[bool, typer.Option("--long", help="Measure longer, for figures to be published.")] = False,
+    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", help="Name or address of node 0.")] = None,
+    master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port of node 0 at which they meet.")] = 29500,
     minutes: Annotated[float, typer.Option(help="End after so many minutes.")] = 10.0,
 ) -> None:
     """Try this machine, or these nodes: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
@@ -43,57 +37,42 @@ def selftest(
     console = Console(highlight=False)
     with explained():
         from or1_megatron.selftest.known_checks import chosen
-        from or1_megatron.selftest.meeting import extra_process, meet
-        from or1_megatron.selftest.run_checks import run_checks
+        from or1_megatron.selftest.run_checks import meeting_of, run_checks
 
-        wanted = chosen(checks or (), long)
+        wanted = chosen(checks or ())
         if list_checks:
-            for check in wanted if checks else chosen((), True):
-                needs = f"; needs {', '.join(check.needs)}" if check.needs else ""
-                console.print(f"[bold]{check.name}[/]: {check.proves} ({check.look_at}{needs})", soft_wrap=True)
+            for check in wanted:
+                needs = f" (needs {', '.join(check.needs)})" if check.needs else ""
+                console.print(f"[bold]{check.name}[/]: {check.proves}{needs}", soft_wrap=True)
             return
-        if extra_process(os.environ):
-            return
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+            return  # one process of a node is enough
         check_driver()
-        meeting = meet(nodes) if nodes > 1 else {}
+        meeting: dict[str, str] = {}
+        if nodes > 1:
+            if node_rank is None or master_addr is None or node_rank >= nodes:
+                hint = "expected on every node --node-rank, from 0 and below --nodes, and --master-addr of node 0"
+                raise typer.BadParameter(hint, param_hint="--nodes")
+            meeting = meeting_of(nodes, node_rank, master_addr, master_port)
         folder = out / f"node_{meeting['RANK']}" if meeting else out
+        show = partial(_show, console)
         try:
-            report = run_checks(
-                wanted,
-                folder,
-                meeting=meeting,
-                nodes=nodes,
-                devices=devices,
-                long=long,
-                minutes=minutes,
-                tell=partial(_tell, console),
-            )
+            report = run_checks(wanted, folder, meeting=meeting, minutes=minutes, show=show)
         except SystemExit:  # a signal
-            console.print(f"stopped; what was found until then: {folder / 'selftest.md'}", soft_wrap=True)
+            console.print(f"stopped; what was found until then: {folder / 'selftest.txt'}", soft_wrap=True)
             raise
-    console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
-    failed, not_started = report.ended("failed"), report.ended("not started")
+    console.print(f"report: {folder / 'selftest.txt'} and selftest.json beside it", soft_wrap=True)
+    failed = report.ended("failed")
     if failed:
-        console.print(f"[red]failed: {', '.join(failed)}[/]", soft_wrap=True)
-    if not_started:
-        console.print(f"[yellow]not started, for lack of time: {', '.join(not_started)}[/]", soft_wrap=True)
-    raise typer.Exit(1 if failed or not_started else 0)
+        console.print(f"failed: {', '.join(failed)}", style="red", soft_wrap=True)
+    raise typer.Exit(1 if failed else 0)
 
 
-def _tell(console: Console, check: Check, outcome: CheckOutcome) -> None:
-    from or1_megatron.selftest.one_check import shown
-    from or1_megatron.selftest.report_page import WITH_REASON
+def _show(console: Console, outcome: CheckOutcome) -> None:
+    from or1_megatron.selftest.outcome_report import lines_of
 
-    seconds = f"  {outcome.seconds:.1f} s" if outcome.seconds else ""
-    reason = f"  {outcome.reason}" if outcome.status in WITH_REASON else ""
-    console.print(f"{check.name:16}{_MARKS[outcome.status]}{seconds}{reason}", soft_wrap=True)
-    for name, entry in outcome.figures.items():
-        remark = f"expected {entry['limit']}" if "limit" in entry else entry.get("follows", "")
-        as_expected = entry.get("met", entry.get("status", "ok") == "ok")
-        style = None if as_expected else "red" if entry.get("required") else "yellow"
-        line = f"    {name}: {shown(entry['value'], entry['unit'])}{f'  ({remark})' if remark else ''}"
-        console.print(line, style=style, soft_wrap=True, markup=False)
-    if outcome.status == "failed":
-        console.print(f"    {outcome.reason}. Look at {check.look_at}.", style="red", soft_wrap=True, markup=False)
-        for line in outcome.last_lines:
-            console.print(f"    | {line}", soft_wrap=True, markup=False)
+    first, *others = lines_of(outcome)
+    style = {"passed": "green", "failed": "red"}.get(outcome.status, "yellow")
+    console.print(first, style=style, soft_wrap=True, markup=False)
+    for line in others:
+        console.print(line, style="yellow" if line.startswith("  !") else None, soft_wrap=True, markup=False)

@@ -88,8 +88,8 @@ def published(name: str) -> dict[str, float]:
     """Return model -> per cent, for a set of the report; empty for any other."""
     if name not in REPORTED_SETS:
         return {}
-    place = REPORTED_SETS.index(name)
-    return {model: scores[place] for model, scores in PUBLISHED.items()}
+    column = REPORTED_SETS.index(name)
+    return {model: scores[column] for model, scores in PUBLISHED.items()}
 
 
 def load_set(
@@ -118,7 +118,7 @@ def load_set(
         name, benchmark = path.stem if path.is_file() else path.name, BENCHMARKS.get(path.stem)
     elif named in BENCHMARKS:
         name, benchmark = named, BENCHMARKS[named]
-        path, split, subset = _place(named, benchmark, sets)
+        path, split, subset = _source(named, benchmark, sets)
     elif is_hub_id(path):
         name, benchmark = path.name, None
     else:
@@ -170,7 +170,7 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
     return path, loaded
 
 
-def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None, str | None]:
+def _source(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None, str | None]:
     """Return the path, split and subset to read."""
     for candidate in (sets / f"{name}.jsonl", sets / f"{name}.parquet", sets / name):
         if candidate.exists():
@@ -183,17 +183,14 @@ def _release(path: Path, split: str | None, problems: Sequence[Problem]) -> str:
 
     In a file of ``write_set`` it is that of the rows.
     """
-    found = {match[1] or "1" for problem in problems if (match := _RELEASE_FILE.search(problem.origin))}
-    numbers = sorted(map(int, found))
+    files = {match[1] or "1" for problem in problems if (match := _RELEASE_FILE.search(problem.origin))}
+    numbers = sorted(map(int, files))
     if numbers and numbers == list(range(1, len(numbers) + 1)):
         return f"release_v{len(numbers)}"
     _, first = next(read_rows(path, split))
-    return str(_extra(first).get("release") or f"a release that is not named ({path})")
-
-
-def _extra(raw: Any) -> Mapping[str, Any]:
-    found = raw.get("extra_info") if isinstance(raw, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    extra = first.get("extra_info") if isinstance(first, Mapping) else None
+    named = extra.get("release") if isinstance(extra, Mapping) else None
+    return str(named or f"a release that is not named ({path})")
 
 
 def _with_ending(problem: Problem, ending: str) -> Problem:

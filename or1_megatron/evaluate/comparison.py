@@ -10,23 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from or1_megatron.evaluate.intervals import Rewards, Score, difference, sizes
 from or1_megatron.evaluate.responses import RESPONSES, RESULTS, EvaluationError
-from or1_megatron.evaluate.statistics import Rewards, Score, difference, sizes
 from or1_megatron.runtime.jsonl import read_rows
 
 _ASKED: Final = ("data", "since", "until", "release", "max_response_tokens", "temperature", "top_p", "seed", "dtype")
 """What may differ between the two and bear on the difference, from ``results.json``."""
 _NAMED: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class AskedProblem:
-    """What ``responses.jsonl`` says of a problem."""
-
-    id: str
-    source: str
-    ground_truth: str
-    prompt: str
+AskedProblem = Mapping[str, str]
+"""What ``responses.jsonl`` says of a problem: id, source, ground_truth, prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +73,22 @@ def compare(first: Path, second: Path) -> Comparison:
         EvaluationError: a folder is not of a finished evaluation, or their problems or numbers of samples differ; all
             that is wrong is named.
     """
-    found, faults = [], []
+    evaluations, faults = [], []
     for folder in (first, second):
         try:
-            found.append(_read(folder))
+            evaluations.append(_read(folder))
         except EvaluationError as error:
             faults.append(str(error))
     if not faults:
-        faults = _differences(*found)
+        faults = _differences(*evaluations)
     if faults:
         raise EvaluationError("\n".join(faults))
-    one, two = found
+    one, two = evaluations
     k = one.rewards.shape[1]
-    right = [each.rewards.sum(axis=1).astype(int).tolist() for each in found]
-    each_problem = [ChangedProblem(*of) for of in zip(one.problems, *right, strict=True)]
-    changed = [it for it in each_problem if (2 * it.first > k) != (2 * it.second > k)]
-    changed.sort(key=lambda it: (-abs(it.second - it.first), it.problem.id))
+    right = [side.rewards.sum(axis=1).astype(int).tolist() for side in evaluations]
+    counted = [ChangedProblem(*of) for of in zip(one.problems, *right, strict=True)]
+    changed = [it for it in counted if (2 * it.first > k) != (2 * it.second > k)]
+    changed.sort(key=lambda it: (-abs(it.second - it.first), it.problem["id"]))
     named = {f"avg@{k}": 1} | {f"pass@{size}": size for size in sizes(k) if size > 1}
     return Comparison(
         folders=(str(first), str(second)),
@@ -132,8 +124,8 @@ def _read(folder: Path) -> FinishedEvaluation:
             if not 0.0 <= reward <= 1.0:
                 raise ValueError(f"a reward of {reward}")
             if 0 <= sample < k:
-                asked = identity, str(row["source"]), str(row["ground_truth"]), str(row["prompt"])
-                problems[identity] = AskedProblem(*asked)
+                asked = {name: str(row[name]) for name in ("source", "ground_truth", "prompt")}
+                problems[identity] = {"id": identity, **asked}
                 rewards[identity, sample] = reward
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise EvaluationError(
@@ -158,16 +150,16 @@ def _differences(one: FinishedEvaluation, two: FinishedEvaluation) -> list[str]:
             f"{one.folder} has {one.rewards.shape[1]} samples per problem and {two.folder} {two.rewards.shape[1]}; "
             "expected as many: add samples to the one with fewer (--k)"
         )
-    ours, theirs = ({problem.id: problem for problem in each.problems} for each in (one, two))
+    ours, theirs = ({problem["id"]: problem for problem in side.problems} for side in (one, two))
     for here, mine, there, others in ((one, ours, two, theirs), (two, theirs, one, ours)):
         if only := sorted(mine.keys() - others.keys()):
             faults.append(f"{len(only)} problems of {here.folder} are not in {there.folder}: {_named(only, mine)}")
     both = sorted(ours.keys() & theirs.keys())
-    if other := [key for key in both if ours[key].ground_truth != theirs[key].ground_truth]:
+    if other := [key for key in both if ours[key]["ground_truth"] != theirs[key]["ground_truth"]]:
         faults.append(f"{len(other)} problems have other ground truths in the two: {_named(other, ours)}")
     return faults
 
 
 def _named(ids: Sequence[str], problems: Mapping[str, AskedProblem]) -> str:
-    shown = [f"{identity} ({' '.join(problems[identity].prompt.split())[:60]})" for identity in ids[:_NAMED]]
+    shown = [f"{identity} ({' '.join(problems[identity]['prompt'].split())[:60]})" for identity in ids[:_NAMED]]
     return "; ".join(shown) + (f"; and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")

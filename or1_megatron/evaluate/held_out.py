@@ -71,18 +71,18 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
     """Return several sets as one result: the mean over sets, whatever their sizes; times and problems are summed."""
     if len(results) == 1:
         return next(iter(results.values()))
-    each = list(results.values())
-    ended = [result.non_truncated_accuracy for result in each if result.non_truncated_accuracy is not None]
-    entropies = [result.entropy for result in each if result.entropy is not None]
+    sets = list(results.values())
+    ended = [result.non_truncated_accuracy for result in sets if result.non_truncated_accuracy is not None]
+    entropies = [result.entropy for result in sets if result.entropy is not None]
     return EvaluationResult(
-        accuracy=fmean(result.accuracy for result in each),
+        accuracy=fmean(result.accuracy for result in sets),
         non_truncated_accuracy=fmean(ended) if ended else None,
-        truncation_ratio=fmean(result.truncation_ratio for result in each),
-        mean_length_tokens=fmean(result.mean_length_tokens for result in each),
-        problems=sum(result.problems for result in each),
-        samples=max(result.samples for result in each),
-        decode_s=sum(result.decode_s for result in each),
-        wall_s=sum(result.wall_s for result in each),
+        truncation_ratio=fmean(result.truncation_ratio for result in sets),
+        mean_length_tokens=fmean(result.mean_length_tokens for result in sets),
+        problems=sum(result.problems for result in sets),
+        samples=max(result.samples for result in sets),
+        decode_s=sum(result.decode_s for result in sets),
+        wall_s=sum(result.wall_s for result in sets),
         sets=dict(results),
         entropy=fmean(entropies) if entropies else None,
     )

@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
+from or1_megatron.evaluate.intervals import Score, passed, sizes
 from or1_megatron.evaluate.responses import EvaluationError, Response
-from or1_megatron.evaluate.statistics import Score, average, passed, sizes
 
 BUDGETS: Final = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 24576, 28672, 32768, 49152, 65536)
 _BINS: Final = 8
@@ -55,7 +55,7 @@ def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Eva
     return EvaluationScores(
         problems=rewards.shape[0],
         samples=n,
-        average=average(rewards),
+        average=passed(rewards, 1),
         passed={k: passed(rewards, k) for k in sizes(n)},
         truncation_ratio=float(np.mean([response.truncated for response in flat])),
         mean_tokens=float(np.mean(lengths)) if lengths else None,

@@ -56,8 +56,8 @@ class ResponseStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RESPONSES
         wanted = json.loads(json.dumps(dict(request_settings)))
-        if (found := settings_begun_with(folder)) is not None:
-            _check_same(folder, found, wanted)
+        if (begun := settings_begun_with(folder)) is not None:
+            _check_same(folder, begun, wanted)
         else:
             content = (json.dumps(wanted, indent=2) + "\n").encode()
             write_atomically(folder / _SETTINGS, content, "the evaluation's settings")
@@ -90,19 +90,19 @@ def settings_begun_with(folder: Path) -> dict[str, Any] | None:
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None
     try:
-        found: dict[str, Any] = json.loads(settings.read_text())
+        begun: dict[str, Any] = json.loads(settings.read_text())
     except ValueError as error:
         raise EvaluationError(
             f"{settings}: not JSON ({error}), so that how {folder} was asked is not known; name another --out, or "
             "delete the file if it was asked as now"
         ) from None
-    return found
+    return begun
 
 
-def _check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    keys = [key for key in dict.fromkeys((*found, *wanted)) if found.get(key) != wanted.get(key)]
+def _check_same(folder: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    keys = [key for key in dict.fromkeys((*begun, *wanted)) if begun.get(key) != wanted.get(key)]
     if keys:
-        changed = "\n".join(f"  {key}: was {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+        changed = "\n".join(f"  {key}: was {begun.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
         raise EvaluationError(
             f"{folder} holds an evaluation that was made otherwise; name another --out, or put these back:\n{changed}"
         )

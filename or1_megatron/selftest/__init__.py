@@ -1,5 +1,5 @@
 """The checks of a machine: ``or1 doctor``, ``or1 selftest``, ``or1 check-parity`` and the tests marked gpu.
 
 ``known_checks`` lists them, ``one_check`` says what a check is and makes one, ``run_checks`` gives each a process and
-``report_page`` writes the report. The checks call what training calls; a file of ``checks`` has a few of them.
+``outcome_report`` writes the report. The checks call what training calls; a file of ``checks`` has one or two of them.
 """

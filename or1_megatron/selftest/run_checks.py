@@ -21,20 +21,19 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
-from or1_megatron.selftest.meeting import without_torchrun
 from or1_megatron.selftest.one_check import Check, CheckOutcome
+from or1_megatron.selftest.outcome_report import Report
 from or1_megatron.selftest.process import MODULE, write_task
 from or1_megatron.selftest.provenance import ROOT, commit, versions
-from or1_megatron.selftest.report_page import Report
 from or1_verify.child_process import describe_exit
 
-RESULTS: Final = "OR1_SELFTEST_RESULTS"
-"""Environment variable: how the checks before that of the nodes ended here."""
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
+_TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
 """A check is not started with less time than this."""
@@ -53,26 +52,29 @@ SETTINGS: Final = {
 """Environment of every check."""
 
 
+def meeting_of(nodes: int, node: int, address: str, port: int) -> dict[str, str]:
+    """Return what ``torch.distributed`` needs for nodes of one process each to meet, or to use torchrun's store."""
+    agent = {name: value for name, value in os.environ.items() if name.startswith("TORCHELASTIC_")}
+    here = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return agent | {name: str(value) for name, value in here.items()}
+
+
 def run_checks(
     checks: Sequence[Check],
     out: Path,
     *,
-    meeting: Mapping[str, str] | None = None,
-    nodes: int = 1,
-    devices: int | None = None,
-    long: bool = False,
+    meeting: Mapping[str, str] = {},
     minutes: float = 10.0,
-    tell: Callable[[Check, CheckOutcome], None] = lambda check, outcome: None,
+    show: Callable[[CheckOutcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run the checks; after each, write ``selftest.json`` and ``selftest.md`` in ``out``. Main thread only.
+    """Run the checks; after each, write ``selftest.json`` and ``selftest.txt`` in ``out``. Main thread only.
 
     Args:
         out: made if it is not there; ``logs/<check>.log`` holds what each printed.
-        meeting: the environment in which the nodes meet (``meeting.meet``).
-        devices: at most so many GPUs; on CPU, so many processes.
+        meeting: the environment in which several nodes meet (``meeting_of``).
         minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
             which is meant for 10 minutes in all, grows with them.
-        tell: called after each check.
+        show: called after each check.
 
     Raises:
         SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. Nothing that was started is left.
@@ -84,41 +86,37 @@ def run_checks(
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         host=socket.gethostname(),
         versions=versions(),
-        checks=list(checks),
+        checks=[check.name for check in checks],
     )
+    report.write(out)
     end_s = time.monotonic() + 60.0 * minutes
-    settings = {"devices": devices, "long": long, "nodes": nodes}
     temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
     with _stopped_by_signals(), temporary as folder:
         scratch = Path(folder)  # a short path: Ray's sockets lie below it
         scratch.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
         for check in checks:
             left_s = end_s - time.monotonic()
-            environment: dict[str, str] = {}
-            if nodes > 1 and "several nodes" in check.needs:
-                left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
-                ended = [f"{outcome.name}={outcome.status}" for outcome in report.outcomes]
-                environment = {**(meeting or {}), RESULTS: ",".join(ended)}
+            environment: Mapping[str, str] = {}
+            if meeting and "several nodes" in check.needs:
+                left_s, environment = max(left_s, 0.0) + _SLOWEST_NODE_S, meeting
             if left_s < _LEAST_S:
-                outcome = CheckOutcome(check.name, "not started", "no time was left (--minutes)")
+                outcome = CheckOutcome(check.name, "failed", "not started, as no time was left (--minutes)")
             else:
                 limit_s = min(check.limit_s * minutes / 10.0, left_s)
-                outcome = _run(check, settings, limit_s, scratch, out, environment)
+                outcome = _run(check, int(meeting.get("WORLD_SIZE", "1")), limit_s, scratch, out, environment)
             report.outcomes.append(outcome)
             report.write(out)
-            tell(check, outcome)
+            show(outcome)
     return report
 
 
-def _run(
-    check: Check, settings: Mapping[str, Any], limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]
-) -> CheckOutcome:
+def _run(check: Check, nodes: int, limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]) -> CheckOutcome:
     """Make one check in a process of its own, and end all that it started. ``more``: of its environment."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
-    task = {"check": asdict(check), "settings": settings, "folder": str(files), "out": str(out)}
-    todo, result = write_task(folder, {**task, "parent": os.getpid()})
+    task = {"check": asdict(check), "nodes": nodes, "folder": str(files), "out": str(out), "parent": os.getpid()}
+    todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:
         child = subprocess.Popen(
@@ -150,8 +148,14 @@ def _run(
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment. Files that a check leaves in its temporary folder go with ``scratch``."""
-    environment = {**without_torchrun(os.environ), **SETTINGS, "TMPDIR": str(scratch)}
+    """Return the checks' environment: without torchrun's variables for this process, as checks start worlds of their
+    own. Files that a check leaves in its temporary folder go with ``scratch``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    environment = {**kept, **SETTINGS, "TMPDIR": str(scratch)}
     path = [str(ROOT), environment.get("PYTHONPATH", "")]
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 

@@ -23,7 +23,7 @@ from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
-from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
+from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory

@@ -5,6 +5,7 @@ Not proven here: GPUs, and that vLLM decodes as many responses at once as the ca
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -46,9 +47,10 @@ def longest_prompt() -> int:
 
 
 def chosen(problems: Path, out: Path, model: str = str(BASE), **settings: Any) -> tuple[int | None, str]:
-    given = EvaluationSettings.model_validate(settings)
-    found, said = with_length(given, model, load_problems(problems), out, Console(quiet=True))
-    return found.max_response_tokens, said
+    given, console = EvaluationSettings.model_validate(settings), Console(file=io.StringIO())
+    with console.capture() as said:
+        chosen_settings = with_length(given, model, load_problems(problems), out, console)
+    return chosen_settings.max_response_tokens, said.get()
 
 
 def test_the_response_length_is_what_the_longest_prompt_leaves_of_the_context(problems: Path, tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def _tensors() -> list[Any]:
 
 
 def test_a_new_user_evaluates_a_tiny_model_without_a_gpu(problems: Path, tmp_path: Path) -> None:
-    """No size is given; one line says what was chosen. The same command again starts nothing.
+    """No size is given; what was chosen is said. The same command again starts nothing.
 
     In a process of its own, as this one may be connected to Ray already.
     """
@@ -104,11 +106,10 @@ def test_a_new_user_evaluates_a_tiny_model_without_a_gpu(problems: Path, tmp_pat
         ended = subprocess.run(program, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         lines = [line for line in ended.stdout.splitlines() if "KV cache" in line or "context" in line]
-        assert len(lines) == (0 if begun else 1), ended.stdout
+        assert len(lines) == (0 if begun else 2), ended.stdout
         if not begun:
-            (line,) = lines
-            assert f"responses of up to {CONTEXT - longest_prompt()} tokens, " in line
-            assert "MiB per engine, as there is no GPU" in line
+            assert lines[0].startswith(f"responses of up to {CONTEXT - longest_prompt()} tokens, ")
+            assert "MiB per engine, as there is no GPU" in lines[1]
     assert len((tmp_path / "out" / "responses.jsonl").read_text().splitlines()) == 6
 
 

@@ -1,4 +1,4 @@
-"""``or1 eval --compare``: folders as ``or1 eval`` writes them, made by hand; the intervals are test_statistics'."""
+"""``or1 eval --compare``: folders as ``or1 eval`` writes them, made by hand; the intervals are test_intervals'."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_differences_and_the_problems_that_changed_sides(tmp_path: Path) -> None
     # pass@2 is 1 - C(wrong, 2) / 6: 0, 5/6, 1, 1, 5/6 and 1, 1, 1/2, 1, 1/2
     assert (pairs.first, pairs.second) == pytest.approx((11 / 15, 4 / 5))
     assert any_of_4.difference.value == pytest.approx(0.2)
-    assert [(it.problem.id, it.first, it.second) for it in found.gained] == [("a", 0, 3), ("b", 2, 3)]
-    assert [(it.problem.id, it.first, it.second) for it in found.lost] == [("c", 4, 1)]
+    assert [(it.problem["id"], it.first, it.second) for it in found.gained] == [("a", 0, 3), ("b", 2, 3)]
+    assert [(it.problem["id"], it.first, it.second) for it in found.lost] == [("c", 4, 1)]
     code, shown = compared(one, two, "--out", tmp_path / "page")
     assert code == 0, shown
     for words in ("55.0%", "+5.0", "2 problems that only the second solves", "temperature 1.0, 0.6", "0/4"):

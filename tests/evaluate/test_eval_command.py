@@ -27,7 +27,6 @@ from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems
 from or1_megatron.evaluate.benchmarks import load_set
-from or1_megatron.evaluate.comparison import compare
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
@@ -46,7 +45,6 @@ class Server:
         self.asked: Counter[str] = Counter()
         self.fail_after: int | None = None
         self.refuse = False
-        self.bonus = 0
         self.url = ""
 
     def answer(self, body: dict[str, Any]) -> Reply:
@@ -58,7 +56,7 @@ class Server:
         self.asked[prompt] += 1
         if self.fail_after is not None and self.asked.total() > self.fail_after:
             return 200, {"nonsense": body["model"]}
-        right = turn % 4 < number + self.bonus
+        right = turn % 4 < number
         status, reply = completion(f"<think>so</think>\\boxed{{{2 * number if right else 99}}}")
         return status, {**reply, "usage": {"completion_tokens": 10 * (turn + 1)}}
 
@@ -110,18 +108,6 @@ def test_scores_are_the_servers_and_the_same_command_asks_no_more(
     assert "avg@4" in shown and "50.0%" in shown
     assert (out / "results.svg").read_text().startswith("<svg")
     assert show_rollouts(out, step=None, limit=3, status="right", console=Console(quiet=True)) == 3
-
-
-def test_two_finished_evaluations_are_compared(server: Server, problems: Path, tmp_path: Path) -> None:
-    """A server that solves problem i in i + 1 of 4 samples against one that solves it in i."""
-    run(server, problems, tmp_path / "one", 4)
-    server.asked.clear()
-    server.bonus = 1
-    run(server, problems, tmp_path / "two", 4)
-    found = compare(tmp_path / "one", tmp_path / "two")
-    assert (found.scores[0].first, found.scores[0].second) == pytest.approx((0.5, 0.7))
-    assert [it.problem.prompt for it in found.gained] == ["What is 2+2?"]
-    assert not found.lost and not found.asked_otherwise
 
 
 def test_problems_that_cannot_be_used_are_all_named_or_left_out(server: Server, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The head's expected time and the tile sizes that follow from it, against figures worked by hand.
 
 Not proven here: that a GPU's products run in whole waves of tiles of 128 x 256, or at the assumed rates
-(`or1 selftest kernels --long` measures the time).
+(docs/performance.md has the times on an H100).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Checks that pass, fail, crash, hang and leave a process behind, and parts of those that need a GPU; as a script, a
-self-test of those that it is given.
+"""Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
 
 odd_checks.py OUT NAME[=LIMIT_S] ...
 """
@@ -62,18 +61,10 @@ def sleeps(context: Any) -> None:
     engines.sleep(context)
 
 
-def layers_of_one_kind(context: Any) -> None:
-    from or1_megatron.selftest.checks import layers
-
-    apart = layers.difference(context, ("own", "own"))
-    context.measure("all", apart.log_prob + apart.gradient)
-
-
 def main() -> int:
     checks = []
     for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
-        of_check = {"module": "odd_checks", "limit_s": float(limit or 600)}
-        checks.append(Check(name, f"that it {name}", "odd_checks.py", **of_check))
+        checks.append(Check(name, f"that it {name}", module="odd_checks", limit_s=float(limit or 600)))
     return len(run_checks(checks, Path(sys.argv[1])).ended("failed"))
 
 

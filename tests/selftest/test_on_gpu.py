@@ -17,7 +17,7 @@ from or1_megatron.selftest.known_checks import chosen
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", [check.name for check in chosen((), long=False)])
+@pytest.mark.parametrize("name", [check.name for check in chosen(())])
 def test_check(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "or1_megatron.commands.app", "selftest", name, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import torch
 
 from or1_megatron.checkpoint import loader
@@ -24,7 +20,7 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
 from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
-from or1_megatron.selftest.process import MODULE, on_ranks, write_task
+from or1_megatron.selftest.process import on_ranks, run_function
 from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
 
 LENGTHS: Final = [60, 33, 48, 17, 64, 25, 40, 52]
@@ -37,9 +33,12 @@ def checkpoint(context: Context) -> None:
     folder = context.folder / "checkpoints"
     folder.mkdir()
     task = {"model": str(model), "folder": str(folder)}
-    expected = save_and_kill({**task, "layout": before}, parse_layout(before, ROW_TOKENS).parallel.ranks)
-    ranks, function = parse_layout(after, ROW_TOKENS).parallel.ranks, "or1_megatron.selftest.checks.checkpoint:load"
-    resumed = on_ranks(function, {**task, "layout": after}, ranks, f"loading at '{after}'")
+    ranks = parse_layout(before, ROW_TOKENS).parallel.ranks
+    _, expected = run_function(f"{__name__}:save", {**task, "layout": before}, ranks, f"saving at '{before}'")
+    if expected is None:
+        raise CheckFailed("the ranks that save ended before they were killed; see the log")
+    ranks = parse_layout(after, ROW_TOKENS).parallel.ranks
+    resumed = on_ranks(f"{__name__}:load", {**task, "layout": after}, ranks, f"loading at '{after}'")
     step = resumed["step"]
     context.measure("saved at", before)
     context.measure("loaded at", after)
@@ -47,26 +46,6 @@ def checkpoint(context: Context) -> None:
     pairs = zip(expected[step : step + 2], resumed["updates"], strict=True)
     apart = max(abs(a - b) / max(abs(a), 1e-3) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
     context.require("loss and gradient norm of the next two updates, relative difference", apart, at_most=1e-3)
-
-
-def save_and_kill(task: Mapping[str, Any], ranks: int) -> list[list[float]]:
-    """Start ranks that save and train on, and kill them once they have noted their updates, which it returns."""
-    function = "or1_megatron.selftest.checks.checkpoint:save"
-    arguments = ["-m", MODULE, function, *write_task(Path(task["folder"]).parent, task)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher = subprocess.Popen([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    written = Path(arguments[-1])
-    try:
-        while not written.is_file():
-            if launcher.poll() is not None:
-                raise CheckFailed(f"the ranks that save ended with exit status {launcher.returncode}; see the log")
-            time.sleep(0.05)
-    finally:
-        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
-            process.kill()
-        launcher.wait()
-    updates: list[list[float]] = json.loads(written.read_text())
-    return updates
 
 
 class CheckpointRank:
@@ -90,7 +69,7 @@ class CheckpointRank:
 
 
 def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Save after two updates; go on; save again after four; note the results of six, and wait to be killed."""
+    """Save after two updates; go on; save again after four; note the results of six, and be killed, like all ranks."""
     rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
@@ -101,7 +80,8 @@ def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     updates += [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
         note(updates)
-    time.sleep(600)
+    torch.distributed.barrier(group=rank.mesh.control)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:

@@ -18,69 +18,70 @@ from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.process import on_ranks
 from or1_megatron.selftest.timing import copy_gb_per_s, matmul_tflops, mean_seconds
 
-_SHARE: Final = {"compute": 0.65, "memory": 0.75, "host": 0.6, "link": 0.6}
+_SHARE: Final = {
+    "bf16_flops": 0.65,
+    "memory_bytes_per_s": 0.75,
+    "host_bytes_per_s": 0.6,
+    "link_bytes_per_s": 0.6,
+    "network_bytes_per_s": 0.6,
+}
 """What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
+
+
+def expected_rate(gpu: str, rate: str) -> float | None:
+    """Return what is expected of a GPU, in units of 1e9 per second; None if no hardware file knows it.
+
+    Args:
+        gpu: its name; "" for a CPU.
+        rate: a key of a hardware file, and of ``_SHARE``.
+    """
+    card = hardware_of(gpu) if gpu else None
+    return getattr(card, rate).value / 1e9 * _SHARE[rate] if card else None
 
 
 def devices(context: Context) -> None:
     machine = context.machine
     size = (1 << 30) if machine.cuda else (64 << 20)
-    for index in range(machine.devices if machine.cuda else 1):
-        one_device(context, index, size)
-    if machine.cuda and machine.devices > 1:
-        pairs(context, size)
+    names = [torch.cuda.get_device_name(index) for index in range(machine.devices)] if machine.cuda else [""]
+    for index, name in enumerate(names):
+        one_device(context, index, name, size)
+    if len(names) > 1:
+        for index, name in enumerate(names):
+            other = (index + 1) % len(names)
+            rate = copy_gb_per_s(f"cuda:{index}", f"cuda:{other}", size)
+            expected = expected_rate(name, "link_bytes_per_s")
+            context.measure(f"GPU {index} to GPU {other}", rate, "GB/s", at_least=expected)
     if machine.devices > 1:
-        all_reduce(context, size // 4)
+        all_reduce(context, names[0], size // 4)
     if machine.cuda:
-        topology()
+        subprocess.run(["nvidia-smi", "topo", "-m"], check=False)  # how the GPUs are connected, for the log
 
 
-def one_device(context: Context, index: int, size: int) -> None:
-    """Measure one device by itself."""
-    cuda = context.machine.cuda
-    name = f"GPU {index}" if cuda else "CPU"
-    card = hardware_of(torch.cuda.get_device_name(index)) if cuda else None
-    if cuda:
+def one_device(context: Context, index: int, name: str, size: int) -> None:
+    """Measure one device by itself; ``name`` is the GPU's, "" for the CPU."""
+    what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
+    if name:
         torch.cuda.set_device(index)
-        context.measure(f"{name}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
-    here = "cuda" if cuda else "cpu"
+        context.measure(f"{what}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
     copied = 2 * copy_gb_per_s(here, here, size)  # read and written
-    expected = card.memory_bytes_per_s.value / 1e9 * _SHARE["memory"] if card else None
-    context.measure(f"{name}: copy within its memory", copied, "GB/s", at_least=expected)
-    expected = card.bf16_flops.value / 1e12 * _SHARE["compute"] if card else None
-    rate = matmul_tflops(8192 if cuda else 512)
-    context.measure(f"{name}: bf16 matrix product", rate, "TFLOP/s", at_least=expected)
-    if cuda:
-        expected = card.host_bytes_per_s.value / 1e9 * _SHARE["host"] if card else None
+    expected = expected_rate(name, "memory_bytes_per_s")
+    context.measure(f"{what}: copy within its memory", copied, "GB/s", at_least=expected)
+    product, expected = matmul_tflops(8192 if name else 512), expected_rate(name, "bf16_flops")
+    context.measure(f"{what}: bf16 matrix product", product, "TFLOP/s", at_least=expected and expected / 1e3)
+    if name:
+        expected = expected_rate(name, "host_bytes_per_s")
         for way, ends in (("to the host", ("cuda", "host")), ("from the host", ("host", "cuda"))):
-            context.measure(f"{name}: copy {way}", copy_gb_per_s(*ends, size), "GB/s", at_least=expected)
+            context.measure(f"{what}: copy {way}", copy_gb_per_s(*ends, size), "GB/s", at_least=expected)
 
 
-def pairs(context: Context, size: int) -> None:
-    """Copy from each GPU to the next one."""
-    count = context.machine.devices
-    for index in range(count):
-        other = (index + 1) % count
-        card = hardware_of(torch.cuda.get_device_name(index))
-        expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
-        rate = copy_gb_per_s(f"cuda:{index}", f"cuda:{other}", size)
-        context.measure(f"GPU {index} to GPU {other}", rate, "GB/s", at_least=expected)
-
-
-def all_reduce(context: Context, size: int) -> None:
+def all_reduce(context: Context, gpu: str, size: int) -> None:
     """Sum over all devices, NCCL on GPUs and gloo on CPU: right, and how fast."""
     ranks = context.machine.devices
-    summed = on_ranks("or1_megatron.selftest.checks.devices:one_rank", {"size": size}, ranks, "the all-reduce")
+    summed = on_ranks(f"{__name__}:one_rank", {"size": size}, ranks, "the all-reduce")
     context.require("all-reduce: the sum is right", summed["right"])
-    card = hardware_of(torch.cuda.get_device_name()) if context.machine.cuda else None
-    expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
     rate = 2 * (ranks - 1) / ranks * size / summed["seconds"] / 1e9  # what a ring carries in each direction
+    expected = expected_rate(gpu, "link_bytes_per_s")
     context.measure(f"all-reduce over {ranks}, bus bandwidth", rate, "GB/s", at_least=expected)
-
-
-def topology() -> None:
-    """Print how the GPUs are connected, for the log."""
-    subprocess.run(["nvidia-smi", "topo", "-m"], check=False)
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:

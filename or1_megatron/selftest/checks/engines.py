@@ -1,4 +1,4 @@
-"""Engines beside a trainer: handoffs by every transport that the placement allows, and sleep.
+"""Engines beside a trainer: handoffs by every transport that the placement allows, sampling, and sleep.
 
 Every handoff ends with the comparison of checksums (the sender makes it) and the log-prob probe. The ranks start
 engines as a run does; before each handoff the weights change, so that old ones cannot pass for new ones.
@@ -7,23 +7,24 @@ engines as a run does; before each handoff the weights change, so that old ones 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import Config
-from or1_megatron.handoff.probe import Probe, ProbeResult
+from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.cluster import start_ray, stop_ray
-from or1_megatron.rollout.engine_group import EngineGroup
-from or1_megatron.rollout.pool import EnginePlace, EnginePool
+from or1_megatron.rollout.engine_group import result_of
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime import message
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
@@ -34,101 +35,108 @@ from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.ranks import trainer_rank
 from or1_megatron.trainer.synced_policy import scored_whole
+from or1_megatron.types import Completion, Float32Array, Prompt, Request, Sample, Sampling
+from or1_verify.types import Message, Problem
 
 _RUN: Final = "selftest"
+_RESPONSES: Final = 16
+_BOUND_NATS: Final = 1e-3
+"""Largest difference between log-probs of engine and policy in fp32."""
 
 
 def handoff(context: Context) -> None:
     placements = placements_for(context.machine.cuda, context.machine.devices)
     for placement, (ranks, engines, transports) in placements.items():
-        for name, handed in run(context, placement, ranks, engines, transports).items():
+        measured = run(context, placement, ranks, engines, transports)
+        tokens = measured.pop("sampled tokens")
+        context.measure(f"{placement}: sampled tokens", tokens)
+        for name, apart in measured.items():
             what = f"{placement}, {name}: largest log-prob difference, engine and policy, fp32"
-            context.require(what, handed["probe"], "nats", at_most=1e-3)
-            context.measure(f"{placement}, {name}: bytes sent", handed["bytes"])
-            context.measure(f"{placement}, {name}: second handoff", handed["seconds"], "s")
+            context.require(what, apart, "nats", at_most=_BOUND_NATS)
 
 
 def sleep(context: Context) -> None:
     """Let engines sleep on the trainer's GPUs, as before an update, and bring them back."""
     devices = context.machine.devices
     transports = placements_for(context.machine.cuda, devices)["colocated"][2][:1]
-    slept = run(context, "colocated", devices, devices, transports, sleep=True)["sleep"]
+    slept = run(context, "colocated", devices, devices, transports, sleep=True)
     context.require("memory that came free / memory that the engines took", slept["freed"], "share", at_least=0.7)
     context.measure("memory that the engines took", slept["held_gib"], "GiB per device")
     reserve_gib = ENGINE_RESERVE_BYTES / 2**30  # what `or1 plan` expects
     context.measure("memory that they keep while they sleep", slept["kept_gib"], "GiB per device", at_most=reserve_gib)
-    context.require("largest log-prob difference after waking, fp32", slept["probe"], "nats", at_most=1e-3)
-    context.measure("to sleep", slept["sleep_s"], "s")
-    context.measure("to wake, with a handoff", slept["wake_s"], "s")
+    context.require("largest log-prob difference after waking, fp32", slept["probe"], "nats", at_most=_BOUND_NATS)
 
 
 def run(
     context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
 ) -> dict[str, Any]:
-    """Start trainer ranks with engines; return their measurements, by transport."""
+    """Start trainer ranks with engines; return their measurements, by name."""
     model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
     task = {"config": config.model_dump(mode="json"), "transports": transports, "sleep": sleep}
-    function = "or1_megatron.selftest.checks.engines:one_rank"
-    measured: dict[str, Any] = on_ranks(function, task, ranks, f"the handoff ({placement})")
+    measured: dict[str, Any] = on_ranks(f"{__name__}:one_rank", task, ranks, f"the handoff ({placement})")
     return measured
 
 
 class EngineRank:
-    """One trainer rank; rank 0 also holds the engines."""
+    """One trainer rank; rank 0 also holds the engines. All methods are collective."""
 
-    def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, engines: EngineGroup | None) -> None:
-        self.config, self.mesh, self.policy, self.engines = config, mesh, policy, engines
+    def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, pool: EnginePool | None) -> None:
+        self.config, self.mesh, self.policy, self.pool = config, mesh, policy, pool
+        self.engines = pool.control(config.handoff.timeout_s) if pool else None
         self.version = 0
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
-        samples = [scored_whole(ids) for ids in self.probe.token_ids]
-        self._batch = pack(samples, batch_layout(config.parallel, policy.hf))
 
-    def change_weights(self) -> None:
-        """Scale every parameter: the same on all ranks, and another model than the engines have."""
+    def hand_off(self, sender: Any) -> None:
+        """Scale every parameter, which makes another model than the engines have, and send it as the next version."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)
-
-    def hand_off(self, sender: Any) -> tuple[int, float]:
-        """Send the weights as the next version; return (bytes, seconds)."""
         self.version += 1
-        started_s = time.perf_counter()
-        sent = sender.send(self.version)
-        return sent, time.perf_counter() - started_s
+        sender.send(self.version)
 
-    def judge(self) -> ProbeResult | None:
-        """Compare engines and policy on the probe, and let the engines serve. None on other ranks than 0. Collective.
+    def judge(self) -> float:
+        """Compare engines and policy on the probe, and let the engines serve; return the largest difference.
 
         Raises:
             HandoffMismatch: they do not compute the same.
         """
-        expected = WholePolicy(self.policy).score(self._batch, 1.0).log_probs
+        expected = self.score([scored_whole(ids) for ids in self.probe.token_ids])
         if self.engines is None:
-            return None
+            return 0.0
         result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
         self.engines.certify(self.version)
-        return result
+        return result.largest
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[Float32Array]:
+        batch = pack(samples, batch_layout(self.config.parallel, self.policy.hf))
+        return WholePolicy(self.policy).score(batch, 1.0).log_probs
 
     def sender(self, transport: str) -> Any:
         settings = self.config.handoff.model_copy(update={"transport": transport})
         return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
-    def over(self, transport: str) -> dict[str, Any]:
+    def over(self, transport: str) -> float:
         """Hand off twice over one transport and probe both; the second time nobody has to meet first."""
         sender = self.sender(transport)
-        worst = 0.0
+        largest = 0.0
         for _ in range(2):
-            self.change_weights()
-            sent, seconds = self.hand_off(sender)
-            result = self.judge()
-            worst = max(worst, result.largest if result else 0.0)
+            self.hand_off(sender)
+            largest = max(largest, self.judge())
         sender.close()
-        return {"bytes": sent, "seconds": seconds, "probe": worst}
+        return largest
+
+    def sampled(self) -> dict[str, float]:
+        """Have the engines sample; return how many tokens, and the largest difference of a log-prob of theirs."""
+        drawn: list[Any] = [draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None]
+        dist.broadcast_object_list(drawn, src=0, group=self.mesh.control)
+        samples, of_engines = drawn[0]
+        apart = np.abs(np.concatenate(self.score(samples)) - np.concatenate(of_engines))
+        return {"sampled tokens": apart.size, "sampled": float(apart.max())}
 
     def sleep_and_wake(self, transport: str, held: int) -> dict[str, Any]:
-        """Let the engines sleep, look at the memory, wake them with new weights. Collective.
+        """Let the engines sleep, look at the memory, wake them with new weights.
 
         Args:
             held: bytes of this rank's device that its engine took when it started.
@@ -136,31 +144,26 @@ class EngineRank:
         sender = self.sender(transport)
         self.hand_off(sender)
         before = free_bytes()
-        slept_s = self._together(lambda engines: engines.sleep())
+        self._together(lambda engines: engines.sleep())
         freed = self._sum(free_bytes() - before)
         self._together(lambda engines: engines.wake_up(["weights"]))
-        self.change_weights()
-        _, woken_s = self.hand_off(sender)
-        woken_s += self._together(lambda engines: engines.wake_up(["kv_cache"]))
-        result = self.judge()
+        self.hand_off(sender)
+        self._together(lambda engines: engines.wake_up(["kv_cache"]))
+        largest = self.judge()
         sender.close()
         total = self._sum(held)
         return {
             "freed": freed / max(total, 1),
             "held_gib": total / self.mesh.world / 2**30,
             "kept_gib": (total - freed) / self.mesh.world / 2**30,
-            "probe": result.largest if result else 0.0,
-            "sleep_s": slept_s,
-            "wake_s": woken_s,
+            "probe": largest,
         }
 
-    def _together(self, call: Any) -> float:
-        """Make rank 0's call while the others wait; return its seconds."""
-        started_s = time.perf_counter()
+    def _together(self, call: Callable[[Any], None]) -> None:
+        """Make rank 0's call while the others wait."""
         if self.engines is not None:
             call(self.engines)
         dist.barrier(group=self.mesh.control)
-        return time.perf_counter() - started_s
 
     def _sum(self, value: int) -> int:
         total = torch.tensor([value])
@@ -168,21 +171,31 @@ class EngineRank:
         return int(total)
 
 
-def start_engines(config: Config, places: Sequence[EnginePlace] | None, stack: ExitStack) -> EngineGroup:
-    """Start the engines on rank 0; they end with ``stack``."""
-    cpu = not torch.cuda.is_available()
-    model = config.model
-    pool = EnginePool(config.rollout, model.hf, model.dtype, ENGINE_TOKENS, _RUN, cpu, places)
-    stack.callback(pool.close)
-    pool.wait_ready()
-    return pool.control(config.handoff.timeout_s)
+def draw(pool: EnginePool, vocabulary: int) -> tuple[list[Sample], list[Float32Array]]:
+    """Have each engine sample at temperature 1 from random prompts; return the responses and their log-probs."""
+    rng = np.random.default_rng(0)
+    samples, log_probs = [], []
+    for index, engine in enumerate(pool.handles):
+        prompts = [rng.integers(2, vocabulary, 2 + 2 * number, dtype=np.int32) for number in range(_RESPONSES)]
+        problem = Problem("0", "selftest", "math", (Message("user", "?"),), "0", {}, "selftest")
+        sampling = Sampling(1.0, 1.0, ENGINE_TOKENS - 32)
+        requests = [Request(Prompt(problem, ids), 0, sampling, seed) for seed, ids in enumerate(prompts)]
+        result_of(engine.submit.remote(message.pack(requests)), index, "take requests")
+        done: list[Completion] = []
+        while len(done) < len(requests):
+            done += message.unpack(result_of(engine.harvest.remote(5.0), index, "sample")).completions
+        for completion in done:
+            counted = np.ones(completion.token_ids.size, dtype=np.bool_)
+            samples.append(Sample(prompts[completion.seed], completion.token_ids, 0.0, counted))
+            log_probs.append(completion.log_probs)
+    return samples, log_probs
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Hand off, or sleep and wake, as one trainer rank; rank 0 has the engines and notes the measurements."""
+    """Hand off and sample, or sleep and wake, as one trainer rank; rank 0 has the engines and notes the results."""
     config = Config.model_validate(task["config"])
     lead = os.environ["RANK"] == "0"
-    engines: EngineGroup | None = None
+    pool: EnginePool | None = None
     with ExitStack() as stack:
         if lead:
             start_ray(None, _RUN)
@@ -190,15 +203,19 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
         free = free_bytes()
         places = engine_places(config)  # on GPUs, where engines have places, collective: all ranks have looked by then
         if lead:
-            engines = start_engines(config, places, stack)
+            cpu, model = not torch.cuda.is_available(), config.model
+            rest = (ENGINE_TOKENS, _RUN, cpu, places, config.handoff.backend)
+            pool = EnginePool(config.rollout, model.hf, model.dtype, *rest)
+            stack.callback(pool.close)
+            pool.wait_ready()
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))  # over gloo: wait for the engines, without NCCL's buffers
         held = free - free_bytes()
         mesh, policy = stack.enter_context(trainer_rank(config))
-        rank = EngineRank(config, mesh, policy, engines)
+        rank = EngineRank(config, mesh, policy, pool)
         if task["sleep"]:
-            measured = {"sleep": rank.sleep_and_wake(task["transports"][0], held)}
+            measured = rank.sleep_and_wake(task["transports"][0], held)
         else:
-            measured = {transport: rank.over(transport) for transport in task["transports"]}
+            measured = {transport: rank.over(transport) for transport in task["transports"]} | rank.sampled()
         if lead:
             note(measured)

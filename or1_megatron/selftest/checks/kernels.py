@@ -1,32 +1,22 @@
-"""The fused head: against float64 on all logits, its workspace, and its time against the floor of its matrix products.
-
-The time is that of forward and backward of -sum(A log p + 0.01 H) at N = 32768 tokens, H = 5120, V = 152064 in bf16,
-with gradients to hidden states and weight, the weight's in fp32 main_grad as under Megatron. The floor is 8NHV
-(recompute) or 6NHV (one_pass) operations at the rate of one large matrix product, measured in the same rounds, and the
-expected time is kernels/estimate.py's at that rate. The variants take turns; medians.
-"""
+"""The fused head: against float64 on all logits; on a GPU the workspace of a call at a 32B's size, too."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from or1_megatron.config.hardware import Hardware, hardware_of
-from or1_megatron.kernels.estimate import Gpu, Mode, head_seconds
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
-from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.kernels.reference import reference_log_probs_and_entropies
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.timing import seconds_of
 
-ENTROPY_COEFFICIENT: Final = 0.01
-MODES: Final = ("recompute", "one_pass")
+TOKENS: Final = 32768
+VOCABULARY: Final = 152064
+WORKSPACE_BYTES: Final = {"recompute": 350e6, "one_pass": 2.6e9}
+"""The largest workspace of a call, by the head's mode."""
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
@@ -93,21 +83,16 @@ NORMAL_CASES: Final[dict[str, dict[str, Any]]] = {
 
 def kernels(context: Context) -> None:
     cuda = context.machine.cuda
-    device, epilogues = ("cuda", ("triton", "torch")) if cuda else ("cpu", ("torch",))
-    for epilogue in epilogues:
+    for epilogue in ("triton", "torch") if cuda else ("torch",):
         against_float64(context, epilogue)
-    if cuda:
-        for mode, limit_bytes in (("recompute", 350e6), ("one_pass", 2.6e9)):
-            context.require(f"{mode}: workspace", workspace_bytes(mode) / 1e6, "MB", at_most=limit_bytes / 1e6)
-    size = FULL if cuda else SMALL
-    timed = measure(TimedInputs(size, device), epilogues, 7 if context.long else 3)
-    note_times(context, size, timed, epilogues[0])
+    for mode, limit_bytes in WORKSPACE_BYTES.items() if cuda else ():
+        context.require(f"{mode}: workspace", workspace_bytes(mode) / 1e6, "MB", at_most=limit_bytes / 1e6)
 
 
 def against_float64(context: Context, epilogue: str) -> None:
     """Compare all cases, in both modes, with float64; in fp32 relative to what rounding explains (``fp32_bounds``)."""
     device = "cuda" if context.machine.cuda else "cpu"
-    for mode in MODES:
+    for mode in WORKSPACE_BYTES:
         cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
         explained, gradients = torch.tensor([differences(case, epilogue) for case in cases]).amax(0).tolist()
         name = f"{mode}, {epilogue}"
@@ -210,114 +195,25 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 
 
 def workspace_bytes(mode: str) -> int:
-    """Return what the head allocates beside inputs, the gradients and main_grad, at the full size but for H."""
-    inputs = TimedInputs(replace(FULL, hidden=256, product_columns=1), "cuda")
-    # outputs and accumulators: the hidden gradient in bf16 and fp32, and autograd's copy of the weight's stand-in
-    outputs = inputs.hidden.numel() * (2 + 4) + inputs.weight.numel() * 2
-    return peak_bytes(partial(inputs.head, mode, "auto"), inputs.clear) - outputs
-
-
-@dataclass(frozen=True)
-class Size:
-    tokens: int
-    hidden: int
-    vocabulary: int
-    product_columns: int
-    """The floor is the rate of a matrix product [tokens, hidden] by [hidden, product_columns]."""
-
-    def operations(self, products: int) -> float:
-        """Return the operations of this many products of the whole size."""
-        return 2.0 * products * self.tokens * self.hidden * self.vocabulary
-
-
-FULL: Final = Size(32768, 5120, 152064, 16384)
-SMALL: Final = Size(256, 128, 4096, 1024)
-
-
-class TimedInputs:
-    """Inputs on the device, and passes over them, forward and backward."""
-
-    def __init__(self, size: Size, device: str) -> None:
-        torch.manual_seed(0)
-        options: Any = {"dtype": torch.bfloat16, "device": device}
-        self.size = size
-        self.hidden = torch.randn(size.tokens, size.hidden, **options).requires_grad_()
-        self.weight = (torch.randn(size.vocabulary, size.hidden, **options) * 0.02).requires_grad_()
-        self.weight.main_grad = torch.zeros(size.vocabulary, size.hidden, device=device)  # type: ignore[attr-defined]
-        self.targets = torch.randint(size.vocabulary, (size.tokens,), device=device)
-        self.advantages = torch.randn(size.tokens, device=device)
-        self.shard = VocabularyShard(0, size.vocabulary)
-        self.product_out = torch.empty(size.tokens, size.product_columns, **options)
-
-    def _loss(self, log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(log_probs @ self.advantages[part]) - ENTROPY_COEFFICIENT * entropies.sum(), {}
-
-    def product(self) -> None:
-        torch.mm(self.hidden.detach(), self.weight.detach()[: self.size.product_columns].t(), out=self.product_out)
-
-    def clear(self) -> None:
-        self.hidden.grad = self.weight.grad = None
-
-    def head(self, mode: str, epilogue: str) -> None:
-        self.clear()
-        given = (self.hidden, self.weight, self.targets, 1.0, self.shard)
-        head_loss(mode, given, self._loss, epilogue=epilogue).backward()
-
-
-def peak_bytes(work: Callable[[], None], clear: Callable[[], None]) -> int:
-    """Return the peak above what is allocated before, gradients included; 0 without a GPU.
+    """Return what forward and backward allocate beside inputs, gradients and main_grad, at the full size but for H.
 
     A pass that is not counted goes before: it compiles, and makes cuBLAS allocate what it keeps for good, a workspace
-    (32 MiB on Hopper) for each thread that multiplies, autograd's among them. ``clear`` frees a pass's gradients.
+    (32 MiB on Hopper) for each thread that multiplies, autograd's among them.
     """
-    work()
-    clear()
-    if not torch.cuda.is_available():
-        return 0
+    options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+    hidden = torch.randn(TOKENS, 256, **options).requires_grad_()
+    weight: Any = (torch.randn(VOCABULARY, 256, **options) * 0.02).requires_grad_()
+    weight.main_grad = torch.zeros(VOCABULARY, 256, device="cuda")
+    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    given = (hidden, weight, targets, 1.0, VocabularyShard(0, VOCABULARY))
+    before = 0
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        head_loss(mode, given, lambda log_probs, entropies, part: (log_probs.sum() + entropies.sum(), {})).backward()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def measure(inputs: TimedInputs, epilogues: tuple[str, ...], rounds: int) -> dict[str, tuple[float, int]]:
-    """Return median seconds and peak bytes, by the name of the pass. The passes take turns."""
-    heads = {f"{mode}, {epilogue}": partial(inputs.head, mode, epilogue) for epilogue in epilogues for mode in MODES}
-    passes: dict[str, Callable[[], None]] = {"product": inputs.product, **heads}
-    peaks = {name: peak_bytes(work, inputs.clear) for name, work in passes.items()}
-    rows = [[seconds_of(work) for work in passes.values()] for _ in range(rounds)]
-    times = map(statistics.median, zip(*rows, strict=True))
-    return {name: (seconds, peaks[name]) for name, seconds in zip(passes, times, strict=True)}
-
-
-def expected_s(size: Size, mode: Mode, card: Hardware, rate: float) -> float:
-    """Return the estimate for this size on this card, at the measured rate of products."""
-    plan = allocation_plan(size.tokens, size.hidden, size.vocabulary, torch.bfloat16, mode)
-    tile, gpu = (plan.tile_tokens, plan.block_rows), replace(Gpu.of(card), flops=rate)
-    return head_seconds(size.tokens, size.hidden, size.vocabulary, *tile, mode, gpu)
-
-
-def note_times(context: Context, size: Size, timed: dict[str, tuple[float, int]], epilogue: str) -> None:
-    """Note the times beside their floors. On CPU a small size: nothing is expected of its times."""
-    cuda = context.machine.cuda
-    card = hardware_of(torch.cuda.get_device_name()) if cuda else None
-    product_s = timed["product"][0]
-    rate = 2.0 * size.tokens * size.hidden * size.product_columns / product_s
-    floors: dict[Mode, float] = {"recompute": size.operations(4) / rate, "one_pass": size.operations(3) / rate}
-    ours = {mode: timed[f"{mode}, {epilogue}"][0] for mode in floors}
-    share, ratio = (0.85, 0.85) if cuda else (None, None)
-    context.measure("recompute, floor / time", floors["recompute"] / ours["recompute"], "share", at_least=share)
-    context.measure("time, one_pass / recompute", ours["one_pass"] / ours["recompute"], at_most=ratio)
-    context.measure("one_pass, floor / time", floors["one_pass"] / ours["one_pass"], "share")
-    context.measure("rate of one matrix product", rate / 1e12, "TFLOP/s")
-    for mode, floor in floors.items():
-        context.measure(f"floor, {mode}", floor * 1e3, "ms")
-        if card is not None:
-            context.measure(f"expected time / time, {mode}", expected_s(size, mode, card, rate) / ours[mode])
-    for name, (time_s, peak) in timed.items():
-        if name != "product":
-            context.measure(f"time, {name}", time_s * 1e3, "ms")
-            if cuda:
-                context.measure(f"peak memory beyond inputs, {name}", peak / 1e6, "MB")
+    # outputs and accumulators: the hidden gradient in bf16 and fp32, and autograd's copy of the weight's stand-in
+    outputs = hidden.numel() * (2 + 4) + weight.numel() * 2
+    return torch.cuda.max_memory_allocated() - before - outputs

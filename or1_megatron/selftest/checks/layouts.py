@@ -12,13 +12,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from or1_megatron.config.schema import ModelConfig
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.selftest.models import random_qwen2
 from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import layouts_for, small_shape
 from or1_megatron.selftest.process import run_function
 from or1_megatron.sizing.conflicts import layout_conflicts
-from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
+from or1_megatron.sizing.parallel_layouts import LayoutError, choose_layers, parse_layout
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.shape import Shape
@@ -46,11 +46,11 @@ In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded
 than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
 """A task's number of sequences, their most tokens, the seed, and the arguments of ``probe_objective``."""
-_WORDS: Final = {"log_prob": "log-prob", "gradient": "gradient, relative", "entropy": "entropy"}
 
 
 def layouts(context: Context) -> None:
-    """Compare every layout that the devices allow, on a random model."""
+    """Compare every layout that the devices allow, on a random model. In bf16 on a GPU its layers are Transformer
+    Engine's where that is installed, as in a run."""
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
     names = layouts_for(machine.cuda, machine.devices)
@@ -59,6 +59,7 @@ def layouts(context: Context) -> None:
     sequences, longest, tolerance = (16, 256, 3.0) if machine.cuda else (6, 48, 1.0)
     both = (ModelConfig(hf=model, dtype="float32"), ModelConfig(hf=model, dtype="bfloat16"))
     tasks = [task_of(of_dtype, names, sequences=sequences, longest=longest) for of_dtype in both]
+    context.measure("bf16: layers", choose_layers(ParallelConfig(), "bfloat16").kind)
     status, rows = differences(tasks, tolerance)
     for short, task, of_task in zip(("fp32", "bf16"), tasks, rows, strict=True):
         _note(context, short, of_task)
@@ -72,10 +73,11 @@ def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> No
     beyond_bounds = sum(bool(row["beyond"]) for row in rows)
     context.measure(f"{short}: layouts", len(rows))
     context.require(f"{short}: layouts that differ from transformers", beyond_bounds, at_most=0)
-    for kind, words in _WORDS.items():
+    for kind in ("log_prob", "gradient", "entropy"):
         worst = max(rows, key=lambda row: row["difference"][kind], default=None)
         if worst is not None:
-            context.measure(f"{short}: largest difference, {words} ({worst['name']})", worst["difference"][kind])
+            value = worst["difference"][kind]
+            context.measure(f"{short}: largest difference, {kind_in_words(kind)} ({worst['name']})", value)
     if differing:
         raise CheckFailed(f"{short}: {'; '.join(differing)}")
 
@@ -130,8 +132,7 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
     cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
     ranks = max((case.parallel.ranks for case in cases), default=1)
-    function = "or1_megatron.selftest.checks.layouts:one_rank"
-    status, rows = run_function(function, {"tasks": tasks}, ranks, "the comparison")
+    status, rows = run_function(f"{__name__}:one_rank", {"tasks": tasks}, ranks, "the comparison")
     rows = rows or [[] for _ in tasks]
     for task, of_task in zip(tasks, rows, strict=True):
         for row in of_task:

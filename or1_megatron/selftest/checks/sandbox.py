@@ -38,10 +38,15 @@ def sandbox(context: Context) -> None:
             with Sandbox(SandboxLimits(cpu_s=30.0, wall_s=60.0), tier) as opened:
                 one_tier(context, tier, opened)
         except SandboxUnavailable as error:
-            absent[tier] = str(error).partition("Tried: ")[2] or str(error)
+            absent[tier] = why_refused(error)
             context.measure(f"{tier}", f"not possible here: {absent[tier]}")
     if len(absent) == len(TIERS):
         raise NotPossible("; ".join(f"{tier}: {why}" for tier, why in absent.items()))
+
+
+def why_refused(error: SandboxUnavailable) -> str:
+    """Return the reason alone, of one tier."""
+    return str(error).partition("Tried: ")[2] or str(error)
 
 
 def one_tier(context: Context, tier: str, opened: Sandbox) -> None:

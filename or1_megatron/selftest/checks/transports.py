@@ -115,7 +115,7 @@ def transports(context: Context) -> None:
         store = open_store("127.0.0.1", DEADLINE_S)  # not torchrun's: a handoff's has an address that others can join
         settings: dict[str, Any] = {"transport": kind, "trainers": ranks, "engines": ranks, "port": store.port}
         settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes}
-        _, *seconds = on_ranks("or1_megatron.selftest.checks.transports:one_rank", settings, 2 * ranks, kind)
+        _, *seconds = on_ranks(f"{__name__}:one_rank", settings, 2 * ranks, kind)
         name = f"{kind}, {ranks} trainer ranks to {ranks} engine ranks"
         context.require(f"{name}: every byte arrived", bool(seconds))
         context.measure(f"{name}: to each engine rank", size / min(seconds) / 1e9, "GB/s")

@@ -1,6 +1,6 @@
 """What differs between nodes is named per node; where nodes meet; two real processes as two nodes.
 
-Not proven here: several machines, torchrun's agent, Slurm (its variables, and a scontrol of ours).
+Not proven here: several machines, torchrun's agent, Slurm.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
-from or1_megatron.selftest.checks.nodes import differences, facts, mount_of, network_gb_s
-from or1_megatron.selftest.meeting import extra_process, meet, without_torchrun
-from or1_verify.errors import UserError
+from or1_megatron.commands.app import app
+from or1_megatron.selftest.checks.devices import expected_rate
+from or1_megatron.selftest.checks.nodes import differences, facts, mount_of
+from or1_megatron.selftest.run_checks import meeting_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,37 +49,21 @@ def test_mount_is_the_innermost_one(tmp_path: Path) -> None:
     assert mount_of("/database", mounts) == "ext4 /dev/sda1 at /, rw"
 
 
-TORCHRUN = {
-    "RANK": "6", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4",
-    "MASTER_ADDR": "head", "MASTER_PORT": "29400", "TORCHELASTIC_USE_AGENT_STORE": "True",
-}  # fmt: skip
-
-
-def test_place_under_torchrun() -> None:
-    assert meet(4, TORCHRUN) == {
+def test_meeting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun's store is used where there is one, and none of its ranks by the checks; what is missing is named."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert meeting_of(4, 3, "head", 29400) == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "29400",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    assert without_torchrun({**TORCHRUN, "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
-    assert extra_process({**TORCHRUN, "LOCAL_RANK": "1"}) and not extra_process(TORCHRUN)
-
-
-def test_place_under_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames node[07-08]' ] && printf 'node07\\nnode08\\n'\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    job = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_JOB_ID": "123456"}
-    here = meet(2, job)
-    assert (here["RANK"], here["MASTER_ADDR"], here["MASTER_PORT"]) == ("1", "node07", "23456")
-    assert extra_process({**job, "SLURM_LOCALID": "3"})
-
-
-def test_nodes_that_the_environment_does_not_name() -> None:
-    with pytest.raises(UserError, match="start it on every node, under torchrun"):
-        meet(2, {})
-    with pytest.raises(UserError, match="--nodes 2, but it was started on 4 nodes"):
-        meet(2, TORCHRUN)
+    monkeypatch.setenv("GROUP_RANK", "3")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for options in (["--nodes", "4"], ["--nodes", "2", "--master-addr", "head"]):
+        refused = CliRunner().invoke(app, ["selftest", "nodes", "--out", str(tmp_path), *options])
+        assert refused.exit_code == 2 and "--node-rank, from 0 and below --nodes" in " ".join(refused.stderr.split())
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert CliRunner().invoke(app, ["selftest", "nodes", "--nodes", "4"]).exit_code == 0
 
 
 def test_folders_of_the_launch_script_are_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,8 +80,8 @@ def test_folders_of_the_launch_script_are_facts(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_networks_expected_rate() -> None:
     """60% of one adapter of 400 Gb/s; nothing is expected of what is not known."""
-    assert network_gb_s("NVIDIA H100 80GB HBM3") == pytest.approx(30.0)
-    assert network_gb_s("a card of tomorrow") is None
+    assert expected_rate("NVIDIA H100 80GB HBM3", "network_bytes_per_s") == pytest.approx(30.0)
+    assert expected_rate("a card of tomorrow", "network_bytes_per_s") is None
 
 
 def test_two_nodes_that_differ(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ _TAIL: Final = 2.5  # per cent on either side
 _NORMAL: Final = 1.96
 
 Rewards = NDArray[np.float64]  # [P, n]
-Counts = NDArray[np.float64]  # [...]
 Estimates = NDArray[np.float64]  # [n + 1]: a problem's estimate, by how many of its n samples were right
 
 
@@ -46,16 +45,11 @@ class Score:
     problems: ConfidenceInterval
 
 
-def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
-    """Return the unbiased estimate of pass@k for ``right`` [...] successes in n. ValueError unless 1 <= k <= n."""
+def pass_at(n: int, k: int) -> Estimates:
+    """Return the unbiased estimates of pass@k; those of k = 1 are avg@n. ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
-    # C(wrong, k) / C(n, k) as a product of k factors; where fewer than k are wrong, one of them is 0
-    wrong = n - np.asarray(right, dtype=np.float64)
-    none = np.ones_like(wrong)
-    for i in range(k):
-        none *= np.clip(wrong - i, 0.0, None) / (n - i)
-    return 1.0 - none
+    return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
 
 
 def sizes(n: int) -> list[int]:
@@ -63,16 +57,10 @@ def sizes(n: int) -> list[int]:
     return sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
 
 
-def average(rewards: Rewards) -> Score:
-    """Return avg@n."""
-    n = rewards.shape[1]
-    return _score(rewards, np.arange(n + 1) / n)
-
-
 def passed(rewards: Rewards, k: int) -> Score:
-    """Return pass@k."""
-    n = rewards.shape[1]
-    return _score(rewards, pass_at(np.arange(n + 1.0), n, k))
+    """Return pass@k; for k = 1 it is avg@n."""
+    estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
+    return _interval(estimates[right], _variances(estimates)[right], 0.0)
 
 
 def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, Score]:
@@ -82,17 +70,11 @@ def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, S
     """
     if first.shape != second.shape:
         raise ValueError(f"expected rewards of the same problems and samples, found {first.shape} and {second.shape}")
-    n = first.shape[1]
-    estimates = pass_at(np.arange(n + 1.0), n, k)
+    estimates = pass_at(first.shape[1], k)
     variances = _variances(estimates)
     one, two = (rewards.sum(axis=1).astype(int) for rewards in (first, second))
     score = _interval(estimates[two] - estimates[one], variances[one] + variances[two], -1.0)
     return float(estimates[one].mean()), float(estimates[two].mean()), score
-
-
-def _score(rewards: Rewards, estimates: Estimates) -> Score:
-    right = rewards.sum(axis=1).astype(int)
-    return _interval(estimates[right], _variances(estimates)[right], 0.0)
 
 
 def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least: float) -> Score:
@@ -100,11 +82,10 @@ def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least
 
     Problems with the same value are alike, so the bootstrap draws from a histogram.
     """
-    count = len(values)
-    found, times = np.unique(values, return_counts=True)
-    value = float(values.mean())
+    count, value = len(values), float(values.mean())
     spread = _NORMAL * math.sqrt(float(variances.mean()) / count)
-    others = np.random.default_rng(_SEED).multinomial(count, times / count, RESAMPLES) @ found / count
+    kinds, times = np.unique(values, return_counts=True)
+    others = np.random.default_rng(_SEED).multinomial(count, times / count, RESAMPLES) @ kinds / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
     return Score(
         value,
@@ -116,8 +97,8 @@ def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least
 def _variances(estimates: Estimates) -> Estimates:
     """Return [n + 1], the variance of a problem's estimate over other n samples, by how many of these were right."""
     n = len(estimates) - 1
-    found = np.arange(n + 1)
-    chance = ((found + 0.5) / (n + 1))[:, None]
+    right = np.arange(n + 1)
+    chance = ((right + 0.5) / (n + 1))[:, None]
     ways = np.array([math.lgamma(n + 1) - math.lgamma(x + 1) - math.lgamma(n - x + 1) for x in range(n + 1)])
-    likely = np.exp(ways + found * np.log(chance) + (n - found) * np.log1p(-chance))  # [found, drawn]
+    likely = np.exp(ways + right * np.log(chance) + (n - right) * np.log1p(-chance))  # [right, drawn]
     return np.clip(likely @ estimates**2 - (likely @ estimates) ** 2, 0.0, None)

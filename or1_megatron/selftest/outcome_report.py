@@ -1,0 +1,68 @@
+"""The report of a self-test: JSON for programs, text for people."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from pydantic_core import to_json
+
+from or1_megatron.runtime.files import write_atomically
+from or1_megatron.selftest.one_check import CheckOutcome, CheckStatus, shown
+
+
+@dataclass
+class Report:
+    """A run of the self-test, which may not have come to its end."""
+
+    command: str
+    commit: str
+    started: str
+    host: str
+    versions: Mapping[str, str]
+    checks: list[str]
+    """The names of those that were asked for; there is an outcome for each that has ended, in their order."""
+    outcomes: list[CheckOutcome] = field(default_factory=list)
+
+    def ended(self, status: CheckStatus) -> list[str]:
+        """Return the names of the checks that ended so."""
+        return [outcome.name for outcome in self.outcomes if outcome.status == status]
+
+    @property
+    def machine(self) -> str:
+        return next((outcome.machine for outcome in self.outcomes if outcome.machine), "")
+
+    def write(self, out: Path) -> None:
+        """Write ``selftest.json`` and ``selftest.txt``, each in one move, so that a kill never leaves half of one."""
+        values = {**vars(self), "machine": self.machine, "finished": len(self.outcomes) == len(self.checks)}
+        whole = to_json(values, indent=1, inf_nan_mode="strings")  # which every reader of JSON takes
+        write_atomically(out / "selftest.json", whole, "the report")
+        write_atomically(out / "selftest.txt", ("\n".join(self.lines()) + "\n").encode(), "the report")
+
+    def lines(self) -> Iterator[str]:
+        """Yield where it ran, how many checks ended how, and each check with its figures."""
+        yield f"{self.command} at commit {self.commit}, {self.started}"
+        yield f"on {self.host}: {self.machine or '?'}, {platform.system()} {platform.release()}"
+        yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        yield ", ".join(f"{len(self.ended(status))} {status}" for status in get_args(CheckStatus))
+        for outcome in self.outcomes:
+            yield ""
+            yield from lines_of(outcome)
+        for name in self.checks[len(self.outcomes) :]:
+            yield f"\n{name}: not run yet"
+
+
+def lines_of(outcome: CheckOutcome) -> Iterator[str]:
+    """Yield how a check ended and its figures, with "!" before those that are not what was expected."""
+    seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds else ""
+    yield f"{outcome.name}: {outcome.status}{seconds}" + (f": {outcome.reason}" if outcome.reason else "")
+    for name, entry in outcome.figures.items():
+        remark = f"expected {entry['limit']}" if "limit" in entry else entry.get("follows", "")
+        as_expected = entry.get("met", entry.get("status", "ok") == "ok")
+        value = shown(entry["value"], entry["unit"]) + (f"  ({remark})" if remark else "")
+        yield f"  {' ' if as_expected else '!'} {name}: {value}"
+    for line in outcome.last_lines:
+        yield f"    | {line}"
