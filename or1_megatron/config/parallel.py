@@ -126,5 +126,10 @@ class ParallelConfig(Section):
         return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer state of the weights that a rank holds; of experts' fewer do."""
+        return self.data * self.context if self.distributed_optimizer else 1
+
+    @property
     def data(self) -> int:
         return self.ranks // (self.tensor * self.pipeline * self.context)

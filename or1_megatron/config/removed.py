@@ -27,6 +27,16 @@ REMOVED: Final = {
         "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "
         "num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
     ),
+    "algorithm.loss.divisor": Removed(
+        "own",
+        "neither the recipe nor a published trainer divides by the tokens of other steps; take the key out: a "
+        "mini-batch's sum is divided by its own tokens",
+    ),
+    "algorithm.entropy.preset": Removed(
+        None,
+        "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "
+        "measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b (docs/recipe.md)",
+    ),
 }
 """By the dotted key without places in lists."""
 
@@ -40,7 +50,9 @@ def why_removed(parts: Iterable[str]) -> str | None:
 def pass_over_defaults(data: dict[str, Any]) -> None:
     """Drop removed keys that have their default from a configuration, in place: runs of former versions wrote them."""
     for key, removed in REMOVED.items():
-        section, _, name = key.rpartition(".")
-        at = data.get(section)
+        *sections, name = key.split(".")
+        at: Any = data
+        for section in sections:
+            at = at.get(section) if isinstance(at, dict) else None
         if isinstance(at, dict) and name in at and at[name] == removed.default:
             del at[name]

@@ -6,27 +6,14 @@ import math
 
 from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.memory import StageWeights, stage_weights
+from or1_megatron.sizing.memory import offloaded_bytes
 from or1_megatron.sizing.storage import checkpoint_bytes
 from or1_megatron.weights.shape import BYTES, Shape
 
 
-def turns(config: Config, cuda: bool) -> bool:
-    """Return whether the trainer's state leaves its devices while engines work."""
-    offload = config.parallel.offload
-    return cuda and (offload == "always" or (offload == "auto" and config.rollout.placement == "colocated"))
-
-
 def state_move_s(config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds to move a rank's weights and optimizer state between device and host, once.
-
-    Gradients are not copied: their memory comes back as zeros.
-    """
-    weights = _largest(config, shape)
-    owners = _owners(config)
-    optimizer = 12 if config.model.dtype == "bfloat16" else 8
-    size = (weights.dense + weights.experts) * (BYTES[config.model.dtype] + optimizer / owners)
-    return size / rates.host_bytes_per_s
+    """Return the seconds to move a rank's weights and optimizer state between device and host, once."""
+    return offloaded_bytes(config, shape) / rates.host_bytes_per_s
 
 
 def hand_off_s(config: Config, shape: Shape, rates: Rates) -> float:
@@ -62,22 +49,5 @@ def start_s(config: Config, shape: Shape, rates: Rates) -> float:
     return rates.start_s + read / storage_bytes_per_s(config, rates) + hand_off_s(config, shape, rates)
 
 
-def devices_of(config: Config) -> int:
-    """Return the devices that a run takes."""
-    engines = config.rollout.engines * config.rollout.tensor_parallel
-    if config.rollout.placement == "colocated":
-        return max(config.parallel.ranks, engines)
-    return config.parallel.ranks + engines
-
-
 def nodes_of(config: Config, rates: Rates) -> int:
-    return math.ceil(devices_of(config) / rates.node_devices)
-
-
-def _largest(config: Config, shape: Shape) -> StageWeights:
-    return max(stage_weights(config.parallel, shape), key=lambda stage: stage.dense + stage.experts)
-
-
-def _owners(config: Config) -> int:
-    parallel = config.parallel
-    return parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    return math.ceil(config.devices / rates.node_devices)

@@ -46,7 +46,7 @@ class StageTime:
     @property
     def utilisation(self) -> float:
         """Share of a step's time in which an engine decodes, mean over engines."""
-        return sum(weight * float(step.rollout.busy_s.mean()) for weight, step in self.steps) / self.step_s
+        return sum(weight * step.engine_s for weight, step in self.steps) / self.step_s
 
     @property
     def typical(self) -> StepTime:
@@ -130,7 +130,7 @@ def run_time(
         stages=tuple(stages),
         start_s=moves.start_s(config, shape, rates),
         evaluations_s=2 * evaluated_s,
-        devices=moves.devices_of(config),
+        devices=config.devices,
         error=rates.error,
     )
 
@@ -154,4 +154,4 @@ def _evaluation_s(
         answers.append(responses)
     if not asked:
         return 0.0
-    return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1)).judged_s
+    return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1))[1]

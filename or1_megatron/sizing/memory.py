@@ -16,7 +16,7 @@ import torch
 from or1_megatron.config.schema import HOST_ROUND_BYTES, Config, ParallelConfig
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.activations import kept_numbers
-from or1_megatron.sizing.conflicts import Device, padded_sequence
+from or1_megatron.sizing.conflicts import Device, longest_row
 from or1_megatron.sizing.kv_cache import (
     ENGINE_RESERVE_BYTES,
     TRAINER_RESERVE_BYTES,
@@ -117,25 +117,33 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
     return trainer + engine if config.rollout.placement == "colocated" else max(trainer, engine)
 
 
-def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
-    """Raise NotEnoughMemory if ``config`` needs more than ``there`` bytes: free on the host, or all that a GPU has."""
+def memory_short(config: Config, shape: Shape, device: Device, there: int) -> str:
+    """Return in words what ``config`` needs beyond ``there`` bytes, which are free on the host, or all that a GPU has;
+    empty if the run fits."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(config, processes, device)) <= there:
-        return
-    has = "a GPU here has" if device == "cuda" else "this machine has free"
+        return ""
+    has = "a GPU has" if device == "cuda" else "this machine has free"
     lines = [f"the run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
     lines += [f"  - {process.process}: {process}" for process in processes]
     lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
     lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
     lighter.append("or start all the same with cluster.check_memory=false")
-    lines.append("; ".join(lighter) + ". `or1 plan CONFIG --fix FILE` writes the nearest change that fits")
-    raise NotEnoughMemory("\n".join(lines))
+    if device == "cuda":
+        lighter.append("`or1 plan CONFIG --search` lists the layouts that fit")
+    return "\n".join([*lines, "; ".join(lighter)])
+
+
+def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
+    """Raise NotEnoughMemory if ``config`` needs more than ``there`` bytes (see ``memory_short``)."""
+    if short := memory_short(config, shape, device, there):
+        raise NotEnoughMemory(short)
 
 
 def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, int]]:
     """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
     before = needed(config, process_memory(config, shape, device), device)
-    longest = max(padded_sequence(config, stage) for stage in config.stages)
+    longest = longest_row(config)
     found = []
     for section, key, value in (
         ("checkpoint", "asynchronous", False),
@@ -174,6 +182,19 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
             )
         )
     return tuple(found)
+
+
+def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
+    """Return the weights of a rank of the pipeline stage that has most of them."""
+    return max(stage_weights(parallel, shape), key=lambda stage: stage.dense + stage.experts)
+
+
+def offloaded_bytes(config: Config, shape: Shape) -> int:
+    """Return the bytes of weights and optimizer state that a rank moves to its host and back; gradients are not copied:
+    their memory comes back as zeros."""
+    weights = fullest_stage(config.parallel, shape)
+    own, optimizer = BYTES[config.model.dtype], _optimizer_bytes(config) / config.parallel.optimizer_ranks
+    return int((weights.dense + weights.experts) * (own + optimizer))
 
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
@@ -228,9 +249,7 @@ def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
 
 def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     """Yield a GPU of each pipeline stage, and an engine's. Where they take turns they share one."""
-    leaves = config.parallel.offload == "always" or (
-        config.parallel.offload == "auto" and config.rollout.placement == "colocated"
-    )
+    leaves = config.trainer_leaves
     number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
         own = (weights.dense + weights.experts) * number
@@ -347,8 +366,7 @@ def _optimizer_bytes(config: Config) -> int:
 
 def _shards(config: Config, dense: int, experts: int) -> int:
     """Return the parameters that a rank's optimizer updates."""
-    parallel = config.parallel
-    replicas = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    parallel, replicas = config.parallel, config.parallel.optimizer_ranks
     return _cut(dense, replicas) + _cut(experts, max(1, replicas // parallel.expert))
 
 
