@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -174,26 +174,6 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
         metadata={"or1_schema": str(SCHEMA_VERSION)},
     )
-
-
-def check_summary(summary: Mapping[str, Any]) -> None:
-    """Raise ValueError naming every field that is missing, unknown, null, or not of the type in SUMMARY."""
-    known = {field.name: field for field in SUMMARY}
-    faults = [f"'{name}' is missing" for name in known if name not in summary]
-    faults += [f"'{name}' is not a field of the summary" for name in summary if name not in known]
-    for name in known.keys() & summary.keys():
-        field, value = known[name], summary[name]
-        if value is None and field.nullable:
-            continue
-        try:
-            pa.scalar(list(value.items()) if isinstance(value, Mapping) else value, field.type)
-            fits = value is not None and isinstance(value, bool) == pa.types.is_boolean(field.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            fits = False
-        if not fits:
-            faults.append(f"'{name}' is {value!r}, expected {type_name(field.type)}")
-    if faults:
-        raise ValueError("summary: " + "; ".join(sorted(faults)))
 
 
 def type_name(kind: pa.DataType) -> str:

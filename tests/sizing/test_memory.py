@@ -217,7 +217,7 @@ def test_the_memory_that_a_layout_names_counts(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * GIB))
     preflight.check_room(plan(quickstart("cluster.gpu_memory_gb=90"), HALF_B, device="cuda"))
-    with pytest.raises(NotEnoughMemory, match=r"a GPU here has 4\.66 GiB"):
+    with pytest.raises(NotEnoughMemory, match=r"a GPU has 4\.66 GiB"):
         preflight.check_room(plan(quickstart("cluster.gpu_memory_gb=5"), HALF_B, device="cuda"))
 
 
@@ -233,7 +233,7 @@ def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, gpu_gib: tuple
     if fits:
         preflight.check_room(planned)
         return
-    with pytest.raises(NotEnoughMemory, match=r"a GPU here has 10\.00 GiB"):
+    with pytest.raises(NotEnoughMemory, match=r"a GPU has 10\.00 GiB"):
         preflight.check_room(planned)
 
 
