@@ -112,16 +112,16 @@ def _show(given: PlanRequest, as_json: bool) -> None:
     from or1_megatron.plan.tables import as_dict, time_tables
     from or1_megatron.sizing.plan_tables import render
 
-    planned = outcome(given)
+    planned, time, lacks = outcome(given)
     if as_json:
-        print(json.dumps(as_dict(planned.plan, planned.time, planned.lacks), indent=2))
+        print(json.dumps(as_dict(planned, time, lacks), indent=2))
     else:
         console = Console()
-        console.print(render(planned.plan))
-        console.print(time_tables(given, planned.plan, planned.time))
-        for line in planned.lacks:
+        console.print(render(planned))
+        console.print(time_tables(given, planned, time))
+        for line in lacks:
             note(f"does not fit: {line}")
-    if planned.lacks:
+    if lacks:
         raise typer.Exit(USER_ERROR)
 
 

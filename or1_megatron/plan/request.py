@@ -43,22 +43,12 @@ class PlanRequest:
         return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == self.hardware
 
 
-@dataclass(frozen=True)
-class PlanOutcome:
-    """A plan with its time, and why it does not fit."""
-
-    plan: Plan
-    time: RunTime
-    lacks: tuple[str, ...]
-    """What is lacking, in words."""
-
-
-def outcome(given: PlanRequest) -> PlanOutcome:
-    """Plan ``given``. Raises PlanError for a configuration that cannot work at all."""
+def outcome(given: PlanRequest) -> tuple[Plan, RunTime, list[str]]:
+    """Return the plan, its time, and what is lacking, in words. Raises PlanError for what cannot work at all."""
     planned = plan_run(given.config, given.device, given.folder)
     machine = Machine.of(given.hardware, planned.shape, given.device)
     time = run_time(given.config, machine, given.lengths, planned.held_out)
-    return PlanOutcome(planned, time, tuple(_lacks(given, planned)))
+    return planned, time, _lacks(given, planned)
 
 
 def _lacks(given: PlanRequest, planned: Plan) -> list[str]:

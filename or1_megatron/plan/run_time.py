@@ -1,4 +1,4 @@
-"""The time of a whole run: steps at a few points of each stage, evaluations, the start."""
+"""The time of a whole run: steps at a few points of each stage, and evaluations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from or1_megatron.config.schema import Config
-from or1_megatron.plan import moves
 from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.step_time import Machine, StepTime, sample, step_time
@@ -63,7 +62,6 @@ class RunTime:
     """A run. The interval is the hours times 1 -+ ``error``, the hardware file's."""
 
     stages: tuple[StageTime, ...]
-    start_s: float
     evaluations_s: float
     """Before and after training."""
     devices: int
@@ -71,7 +69,7 @@ class RunTime:
 
     @property
     def hours(self) -> float:
-        return sum(stage.hours for stage in self.stages) + (self.start_s + self.evaluations_s) / 3600
+        return sum(stage.hours for stage in self.stages) + self.evaluations_s / 3600
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -112,7 +110,6 @@ def run_time(
         problems: how many each evaluation set has; 30 each where it is not told.
         points: steps looked at in each stage: 3 (its beginning, middle and end) or 1.
     """
-    shape, rates = machine.shape, machine.rates
     chosen = range(len(config.stages)) if config.run.stage is None else [config.run.stage - 1]
     stages = []
     evaluated_s = 0.0
@@ -128,10 +125,9 @@ def run_time(
         stages.append(StageTime(stage.name, stage.steps, tuple(steps)))
     return RunTime(
         stages=tuple(stages),
-        start_s=moves.start_s(config, shape, rates),
         evaluations_s=2 * evaluated_s,
         devices=config.devices,
-        error=rates.error,
+        error=machine.rates.error,
     )
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
 from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
-from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock
+from or1_megatron.plan.clocks import engine_clock, hand_off_s
 from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import Workload, simulate
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
@@ -22,6 +21,8 @@ from or1_megatron.rl.supply import Supply
 from or1_megatron.rollout.simulated_engine import PARTS
 from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.sizing.conflicts import Device
+from or1_megatron.sizing.memory import offloaded_bytes
+from or1_megatron.sizing.storage import checkpoint_bytes
 from or1_megatron.types import Group, Int64Array, Prompt, RolloutReport
 from or1_megatron.weights.shape import Shape
 
@@ -204,22 +205,21 @@ class _Steps:
                 return
 
     def _trainer(self, groups: Sequence[Group], evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
-        """Return the seconds of the verbs after ``verify``."""
+        """Return the seconds of the verbs after ``verify``; of a save those of its copy to the host alone."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         chosen = [number for group in groups if self._trained(number := int(group.prompt.problem.id))]
         sequences = kept_sequences(self.stage, self.workload.sequences[chosen], self.kept_share, self.random)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
         leaves = self.machine.device == "cuda" and config.trainer_leaves
-        move_s = moves.state_move_s(config, shape, rates) if leaves else 0.0
-        copied_s, written_s = moves.save_s(config, shape, rates)
+        move_s = offloaded_bytes(config, shape) / rates.host_bytes_per_s if leaves else 0.0
+        copied_s = checkpoint_bytes(config, shape) / config.parallel.ranks / rates.host_bytes_per_s
         every = config.evaluate.in_stage(self.stage).every_steps
-        saved_s = copied_s + (0.0 if config.checkpoint.asynchronous else written_s)
         return {
             "score": _score_s(config, self.machine, sequences),
             "update": update.seconds + move_s,
-            "hand_off": moves.hand_off_s(config, shape, rates) + move_s,
+            "hand_off": hand_off_s(config, shape, rates) + move_s,
             "evaluate": evaluations_s / every if every else 0.0,
-            "save": saved_s / config.checkpoint.every_steps,
+            "save": copied_s / config.checkpoint.every_steps,
             OTHER: rates.other_response_s * len(groups) * self.stage.group_size,
         }, update
 

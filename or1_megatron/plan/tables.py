@@ -36,7 +36,7 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
     rows = [
         ("hours", f"{time.hours:,.0f}, between {low:,.0f} and {high:,.0f}: {hardware.error.source}"),
         ("GPU-hours", f"{time.gpu_hours:,.0f} on {time.devices:,} devices"),
-        ("start", f"{time.start_s:,.0f} s, and {time.evaluations_s:,.0f} s of evaluation before and after training"),
+        ("evaluation", f"{time.evaluations_s:,.0f} s before and after training"),
         ("binds", time.binds),
         ("hardware", f"{hardware.title}; {hardware.fit_for(plan.shape.parameters).update_share.source}"),
         ("lengths", given.lengths.source),
@@ -65,7 +65,6 @@ def as_dict(plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
             }
             for stage in time.stages
         },
-        "start_s": time.start_s,
         "hours": time.hours,
         "hours_interval": list(time.interval),
         "gpu_hours": time.gpu_hours,
@@ -83,12 +82,12 @@ def ranking(layouts: Sequence[RankedLayout]) -> Table:
     return table
 
 
-def residuals(found: Calibration) -> Table:
+def residuals(fitted: Calibration) -> Table:
     """Return what a calibration leaves, run by run."""
-    title = f"{found.free_parameters} free parameters, {len(found.rows)} figures: the errors are residuals"
+    title = f"{fitted.free_parameters} free parameters, {len(fitted.rows)} figures: the errors are residuals"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for heading in ("run", "verb", "measured, s", "plan, s", "error"):
+    for heading in ("run", "verb", "measured, s", "error"):
         table.add_column(heading, justify="left" if heading in ("run", "verb") else "right")
-    for row in found.rows:
-        table.add_row(row.run, row.verb, f"{row.measured_s:,.3f}", f"{row.plan_s:,.3f}", f"{row.error:+.1%}")
+    for row in fitted.rows:
+        table.add_row(row.run, row.verb, f"{row.measured_s:,.3f}", f"{row.error:+.1%}")
     return table
