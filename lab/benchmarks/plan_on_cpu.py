@@ -155,9 +155,8 @@ def main() -> None:
     print(f"{found.free_parameters} free parameters, {len(found.rows)} figures\n")
     print("| run | verb | measured, s | plan, s | error |\n|---|---|---|---|---|")
     for row in found.rows:
-        print(
-            f"| {row.run}, fitted | {row.verb} | {row.measured_s:.3f} | {row.measured_s * (1 + row.error):.3f} | {row.error:+.0%} |"
-        )
+        planned_s = row.measured_s * (1 + row.error)
+        print(f"| {row.run}, fitted | {row.verb} | {row.measured_s:.3f} | {planned_s:.3f} | {row.error:+.0%} |")
     figures = {}
     for name in PREDICTED:
         plan = predicted(runs[name], found.hardware)

@@ -67,8 +67,6 @@ class Hardware(Section):
     """Between nodes, one direction, a device's share."""
     node_devices: Constant
     """Devices of a node."""
-    node_memory_bytes: Constant
-    """Host memory of a node."""
     product_share: Constant
     """Share of ``bf16_flops`` that large products reach."""
     memory_share: Constant
@@ -113,7 +111,6 @@ class Rates:
     host_bytes_per_s: float
     network_bytes_per_s: float
     node_devices: float
-    node_memory_bytes: float
     product_share: float
     memory_share: float
     link_share: float

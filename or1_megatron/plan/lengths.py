@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import pyarrow.compute as pc
@@ -48,26 +48,12 @@ class Moment:
     step: float
 
 
-class Lengths(Protocol):
-    """A source of lengths."""
-
-    @property
-    def kept_share(self) -> float:
-        """Share of the groups that are not rejected."""
-
-    @property
-    def source(self) -> str:
-        """Where they come from, for the reader of a plan."""
-
-    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
-
-
 @dataclass(frozen=True, slots=True)
 class RecipeLengths:
     """The recipe's shape over training (see the module)."""
 
     kept_share: float = KEPT_SHARE
+    """Share of the groups that are not rejected."""
     source: str = "the recipe's shape (an assumption: or1_megatron/plan/lengths.py)"
 
     def median(self, when: Moment) -> float:
@@ -82,6 +68,7 @@ class RecipeLengths:
         return median
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
         of_prompt = np.repeat(random.standard_normal(prompts), group_size)
         normal = math.sqrt(0.5) * (of_prompt + random.standard_normal(of_prompt.size))
         lengths = self.median(when) * np.exp(SIGMA * normal)
@@ -98,9 +85,13 @@ class MeasuredLengths:
     source: str
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        """Return the same as ``RecipeLengths``; ``when`` does not matter."""
         chosen = random.integers(0, len(self.groups), prompts)
         drawn = [random.choice(self.groups[group], group_size) for group in chosen]
         return self.prompt_tokens[chosen], np.clip(np.concatenate(drawn), 1, limit)
+
+
+Lengths = RecipeLengths | MeasuredLengths
 
 
 def read_lengths(run: Path | None) -> Lengths:

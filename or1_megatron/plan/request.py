@@ -15,9 +15,9 @@ from or1_megatron.plan.step_time import Machine
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
-from or1_megatron.sizing.memory import gib, memory_short
+from or1_megatron.sizing.memory import memory_short
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.sizing.storage import disk_short, node_memory
+from or1_megatron.sizing.storage import disk_short
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,11 @@ def outcome(given: PlanRequest) -> tuple[Plan, RunTime, list[str]]:
 
 
 def _lacks(given: PlanRequest, planned: Plan) -> list[str]:
-    """Return what is lacking: memory of a GPU or the host, of a node, disk."""
+    """Return what is lacking: memory of a GPU or the host, disk."""
     config, shape, lacks = given.config, planned.shape, []
     there = host_memory().free if given.device == "cpu" else int((config.cluster.gpu_memory_gb or 0.0) * 1e9)
     if short := memory_short(config, shape, given.device, there):
         lacks.append(short)
-    if given.device == "cuda":
-        has = int(given.hardware.node_memory_bytes.value)
-        node = node_memory(config, shape, int(given.hardware.node_devices.value))
-        if node.each > has:
-            lacks.append(
-                f"a node needs about {gib(node.each)} of host memory, and has {gib(has)}; "
-                "checkpoint.asynchronous=false saves the copies"
-            )
     if given.is_for_here and (short := disk_short(config, shape)):
         lacks.append(short)
     return lacks

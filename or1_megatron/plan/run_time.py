@@ -101,7 +101,6 @@ def run_time(
     machine: Machine,
     lengths: Lengths,
     problems: Sequence[int] | None = None,
-    seed: int = 1,
     points: int = 3,
 ) -> RunTime:
     """Return the time of a run as ``config`` says, of all its stages or of ``run.stage``.
@@ -115,7 +114,7 @@ def run_time(
     evaluated_s = 0.0
     for index in chosen:
         stage = config.stages[index]
-        random = np.random.default_rng([seed, index])
+        random = np.random.default_rng([1, index])
         middle = Moment(config.stages, index, stage.steps / 2)
         evaluated_s = _evaluation_s(config, machine, lengths, middle, problems, random)
         steps = []

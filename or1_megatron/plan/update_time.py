@@ -6,7 +6,7 @@ data- and context-parallel ranks that share its optimizer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -85,16 +85,7 @@ def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[I
     """Return the time of training ``reuse`` times on mini-batches of sequences of these lengths [n] each."""
     rates = rates.with_busy(config.parallel.ranks)
     parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
-    if not parts:
-        return UpdateTime(0, 0, 0, 0, 0, 0)
-    return UpdateTime(
-        compute_s=sum(part.compute_s for part in parts),
-        bubble_s=sum(part.bubble_s for part in parts),
-        tensor_s=sum(part.tensor_s for part in parts),
-        gradients_s=sum(part.gradients_s for part in parts),
-        optimizer_s=sum(part.optimizer_s for part in parts),
-        rows=sum(part.rows for part in parts),
-    )
+    return UpdateTime(*map(sum, zip(*map(astuple, parts), strict=True))) if parts else UpdateTime(0, 0, 0, 0, 0, 0)
 
 
 def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -> UpdateTime:
