@@ -26,7 +26,7 @@ def test_every_table_row_of_the_docs_has_four_cells() -> None:
 
 
 def test_names_are_unique_and_meanings_there() -> None:
-    for table in (fields.ROLLOUT, fields.VERDICT, fields.SUMMARY, fields.PROBLEM, METRICS):
+    for table in (fields.ROLLOUT, fields.VERDICT, fields.SUMMARY, METRICS):
         names = [row.name for row in table]
         assert len(set(names)) == len(names)
         assert all(row.meaning for row in table)

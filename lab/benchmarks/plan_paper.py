@@ -73,7 +73,7 @@ def rollout_s(gpus: int, iteration_s: float, request_s: float) -> float:
 
 
 def hours(config: Config, on: Machine) -> dict[str, float]:
-    found = run_time(config, on, RecipeLengths(), points=1)
+    found = run_time(config, on, RecipeLengths())
     total = sum(stage.count for stage in found.stages)
     return {verb: spent * total / 3600 for verb, spent in found.step_s.items()}
 

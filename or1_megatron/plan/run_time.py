@@ -1,4 +1,4 @@
-"""The time of a whole run: steps at a few points of each stage, and evaluations."""
+"""The time of a whole run: the middle step of each stage, and evaluations."""
 
 from __future__ import annotations
 
@@ -12,49 +12,31 @@ from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.step_time import Machine, StepTime, sample, step_time
 
-_POINTS = ((0.0, 0.25), (0.5, 0.5), (1.0, 0.25))
-"""(share of the stage's steps, weight): the trapezoid rule over its beginning, middle and end."""
-_ONE_POINT = ((0.5, 1.0),)
 _PROBLEMS = 30
 """Problems of an evaluation set that was not counted: as many as AIME has."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage. ``steps`` are those looked at, with their weights."""
+    """One stage, whose middle step stands for all of its steps."""
 
     name: str
     count: int
     """Steps of the stage."""
-    steps: tuple[tuple[float, StepTime], ...]
+    step: StepTime
 
     @property
-    def verbs(self) -> dict[str, float]:
-        """Seconds per verb of a step, mean over the stage."""
-        names = dict.fromkeys(name for _, step in self.steps for name in step.verbs)
-        return {name: sum(w * step.verbs.get(name, 0.0) for w, step in self.steps) for name in names}
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.verbs.values())
+    def hours(self) -> float:
+        return self.count * self.step.seconds / 3600
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(weight * step.response_tokens for weight, step in self.steps) / self.step_s
+        return self.step.response_tokens / self.step.seconds
 
     @property
     def utilisation(self) -> float:
         """Share of a step's time in which an engine decodes, mean over engines."""
-        return sum(weight * step.engine_s for weight, step in self.steps) / self.step_s
-
-    @property
-    def typical(self) -> StepTime:
-        """The step that stands for most of the stage."""
-        return max(self.steps, key=lambda weighted: weighted[0])[1]
-
-    @property
-    def hours(self) -> float:
-        return self.count * self.step_s / 3600
+        return self.step.engine_s / self.step.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +65,20 @@ class RunTime:
     def step_s(self) -> dict[str, float]:
         """Seconds per verb of a step, mean over the run."""
         total = sum(stage.count for stage in self.stages)
-        names = dict.fromkeys(name for stage in self.stages for name in stage.verbs)
-        return {name: sum(s.count * s.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
-
-    @property
-    def longest(self) -> StageTime:
-        return max(self.stages, key=lambda stage: stage.hours)
+        names = dict.fromkeys(name for stage in self.stages for name in stage.step.verbs)
+        return {name: sum(s.count * s.step.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
 
     @property
     def binds(self) -> str:
         """What takes the most time in the longest stage."""
-        return self.longest.typical.binds
+        return max(self.stages, key=lambda stage: stage.hours).step.binds
 
 
-def run_time(
-    config: Config,
-    machine: Machine,
-    lengths: Lengths,
-    problems: Sequence[int] | None = None,
-    points: int = 3,
-) -> RunTime:
+def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
     """Return the time of a run as ``config`` says, of all its stages or of ``run.stage``.
 
     Args:
-        problems: how many each evaluation set has; 30 each where it is not told.
-        points: steps looked at in each stage: 3 (its beginning, middle and end) or 1.
+        problems: how many each evaluation set has; None: 30 each.
     """
     chosen = range(len(config.stages)) if config.run.stage is None else [config.run.stage - 1]
     stages = []
@@ -117,11 +88,8 @@ def run_time(
         random = np.random.default_rng([1, index])
         middle = Moment(config.stages, index, stage.steps / 2)
         evaluated_s = _evaluation_s(config, machine, lengths, middle, problems, random)
-        steps = []
-        for share, weight in _POINTS if points == 3 else _ONE_POINT:
-            when = Moment(config.stages, index, share * stage.steps)
-            steps.append((weight, step_time(config, machine, lengths, when, evaluated_s, random)))
-        stages.append(StageTime(stage.name, stage.steps, tuple(steps)))
+        step = step_time(config, machine, lengths, middle, evaluated_s, random)
+        stages.append(StageTime(stage.name, stage.steps, step))
     return RunTime(
         stages=tuple(stages),
         evaluations_s=2 * evaluated_s,

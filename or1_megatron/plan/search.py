@@ -84,7 +84,7 @@ def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None 
             made = _possible(config, machine, change) if timed < _TIMED else None
             if made is not None:
                 timed += 1
-                ranked.append(RankedLayout(change, made, run_time(made, machine, lengths, points=1)))
+                ranked.append(RankedLayout(change, made, run_time(made, machine, lengths)))
     return sorted(ranked, key=lambda layout: layout.time.hours)
 
 

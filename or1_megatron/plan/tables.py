@@ -26,11 +26,11 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
     for heading in ("", *(stage.name for stage in time.stages)):
         stages.add_column(heading, justify="right" if heading else "left")
     for verb in time.step_s:
-        stages.add_row(verb, *(f"{stage.verbs.get(verb, 0.0):,.1f}" for stage in time.stages))
-    stages.add_row("in all", *(f"{stage.step_s:,.1f}" for stage in time.stages), style="bold")
+        stages.add_row(verb, *(f"{stage.step.verbs.get(verb, 0.0):,.1f}" for stage in time.stages))
+    stages.add_row("in all", *(f"{stage.step.seconds:,.1f}" for stage in time.stages), style="bold")
     stages.add_row("response tokens per second", *(f"{stage.tokens_per_s:,.0f}" for stage in time.stages))
     stages.add_row("engines decode", *(f"{stage.utilisation:.0%} of a step" for stage in time.stages))
-    stages.add_row("responses preempted", *(f"{stage.typical.preempted:,}" for stage in time.stages))
+    stages.add_row("responses preempted", *(f"{stage.step.preempted:,}" for stage in time.stages))
     stages.add_row("hours", *(f"{stage.hours:,.0f}" for stage in time.stages))
     low, high = time.interval
     rows = [
@@ -58,7 +58,7 @@ def as_dict(plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
         "stages": {
             stage.name: {
                 "steps": stage.count,
-                "step_s": stage.verbs,
+                "step_s": stage.step.verbs,
                 "hours": stage.hours,
                 "tokens_per_s": stage.tokens_per_s,
                 "engine_utilization": stage.utilisation,
