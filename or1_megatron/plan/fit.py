@@ -43,10 +43,10 @@ def fit(
         curvature = slopes.T @ slopes
         weighted = curvature + damping * np.diag(np.maximum(np.diag(curvature), 1e-12))
         step = np.clip(-np.linalg.solve(weighted, slopes.T @ left), -_FARTHEST, _FARTHEST)
-        found = errors(at + step)
-        if found @ found < left @ left:
+        after = errors(at + step)
+        if after @ after < left @ left:
             small = np.abs(step).max() < 5e-3
-            at, left, damping = at + step, found, damping / 3
+            at, left, damping = at + step, after, damping / 3
             if small:
                 break
         elif (damping := damping * 10) > _STUCK:

@@ -62,14 +62,12 @@ class UpdateTime:
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
     """Return each stage's operations: 2 per weight and token, 2 * heads * head_dim per layer and L * L."""
-    chunks = parallel.chunk_layers(shape.layers)
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    found = []
-    for stage in range(parallel.pipeline):
-        layers = [layer for chunk in chunks[stage :: parallel.pipeline] for layer in chunk]
+    works = []
+    for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
         last = stage == parallel.pipeline - 1
-        found.append(
+        works.append(
             StageWork(
                 layer_token=2.0 * weights,
                 mlp_token=2.0 * (weights - attention * len(layers)),
@@ -78,7 +76,7 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
                 layers=len(layers),
             )
         )
-    return tuple(found)
+    return tuple(works)
 
 
 def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
@@ -151,8 +149,8 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
     if parallel.tensor > 1 and not parallel.overlap_tensor:
         size = tokens / parallel.context * shape.hidden * number
         messages = 2 if parallel.sequence else 1  # a reduce-scatter and an all-gather for an all-reduce
-        each = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
-        total += 2 * (forward + 1) * layers * each
+        reduce_s = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
+        total += 2 * (forward + 1) * layers * reduce_s
     if parallel.context > 1:
         size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor
         crossing = parallel.tensor * parallel.context

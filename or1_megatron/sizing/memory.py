@@ -75,13 +75,13 @@ class ProcessMemory:
         return sum(size for name, size in self.parts.items() if name not in self.when or phase in self.when[name])
 
     @property
-    def each(self) -> int:
-        """The peak."""
+    def peak_bytes(self) -> int:
+        """What one process holds in the phase in which it holds most."""
         return max(map(self.at, PHASES))
 
     def __str__(self) -> str:
         parts = [f"{name} {gib(size)}" for name, size in self.parts.items() if size >= _SHOWN_BYTES]
-        return f"{self.count:,} x {gib(self.each)}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
+        return f"{self.count:,} x {gib(self.peak_bytes)}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
     """Return the bytes that the fullest GPU, or the host, holds in one phase."""
     if device == "cpu":
         return sum(process.count * process.at(phase) for process in processes)
-    engine = max((each.at(phase) for each in processes if each.process == ENGINE), default=0)
-    trainer = max((each.at(phase) for each in processes if each.process != ENGINE), default=0)
+    engine = max((held.at(phase) for held in processes if held.process == ENGINE), default=0)
+    trainer = max((held.at(phase) for held in processes if held.process != ENGINE), default=0)
     return trainer + engine if config.rollout.placement == "colocated" else max(trainer, engine)
 
 
@@ -143,7 +143,7 @@ def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, in
     """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
     before = needed(config, process_memory(config, shape, device), device)
     longest = longest_row(config)
-    found = []
+    savings = []
     for section, key, value in (
         ("checkpoint", "asynchronous", False),
         ("rollout", "engines", 1),
@@ -154,8 +154,8 @@ def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, in
         changed = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
         saved = before - needed(changed, process_memory(changed, shape, device), device)
         if saved >= _SHOWN_BYTES:
-            found.append((f"{section}.{key}={str(value).lower()}", saved))
-    return sorted(found, key=lambda each: -each[1])
+            savings.append((f"{section}.{key}={str(value).lower()}", saved))
+    return sorted(savings, key=lambda saving: -saving[1])
 
 
 def gib(size: int) -> str:
@@ -164,23 +164,21 @@ def gib(size: int) -> str:
 
 def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights, ...]:
     """Return the weights of a rank of each pipeline stage: the first holds the embedding, the last the output layer."""
-    chunks, vocabulary = parallel.chunk_layers(shape.layers), shape.vocab * shape.hidden
-    found = []
-    for stage in range(parallel.pipeline):
-        layers = [layer for chunk in chunks[stage :: parallel.pipeline] for layer in chunk]
+    vocabulary, weights = shape.vocab * shape.hidden, []
+    for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         first, last = stage == 0, stage == parallel.pipeline - 1
         copied = vocabulary if last and shape.tied and not first else 0
         output = copied if shape.tied else vocabulary * last
         experts = shape.expert_parameters(layers)
         dense = sum(map(shape.layer_parameters, layers)) - experts + vocabulary * first + output + shape.hidden * last
-        found.append(
+        weights.append(
             StageWeights(
                 _cut(dense, parallel.tensor),
                 _cut(experts, parallel.tensor * parallel.expert),
                 _cut(copied, parallel.tensor),
             )
         )
-    return tuple(found)
+    return tuple(weights)
 
 
 def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
@@ -215,7 +213,7 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     kept, whole = (layer_numbers(parallel, shape, recompute, own) for recompute in (parallel.recompute, "none"))
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
-    layers = sum(map(len, parallel.chunk_layers(shape.layers)[stage :: parallel.pipeline]))
+    layers = len(parallel.stage_layers(shape.layers)[stage])
     total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
 

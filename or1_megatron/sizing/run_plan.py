@@ -54,8 +54,8 @@ def plan(
         PlanError: it cannot work; a line per conflict.
     """
     shape = Shape.of(hf)
-    if found := list(conflicts(config, shape, problems, device)):
-        raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in found))
+    if lines := list(conflicts(config, shape, problems, device)):
+        raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in lines))
     return Plan(
         config=config,
         shape=shape,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,14 +162,6 @@ def shown(planned: Plan) -> str:
     console = Console(width=260, record=True, file=io.StringIO())
     console.print(render(planned))
     return console.export_text()
-
-
-def test_the_dry_run_shows_the_same_numbers() -> None:
-    text = shown(plan(quickstart(), HALF_B))
-    processes = process_memory(quickstart(), Shape.of(HALF_B), "cpu")
-    for process in processes:
-        assert re.search(rf"{process.process} +{re.escape(str(process))}", text), process
-    assert re.search(rf"at one time +{needed(quickstart(), processes, 'cpu') / GIB:.2f} GiB", text)
 
 
 def test_what_is_not_held_at_one_time() -> None:
