@@ -19,7 +19,7 @@ from or1_megatron.config.hardware import Constant, Fit, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.fit import fit
+from or1_megatron.plan.calibrate import fit
 from or1_megatron.plan.lengths import Moment, RecipeLengths
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.run_time import run_time

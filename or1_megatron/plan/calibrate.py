@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from or1_megatron.config.hardware import Constant, Hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.fit import Floats, fit
 from or1_megatron.plan.lengths import Lengths, Moment, read_lengths
 from or1_megatron.plan.step_time import OTHER, Machine, step_time
 from or1_megatron.weights.families import read_hf_config
@@ -28,8 +28,16 @@ COVERS: Final = ("verify", "score", "hand_off", "save")
 _FITTED: Final = ("roll_out", "update", OTHER)
 _APART: Final = ("roll_out", "update", "evaluate", "export")
 """Verbs that do not count as the rest."""
+_NUDGE: Final = 0.02
+_STEPS: Final = 60
+_STUCK: Final = 1e6
+"""Damping at which steps are too short to help."""
+_FARTHEST: Final = 1.0
+"""A step changes the logarithm of a constant by no more than this."""
 _HOLD: Final = 0.05
 """A constant that the runs do not tell stays near what it was: to change it by a factor e counts as an error of 5%."""
+
+Floats = NDArray[np.float64]
 
 
 class RunError(UserError, ValueError):
@@ -93,6 +101,43 @@ def predicted(run: MeasuredRun, hardware: Hardware) -> dict[str, float]:
     when = Moment(run.config.stages, (run.config.run.stage or 1) - 1, 0)
     step = step_time(run.config, machine, run.lengths, when, 0.0, np.random.default_rng(1))
     return {verb: step.verbs.get(verb, 0.0) for verb in _FITTED}
+
+
+def fit(
+    predict: Callable[[Floats], Sequence[float]], measured: Sequence[float], start: Sequence[float], hold: float = 0.0
+) -> tuple[Floats, Floats]:
+    """Return the constants that bring ``predict`` nearest to ``measured``, and the relative errors that are left.
+
+    Gauss-Newton in the constants' logarithms, with differences for derivatives, damped until a step helps.
+
+    Args:
+        predict: from constants [k] to as many figures as were measured.
+        start: [k], each above 0.
+        hold: the error that a constant counts for per factor e from its start, so that constants about which the
+            figures tell nothing stay there.
+    """
+    target = np.asarray(measured, float)
+    begin = at = np.log(np.asarray(start, float))
+
+    def errors(logs: Floats) -> Floats:
+        return np.concatenate([np.asarray(predict(np.exp(logs)), float) / target - 1, hold * (logs - begin)])
+
+    left = errors(at)
+    damping = 1e-3
+    for _ in range(_STEPS):
+        slopes = np.stack([(errors(at + nudge) - left) / _NUDGE for nudge in _NUDGE * np.eye(at.size)], axis=1)
+        curvature = slopes.T @ slopes
+        weighted = curvature + damping * np.diag(np.maximum(np.diag(curvature), 1e-12))
+        step = np.clip(-np.linalg.solve(weighted, slopes.T @ left), -_FARTHEST, _FARTHEST)
+        after = errors(at + step)
+        if after @ after < left @ left:
+            small = np.abs(step).max() < 5e-3
+            at, left, damping = at + step, after, damping / 3
+            if small:
+                break
+        elif (damping := damping * 10) > _STUCK:
+            break
+    return np.exp(at), left[: target.size]
 
 
 def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:

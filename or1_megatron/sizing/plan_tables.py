@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -83,28 +83,12 @@ def _algorithm_rows(config: Config) -> Iterator[Row]:
 
 
 def _data_rows(planned: Plan) -> Iterator[Row]:
-    config, problems = planned.config, planned.problems
-    counts = ["" if problems is None else f"{count:,} " for count in problems or config.data.train]
-    mixtures = []
-    for stage in config.stages:
-        sources = zip(counts, config.data.train, config.repeats(stage), strict=True)
-        mixed = " + ".join(f"{count}{source.title} x {repeat * source.weight:g}" for count, source, repeat in sources)
-        epoch = "" if problems is None else f" = {problems_per_epoch(config, stage, problems):,} problems per epoch"
-        mixtures.append(mixed + epoch)
-    yield from _by_stage("mixture", mixtures, planned)
-    if config.data.difficulty_model and problems is not None:
-        yield "", f"before the filter of data.difficulty_model, {config.data.difficulty_model}"
-    if config.evaluate.data:
-        yield "evaluation sets", ", ".join(held_out.title for held_out in config.evaluate.data)
-
-
-def _by_stage(name: str, values: Sequence[str], planned: Plan) -> Iterator[Row]:
-    """Yield one row where all stages agree, else one for each."""
-    if len(set(values)) == 1:
-        yield name, values[0]
-        return
-    for stage, value in zip(planned.config.stages, values, strict=True):
-        yield f"{name}, stage {stage.name}", value
+    config, titles = planned.config, [source.title for source in planned.config.data.train]
+    if planned.problems is not None:
+        titles = [f"{count:,} {title}" for count, title in zip(planned.problems, titles, strict=True)]
+    model = config.data.difficulty_model
+    yield "problems", " + ".join(titles) + ("" if model is None else f", before the filter by {model}'s difficulty")
+    yield "evaluation sets", ", ".join(held_out.title for held_out in config.evaluate.data) or "none"
 
 
 def stage_rows(planned: Plan) -> dict[str, list[str]]:
@@ -118,10 +102,8 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
     samples = [s.prompts_per_update * s.group_size for s in stages]
     longest = [config.data.max_prompt_tokens + s.max_response_tokens for s in stages]
     drawn = [s.steps * s.prompts_per_step for s in stages]
-    epochs = ["?"] * len(stages)
-    if planned.problems is not None:
-        per_epoch = [problems_per_epoch(config, s, planned.problems) for s in stages]
-        epochs = [f"{prompts / epoch:.2f}" for prompts, epoch in zip(drawn, per_epoch, strict=True)]
+    problems = planned.problems
+    per_epoch = [None if problems is None else problems_per_epoch(config, s, problems) for s in stages]
     evaluations = [evaluations_within(config, index) for index in range(len(stages))]
     rows = {
         "rollout steps": [f"{s.steps:,}" for s in stages],
@@ -141,7 +123,8 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
         "tokens per step, at most": [f"{count * tokens:,}" for count, tokens in zip(responses, longest, strict=True)],
         "engine waves per step": [f"{count / at_once:.2f}" for count in responses],
         "prompts drawn": [f"{count:,}" for count in drawn],
-        "  in epochs": epochs,
+        "  in epochs": [f"{n / epoch:.2f}" if epoch else "?" for n, epoch in zip(drawn, per_epoch, strict=True)],
+        "problems per epoch": [f"{epoch:,}" if epoch else "?" for epoch in per_epoch],
         "evaluations": [f"{count:,}" if count else "-" for count in evaluations],
     }
     return {name: values for name, values in rows.items() if set(values) != {"-"}}

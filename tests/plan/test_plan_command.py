@@ -18,8 +18,7 @@ from or1_megatron.commands.app import app
 from or1_megatron.config.hardware import Constant, hardware_of, hardware_yaml, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
-from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, predicted
-from or1_megatron.plan.fit import fit
+from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, fit, predicted
 from or1_megatron.plan.lengths import MeasuredLengths, Moment, RecipeLengths, read_lengths
 from or1_megatron.plan.search import search
 from or1_megatron.plan.step_time import Machine

@@ -71,7 +71,7 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict
     """Every iteration of every engine on its own; returns when each response ended."""
     size = workload.group_size
     scheduler = Scheduler(engines, clock.max_running)
-    _, told = scheduler.begin(workload.prompts, size, SAMPLING, 0)
+    _, actions = scheduler.begin(workload.prompts, size, SAMPLING, 0)
     waiting: list[list[Request]] = [[] for _ in range(engines)]
     decoding: list[dict[int, tuple[Request, int]]] = [{} for _ in range(engines)]  # by seed, with its tokens
     had: dict[int, int] = {}
@@ -109,7 +109,7 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict
                 if idle and action.engine != but:
                     begin_iteration(action.engine, now)
 
-    deal(told, 0.0, None)
+    deal(actions, 0.0, None)
     while heap:
         now, engine = heapq.heappop(heap)
         done = []
