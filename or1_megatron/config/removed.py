@@ -29,7 +29,7 @@ REMOVED: Final = {
     ),
     "algorithm.loss.divisor": Removed(
         "own",
-        "neither the recipe nor a published trainer divides by the tokens of other steps; take the key out: a "
+        "neither the recipe nor a published trainer that we know divides by other steps' tokens; take the key out: a "
         "mini-batch's sum is divided by its own tokens",
     ),
     "algorithm.entropy.preset": Removed(
