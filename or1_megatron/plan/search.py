@@ -22,7 +22,7 @@ from or1_megatron.plan.run_time import RunTime, run_time
 from or1_megatron.plan.step_time import Machine, kept_sequences, sample, workload_at
 from or1_megatron.plan.update_time import update_time
 from or1_megatron.sizing.conflicts import conflicts, head_conflicts, longest_row
-from or1_megatron.sizing.memory import memory_short
+from or1_megatron.sizing.memory import needed, process_memory
 
 _SIZES: Final = (1, 2, 4, 8)
 _CONTEXTS: Final = (1, 2, 4)
@@ -100,7 +100,8 @@ def _possible(config: Config, machine: Machine, change: Change) -> Config | None
     made = changed(config, change)
     if made is None or next(conflicts(made, machine.shape, None, "cuda"), None) is not None:
         return None
-    return None if memory_short(made, machine.shape, "cuda", int(machine.rates.memory_bytes)) else made
+    wanted = needed(made, process_memory(made, machine.shape, "cuda"), "cuda")
+    return made if wanted <= machine.rates.memory_bytes else None
 
 
 def _at(config: Config) -> Moment:
