@@ -113,12 +113,6 @@ def test_refusals(arguments: list[str], said: str) -> None:
     assert said in stderr
 
 
-def test_a_layout_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAYOUT", "7b_3_nodes_h800")
-    _, stderr = run("or1_7b", code=2)
-    assert "base: no such file" in stderr and "did you mean" in stderr and "7b_8_nodes_h800" in stderr
-
-
 def test_lengths_of_a_run(tmp_path: Path) -> None:
     """Groups are drawn whole: of two groups, whose responses have 7 or 9 and 5000 tokens, one of which was kept."""
     table = {
