@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 
 from or1_megatron.schemas import fields
 from or1_megatron.schemas.__main__ import markdown
@@ -27,7 +26,7 @@ def test_every_table_row_of_the_docs_has_four_cells() -> None:
 
 
 def test_names_are_unique_and_meanings_there() -> None:
-    for table in (fields.ROLLOUT, fields.VERDICT, fields.SUMMARY, fields.PROBLEM, METRICS):
+    for table in (fields.ROLLOUT, fields.VERDICT, fields.SUMMARY, METRICS):
         names = [row.name for row in table]
         assert len(set(names)) == len(names)
         assert all(row.meaning for row in table)
@@ -44,39 +43,3 @@ def test_the_schema_says_its_version() -> None:
     schema = fields.arrow_schema(fields.ROLLOUT)
     assert schema.metadata == {b"or1_schema": b"1"}
     assert schema.field("response_token_ids").type == pa.list_(pa.int32())
-
-
-def good_summary() -> dict[str, object]:
-    blank: dict[str, object] = {field.name: None for field in fields.SUMMARY}
-    return blank | {
-        "accuracy_before": 0.4,
-        "steps": 12,
-        "skipped_updates": 0,
-        "total_steps": 12,
-        "finished": True,
-        "seed": 1,
-        "wall_s": 10,
-        "time_s": {"roll_out": 7.0},
-    }
-
-
-def test_a_good_summary_passes() -> None:
-    fields.check_summary(good_summary())
-
-
-def test_every_fault_of_a_summary_is_named() -> None:
-    bad = good_summary() | {"steps": "twelve", "wall_s": None, "finished": 1, "acuracy": 0.5, "time_s": {"a": "b"}}
-    del bad["seed"]
-    with pytest.raises(ValueError) as caught:
-        fields.check_summary(bad)
-    message = str(caught.value)
-    for fault in (
-        "'seed' is missing",
-        "'acuracy' is not a field",
-        "'steps' is 'twelve', expected int64",
-        "'wall_s' is None, expected float64",
-        "'finished' is 1, expected bool",
-        "'time_s' is {'a': 'b'}, expected object of float64",
-    ):
-        assert fault in message
-    assert message.count(";") == 5

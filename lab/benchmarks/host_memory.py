@@ -140,7 +140,7 @@ def compare(name: str) -> tuple[dict[str, int], dict[str, int]]:
         estimate = process_memory(config, Shape.of(read_hf_config(config.model.hf)), "cpu")
         if not kept.is_file():
             kept.write_text(json.dumps(measure(overrides, config), indent=2) + "\n")
-    estimated = {each.process: each.each for each in estimate}
+    estimated = {held.process: held.peak_bytes for held in estimate}
     loop = estimated.pop(LOOP)
     first = next(process for process in estimated if process.startswith("trainer rank"))
     estimated[first] += loop  # rank 0 is the largest of these

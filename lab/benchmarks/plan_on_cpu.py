@@ -29,7 +29,8 @@ import torch.multiprocessing as mp
 from host_memory import QUICKSTART, RECIPE, ROOT, quick
 from result import figure, write_result
 
-from or1_megatron.config.hardware import FOLDER, Constant, hardware_yaml, read_hardware
+from or1_megatron.config.hardware import Constant, hardware_yaml, read_hardware
+from or1_megatron.config.recipes import named
 from or1_megatron.plan.calibrate import MeasuredRun, calibrate, predicted, read_run
 
 STEPS: Final = 8
@@ -154,7 +155,8 @@ def main() -> None:
     print(f"{found.free_parameters} free parameters, {len(found.rows)} figures\n")
     print("| run | verb | measured, s | plan, s | error |\n|---|---|---|---|---|")
     for row in found.rows:
-        print(f"| {row.run}, fitted | {row.verb} | {row.measured_s:.3f} | {row.plan_s:.3f} | {row.error:+.0%} |")
+        planned_s = row.measured_s * (1 + row.error)
+        print(f"| {row.run}, fitted | {row.verb} | {row.measured_s:.3f} | {planned_s:.3f} | {row.error:+.0%} |")
     figures = {}
     for name in PREDICTED:
         plan = predicted(runs[name], found.hardware)
@@ -169,7 +171,7 @@ def main() -> None:
         error = Constant(
             value=float(f"{worst:.2g}"), source="largest error of lab/benchmarks/plan_on_cpu.py's five runs"
         )
-        (FOLDER / "cpu.yaml").write_text(hardware_yaml(found.hardware.model_copy(update={"error": error})))
+        named("hardware")["cpu"].write_text(hardware_yaml(found.hardware.model_copy(update={"error": error})))
 
 
 if __name__ == "__main__":

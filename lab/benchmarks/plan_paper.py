@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from or1_megatron.config.hardware import FOLDER, Constant, Fit, read_hardware
+from or1_megatron.config.hardware import Constant, Fit, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.fit import fit
+from or1_megatron.plan.calibrate import fit
 from or1_megatron.plan.lengths import Moment, RecipeLengths
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.run_time import run_time
@@ -69,11 +69,11 @@ def rollout_s(gpus: int, iteration_s: float, request_s: float) -> float:
     config = seven_b(gpus=gpus)
     prompts, responses = RecipeLengths().draw(Moment(config.stages, 0, 0), 64, 16, 16384, np.random.default_rng(9))
     on = machine("7b", iteration_s=iteration_s, request_s=request_s)
-    return sample(config, on, Workload(prompts, responses, 16)).decoded_s
+    return sample(config, on, Workload(prompts, responses, 16))[0]
 
 
 def hours(config: Config, on: Machine) -> dict[str, float]:
-    found = run_time(config, on, RecipeLengths(), points=1)
+    found = run_time(config, on, RecipeLengths())
     total = sum(stage.count for stage in found.stages)
     return {verb: spent * total / 3600 for verb, spent in found.step_s.items()}
 
@@ -144,7 +144,7 @@ def main() -> None:
 
 def write(fits: Mapping[str, Fit]) -> None:
     """Replace the end of the file, from ``fits:`` on."""
-    path = FOLDER / "h800.yaml"
+    path = named("hardware")["h800"]
     text = path.read_text()
     lines = ["fits:"]
     for found in fits.values():

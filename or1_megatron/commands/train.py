@@ -100,6 +100,7 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
     from or1_megatron.config.recipes import find
     from or1_megatron.rollout.engine_args import check_engine_args
     from or1_megatron.sizing.dry_run import plan_run
+    from or1_megatron.sizing.memory import memory_short
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.sizing.storage import disk_short
     from or1_megatron.trainer.preflight import lacking
@@ -108,8 +109,11 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
     folder = find("shape", shape) if shape else shape_folder(config)
     planned = plan_run(config, _device(device, config), folder)
     Console().print(render(planned))
-    if (planned.device == "cpu" or torch.cuda.is_available()) and (short := disk_short(config, planned.shape)):
-        print(f"or1: does not fit: {short}", file=sys.stderr)
+    lacks = [] if planned.device == "cuda" and not torch.cuda.is_available() else [disk_short(config, planned.shape)]
+    if planned.device == "cuda" and (size_gb := config.cluster.gpu_memory_gb) is not None:
+        lacks.append(memory_short(config, planned.shape, planned.device, int(size_gb * 1e9)))
+    for line in filter(None, lacks):
+        print(f"or1: does not fit: {line}", file=sys.stderr)
     for line in () if shape else lacking(config):
         print(f"or1: not there yet: {line}", file=sys.stderr)
 

@@ -5,10 +5,8 @@ docs/recipe.md (RECIPE) says where each default comes from; its section 9 lists 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -110,11 +108,6 @@ class LossConfig(Section):
     Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
     and 9)."""
 
-    divisor: Literal["own", "running"] = "own"
-    """With token_mean, what a mini-batch's sum is divided by. own: its own tokens T_k; running: the mean T_k of the
-    last 16 rollout steps, so that a token counts the same in a step of long responses as in one of short ones.
-    Recipe: own."""
-
     @model_validator(mode="after")
     def _steered_within_bounds(self) -> Self:
         control = self.clip_high_control
@@ -205,42 +198,9 @@ class CorrectionConfig(Section):
         return self
 
 
-PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "paper": {
-            "mode": "adaptive",
-            "coefficient": 0.0,
-            "target": 0.2,
-            "delta": 0.005,
-            "minimum": 0.0,
-            "maximum": None,
-            "estimate": "sampled",
-            "measured_on": "all",
-            "gate": "now",
-        },
-        "released-code": {
-            "mode": "adaptive",
-            "coefficient": 0.0,
-            "target": 0.2,
-            "delta": 0.0001,
-            "minimum": 0.0,
-            "maximum": 0.005,
-            "estimate": "sampled",
-            "measured_on": "kept",
-            "gate": "late",
-        },
-    }
-)
-"""What ``entropy.preset`` stands for (RECIPE section 2)."""
-
-
 class EntropyConfig(Section):
     """Entropy bonus alpha_k * H. Adaptive: alpha_k = c_k * 1{e_k <= target}, and c moves by delta per step."""
 
-    preset: Literal["paper", "released-code"] | None = None
-    """Sets mode, coefficient, target, delta, bounds, estimate, measured_on and gate at once (docs/recipe.md, section
-    9), in place of those of the files below; beside it in one file, another value of them is an error. Recipe: the
-    paper's rule or the released code's (docs/recipe.md, section 2)."""
     mode: Literal["off", "fixed", "adaptive", "proportional_integral"] = "adaptive"
     """fixed: alpha = coefficient; adaptive: the rule above; proportional_integral: a controller beyond the report
     (docs/recipe.md, section 9). Recipe: adaptive in the paper (section 3.2.5) and every released model."""
@@ -276,22 +236,6 @@ class EntropyConfig(Section):
     """For proportional_integral: alpha per nat of error. Unit: 1 / nats."""
     integral_gain: NonNegativeFloat = 0.0
     """For proportional_integral: what the integral gains per step and nat of error. Unit: 1 / nats."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset_and_nothing_else(cls, data: Any) -> Any:
-        preset = data.get("preset") if isinstance(data, dict) else None
-        chosen = PRESETS.get(preset) if isinstance(preset, str) else None
-        if chosen is None:
-            return data
-        against = [f"{key} = {data[key]}" for key, value in chosen.items() if key in data and data[key] != value]
-        if against:
-            named = ", ".join(f"{key} = {value}" for key, value in chosen.items())
-            raise ValueError(
-                f"entropy: preset '{preset}' stands for {named}; found also {', '.join(against)}. Drop one of "
-                "the two (preset: null to set all by hand)"
-            )
-        return {**data, **chosen}
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:

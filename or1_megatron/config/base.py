@@ -22,7 +22,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 class Section(BaseModel):
     """Base of all sections: immutable, and strict about names and types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 class ConfigError(UserError, ValueError):

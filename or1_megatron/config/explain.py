@@ -7,16 +7,11 @@ A key's text is the docstring of its attribute in the schema; it ends in ``Unit:
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
-
-from pydantic import BaseModel
 
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.keys import Key, did_you_mean, keys_of
@@ -101,24 +96,9 @@ def _changes(key: Key) -> str:
 
 def _document(key: Key) -> tuple[str, str, str]:
     """Return (text, unit, recipe) of a key's docstring; empty where it says nothing."""
-    documented = (_docstrings(owner).get(key.path[-1]) for owner in key.owner.__mro__ if issubclass(owner, BaseModel))
-    found = next((text for text in documented if text), "")
-    text, _, recipe = " ".join(found.split()).partition(" Recipe: ")
+    text, _, recipe = " ".join((key.field.description or "").split()).partition(" Recipe: ")
     text, _, unit = text.partition(" Unit: ")
     return text, unit.rstrip("."), recipe
-
-
-@functools.cache
-def _docstrings(owner: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings of a section's own attributes."""
-    found = {}
-    declaration = ast.parse(inspect.getsource(owner)).body[0]
-    assert isinstance(declaration, ast.ClassDef)
-    for attribute, text in itertools.pairwise(declaration.body):
-        match attribute, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                found[name] = said
-    return found
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

@@ -11,17 +11,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 from pydantic import Field
 
-from or1_megatron.config.base import ConfigError, NonNegativeFloat, PositiveFloat, Section
-from or1_megatron.config.keys import did_you_mean
+from or1_megatron.config.base import NonNegativeFloat, PositiveFloat, Section
 from or1_megatron.config.load import load_as
-from or1_megatron.config.recipes import CONFIGS
+from or1_megatron.config.recipes import find, named
 from or1_megatron.config.yaml_reader import dump
-
-FOLDER: Final = CONFIGS / "hardware"
 
 
 class Constant(Section):
@@ -71,12 +67,6 @@ class Hardware(Section):
     """Between nodes, one direction, a device's share."""
     node_devices: Constant
     """Devices of a node."""
-    node_memory_bytes: Constant
-    """Host memory of a node."""
-    storage_bytes_per_s: Constant
-    """What a node reads from shared storage."""
-    storage_total_bytes_per_s: Constant
-    """What all nodes together read from it."""
     product_share: Constant
     """Share of ``bf16_flops`` that large products reach."""
     memory_share: Constant
@@ -87,8 +77,6 @@ class Hardware(Section):
     """A small all-reduce within a node."""
     verdict_s: Constant
     """One verdict of one verifier."""
-    start_s: Constant
-    """Start of a run, without reading weights."""
     busy_share: Constant = Constant(value=1.0, source="devices of a node do not slow each other")
     """Share of its speed that a device keeps while all devices of its node compute. On CPU, where cores share memory
     and other processes need them, too, less than 1."""
@@ -123,15 +111,11 @@ class Rates:
     host_bytes_per_s: float
     network_bytes_per_s: float
     node_devices: float
-    node_memory_bytes: float
-    storage_bytes_per_s: float
-    storage_total_bytes_per_s: float
     product_share: float
     memory_share: float
     link_share: float
     message_s: float
     verdict_s: float
-    start_s: float
     busy_share: float
     activation_passes: float
     error: float
@@ -154,11 +138,6 @@ class Rates:
         )
 
 
-def known() -> dict[str, Path]:
-    """Return the file of each kind of hardware, by name."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
-
-
 @cache
 def read_hardware(given: str) -> Hardware:
     """Read a hardware file: a path, or the name of one that travels with the package.
@@ -166,20 +145,13 @@ def read_hardware(given: str) -> Hardware:
     Raises:
         ConfigError: there is none, with the known names; or the file is not one.
     """
-    path = Path(given)
-    if not path.is_file():
-        files = known()
-        if given.lower() not in files:
-            hint = did_you_mean(given.lower(), files)
-            raise ConfigError(f"unknown GPU {given}{hint}; known: {', '.join(files)}; or a hardware file")
-        path = files[given.lower()]
-    return load_as(Hardware, path)
+    return load_as(Hardware, find("hardware", Path(given if Path(given).is_file() else given.lower())))
 
 
 def hardware_of(device_name: str) -> Hardware | None:
     """Return the hardware of a device that calls itself ``device_name``, if it is known."""
-    found = [read_hardware(name) for name in known()]
-    return next((each for each in found if any(part in device_name for part in each.match)), None)
+    known = map(read_hardware, named("hardware"))
+    return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)
 
 
 def hardware_yaml(hardware: Hardware) -> str:

@@ -5,8 +5,7 @@
     optimizer: {lr: 1e-6}
 
 A base may have a base. A file's values win over those of its base, key by key; a list replaces a list. Overrides win
-over files. An ``algorithm.entropy.preset`` in a file, or among the overrides, replaces the keys that it stands for in
-what is below; beside it, in the same place, another value of such a key is an error.
+over files.
 
 ``${VAR}`` and ``${VAR:-default}`` in a value are replaced from the environment; ``$${`` stands for a literal ``${``. An
 unquoted value is read as YAML again after that, so ``steps: ${STEPS}`` may be a number. Relative paths (data, model,
@@ -25,7 +24,6 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from or1_megatron.config.algorithm import PRESETS
 from or1_megatron.config.base import ConfigError as ConfigError
 from or1_megatron.config.keys import did_you_mean, unknown_key
 from or1_megatron.config.recipes import named
@@ -59,19 +57,15 @@ def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, override
     """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides."""
     data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
     for override in overrides:
-        dotted, _, text = override.partition("=")
-        if dotted.strip() == "algorithm.entropy.preset":
-            _make_room(data, origins, read_value(text, f"--set {override}"))
-    for override in overrides:
         _override(data, origins, override)
     pass_over_defaults(data)
     try:
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        found = error.errors()
+        faults = error.errors()
         # A list whose items are wrong is called too short as well; the items' own errors say it better.
-        outer = {details["loc"][:n] for details in found for n in range(1, len(details["loc"]))}
-        lines = [_explain(details, origins, str(path), schema) for details in found if details["loc"] not in outer]
+        outer = {details["loc"][:n] for details in faults for n in range(1, len(details["loc"]))}
+        lines = [_explain(details, origins, str(path), schema) for details in faults if details["loc"] not in outer]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -126,24 +120,8 @@ def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any
             + did_you_mean(below_path.stem, [*beside, *recipes])
         )
     below, below_origins = _read_with_bases(below_path, (*above, path.resolve()))
-    _make_room(below, below_origins, _entropy_of(data).get("preset"))
     _lay_over(below, data, below_origins, origins, ())
     return below, below_origins
-
-
-def _entropy_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section ``algorithm.entropy``; an empty one where there is none, or something else in its place."""
-    algorithm = data.get("algorithm")
-    entropy = algorithm.get("entropy") if isinstance(algorithm, dict) else None
-    return entropy if isinstance(entropy, dict) else {}
-
-
-def _make_room(below: dict[str, Any], origins: Origins, preset: Any) -> None:
-    """Drop from ``below``, in place, the keys for which an entropy preset given nearer stands."""
-    section = _entropy_of(below)
-    for name in PRESETS.get(preset, {}) if isinstance(preset, str) else ():
-        section.pop(name, None)
-        origins.pop(("algorithm", "entropy", name), None)
 
 
 def _lay_over(

@@ -112,6 +112,16 @@ class ParallelConfig(Section):
         ends = list(itertools.accumulate(sizes))
         return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
+    def stage_layers(self, layers: int) -> list[list[int]]:
+        """Return the decoder layers of each pipeline stage (see ``chunk_layers``)."""
+        chunks = self.chunk_layers(layers)
+        return [[n for chunk in chunks[stage :: self.pipeline] for n in chunk] for stage in range(self.pipeline)]
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer state of the weights that a rank holds; of experts' fewer do."""
+        return self.data * self.context if self.distributed_optimizer else 1
+
     @property
     def data(self) -> int:
         return self.ranks // (self.tensor * self.pipeline * self.context)

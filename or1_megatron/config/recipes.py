@@ -1,4 +1,4 @@
-"""The recipes, layouts and model shapes that travel with the package, by name."""
+"""The recipes, layouts, model shapes and hardware files that travel with the package, by name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from or1_megatron.config.base import ConfigError
 from or1_megatron.config.keys import did_you_mean
 
 CONFIGS: Final = Path(__file__).parents[1] / "configs"
-Kind = Literal["recipe", "layout", "shape"]
-_PLACES: Final[dict[Kind, str]] = {"recipe": "recipes/**/*.yaml", "layout": "layouts/*.yaml", "shape": "models/*/"}
+Kind = Literal["recipe", "layout", "shape", "hardware"]
+_PATTERNS: Final[dict[Kind, str]] = {
+    "recipe": "recipes/**/*.yaml",
+    "layout": "layouts/*.yaml",
+    "shape": "models/*/",
+    "hardware": "hardware/*.yaml",
+}
 
 
 def named(kind: Kind) -> dict[str, Path]:
-    """Return the file of each recipe or layout, or the folder of each shape, by name, such as released/or1_7b."""
-    top = CONFIGS / _PLACES[kind].partition("/")[0]
-    return {str(path.relative_to(top).with_suffix("")): path for path in sorted(CONFIGS.glob(_PLACES[kind]))}
+    """Return the file of each recipe, layout or kind of hardware, or each shape's folder, by name: released/or1_7b."""
+    top = CONFIGS / _PATTERNS[kind].partition("/")[0]
+    return {str(path.relative_to(top).with_suffix("")): path for path in sorted(CONFIGS.glob(_PATTERNS[kind]))}
 
 
 def find(kind: Kind, given: Path) -> Path:

@@ -38,6 +38,16 @@ REMOVED: Final = {
         "every handoff sends each engine rank just the slices that it needs; rank 0 gathering whole tensors (gloo) was "
         "1.9 times slower. Take the key out; handoff.transport says what carries the slices (docs/handoff.md)",
     ),
+    "algorithm.loss.divisor": Removed(
+        "own",
+        "neither the recipe nor a published trainer that we know divides by other steps' tokens; take the key out: a "
+        "mini-batch's sum is divided by its own tokens",
+    ),
+    "algorithm.entropy.preset": Removed(
+        None,
+        "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "
+        "measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b (docs/recipe.md)",
+    ),
 }
 """By the dotted key without places in lists."""
 
@@ -69,7 +79,9 @@ def why_removed(parts: Iterable[str]) -> str | None:
 def pass_over_defaults(data: dict[str, Any]) -> None:
     """Drop removed keys that have their default from a configuration, in place: runs of former versions wrote them."""
     for key, removed in REMOVED.items():
-        section, _, name = key.rpartition(".")
-        at = data.get(section)
+        *sections, name = key.split(".")
+        at: Any = data
+        for section in sections:
+            at = at.get(section) if isinstance(at, dict) else None
         if isinstance(at, dict) and name in at and at[name] == removed.default:
             del at[name]

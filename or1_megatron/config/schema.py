@@ -364,6 +364,19 @@ class Config(Section):
         return self.data.max_prompt_tokens + self.longest_response
 
     @property
+    def devices(self) -> int:
+        """Accelerators (on CPU: processes) that trainer and engines take together."""
+        engines = self.rollout.engines * self.rollout.tensor_parallel
+        together = max if self.rollout.placement == "colocated" else sum
+        return together((self.parallel.ranks, engines))
+
+    @property
+    def trainer_leaves(self) -> bool:
+        """Whether the trainer's state leaves its GPUs while engines work."""
+        offload = self.parallel.offload
+        return offload == "always" or (offload == "auto" and self.rollout.placement == "colocated")
+
+    @property
     def total_steps(self) -> int:
         """Rollout steps up to the end of this run, at most; those before its first stage included."""
         return sum(stage.steps for stage in self.stages[: self.run.stage])

@@ -42,19 +42,22 @@ class PlateauConfig(Section):
     """The stage lasts at least this long."""
 
 
-class StageEvaluationConfig(Section):
+class _EvaluationChanges(Section):
+    samples_during: Positive | None = None
+    """``evaluate.samples_during`` here. Unit: samples per problem."""
+    temperature: NonNegativeFloat | None = None
+    """``evaluate.temperature`` here. Unit: none."""
+    top_p: Fraction | None = None
+    """``evaluate.top_p`` here. Unit: share."""
+    max_response_tokens: Positive | None = None
+    """``evaluate.max_response_tokens`` here."""
+
+
+class StageEvaluationConfig(_EvaluationChanges):
     """What one stage changes of ``evaluate``. Unset: as there."""
 
     every_steps: NonNegative | None = None
     """``evaluate.every_steps`` in this stage."""
-    samples_during: Positive | None = None
-    """``evaluate.samples_during`` in this stage. Unit: samples per problem."""
-    temperature: NonNegativeFloat | None = None
-    """``evaluate.temperature`` in this stage. Unit: none."""
-    top_p: Fraction | None = None
-    """``evaluate.top_p`` in this stage. Unit: share."""
-    max_response_tokens: Positive | None = None
-    """``evaluate.max_response_tokens`` in this stage."""
 
 
 class StageConfig(Section):
@@ -152,19 +155,11 @@ class ProblemSetConfig(Section):
         return self.name or (self.path.stem if self.split is None else f"{self.path.stem}_{self.split}")
 
 
-class EvaluationSetConfig(ProblemSetConfig):
+class EvaluationSetConfig(_EvaluationChanges, ProblemSetConfig):
     """One held-out set; its metric is ``evaluation/<name>/accuracy``. Unset: as in ``evaluate``."""
 
     samples: Positive | None = None
     """``evaluate.samples`` of this set. Unit: samples per problem."""
-    samples_during: Positive | None = None
-    """``evaluate.samples_during`` of this set. Unit: samples per problem."""
-    temperature: NonNegativeFloat | None = None
-    """``evaluate.temperature`` of this set. Unit: none."""
-    top_p: Fraction | None = None
-    """``evaluate.top_p`` of this set. Unit: share."""
-    max_response_tokens: Positive | None = None
-    """``evaluate.max_response_tokens`` of this set."""
 
 
 class EvaluationConfig(Section):

@@ -42,7 +42,7 @@ for _tag, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
-def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], Origins]:
+def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
     """Return the mapping in ``path``, environment filled in, and the origin of each key.
 
     Raises:
@@ -60,15 +60,14 @@ def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}:{_line(node)}: found {_kind(node)}, expected a mapping of sections")
     origins: Origins = {}
-    reader = _Reader(str(path), environment, origins)
-    value: dict[str, Any] = reader.value(node, ())
+    value: dict[str, Any] = _Reader(str(path), origins).value(node, ())
     return value, origins
 
 
-def read_value(text: str, where: str, environment: Mapping[str, str] = os.environ) -> Any:
+def read_value(text: str, where: str) -> Any:
     """Read one value in YAML, environment filled in; ``where`` names its place in an error (ConfigError)."""
     node = _compose(text, where)
-    return None if node is None else _Reader(where, environment, {}).value(node, ())
+    return None if node is None else _Reader(where, {}).value(node, ())
 
 
 def dump(data: Mapping[str, Any] | Sequence[Any]) -> str:
@@ -105,10 +104,8 @@ def _kind(node: yaml.Node) -> str:
 class _Reader:
     """Builds the values of one document."""
 
-    def __init__(self, where: str, environment: Mapping[str, str], origins: Origins) -> None:
-        self._where = where
-        self._environment = environment
-        self._origins = origins
+    def __init__(self, where: str, origins: Origins) -> None:
+        self._where, self._origins = where, origins
 
     def value(self, node: yaml.Node, key: tuple[str, ...]) -> Any:
         if isinstance(node, yaml.MappingNode):
@@ -155,10 +152,10 @@ class _Reader:
             at = f"{self._where}:{_line(node)}: {'.'.join(key)}"
             if name is None:
                 raise ConfigError(f"{at}: '${{' without a name and '}}'; expected ${{NAME}} or ${{NAME:-default}}")
-            if self._environment.get(name):
-                return self._environment[name]
+            if value := os.environ.get(name):
+                return value
             if match[2] is None:
-                state = "empty" if name in self._environment else "not set"
+                state = "empty" if name in os.environ else "not set"
                 raise ConfigError(f"{at}: environment variable {name} is {state}; set it, or give ${{{name}:-default}}")
             return default
 

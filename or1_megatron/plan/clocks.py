@@ -1,4 +1,4 @@
-"""The clock of an engine, from a model's shape, a layout and the rates of a device.
+"""The clocks of an engine and of a handoff, from a model's shape, a layout and the rates of a device.
 
 Sizes: k engine ranks, H hidden, n responses that decode together.
 """
@@ -68,3 +68,17 @@ def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
     left = rates.memory_bytes * rollout.gpu_memory_fraction - weights - ENGINE_RESERVE_BYTES
     cut = min(rollout.tensor_parallel, shape.kv_heads)
     return max(0, int(left * cut / shape.kv_bytes_per_token(config.model.dtype)))
+
+
+def hand_off_s(config: Config, shape: Shape, rates: Rates) -> float:
+    """Return the seconds of a handoff: the busiest rank's bytes through its link, and the loading.
+
+    Each engine rank receives its shard. Trainer ranks send as much as all engine ranks receive, spread evenly. They
+    stay in a node where every node holds the whole model, colocated. Packing and loading read and write a shard twice.
+    """
+    parallel, rollout = config.parallel, config.rollout
+    shard = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel
+    sent = shard * rollout.engines * rollout.tensor_parallel / parallel.ranks
+    within = rollout.placement == "colocated" and parallel.tensor * parallel.pipeline <= rates.node_devices
+    rate = rates.link_bytes_per_s if within else rates.network_bytes_per_s
+    return max(shard, sent) / (rate * rates.link_share) + 4 * shard / (rates.memory_bytes_per_s * rates.memory_share)

@@ -1,4 +1,4 @@
-"""How long prompts and responses are: from a file, from a past run, or in the recipe's shape.
+"""How long prompts and responses are: from a past run, or in the recipe's shape.
 
 The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. It begins with 40%
 of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if that is less. While more than
@@ -8,13 +8,12 @@ tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import pyarrow.compute as pc
@@ -31,11 +30,10 @@ FALL: Final = 0.43 ** (1 / 540)
 SETTLED_TRUNCATED: Final = 0.1
 PROMPT_TOKENS: Final = 256
 KEPT_SHARE: Final = 0.6
-_FIELDS: Final = ("length", "response_tokens")
 
 
 class LengthsError(UserError, ValueError):
-    """Lengths that cannot be read; the message names file and line."""
+    """Lengths that cannot be read; the message names the run."""
 
 
 Drawn = tuple[Int64Array, Int64Array]
@@ -50,26 +48,12 @@ class Moment:
     step: float
 
 
-class Lengths(Protocol):
-    """A source of lengths."""
-
-    @property
-    def kept_share(self) -> float:
-        """Share of the groups that are not rejected."""
-
-    @property
-    def source(self) -> str:
-        """Where they come from, for the reader of a plan."""
-
-    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
-
-
 @dataclass(frozen=True, slots=True)
 class RecipeLengths:
     """The recipe's shape over training (see the module)."""
 
     kept_share: float = KEPT_SHARE
+    """Share of the groups that are not rejected."""
     source: str = "the recipe's shape (an assumption: or1_megatron/plan/lengths.py)"
 
     def median(self, when: Moment) -> float:
@@ -84,10 +68,11 @@ class RecipeLengths:
         return median
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
         of_prompt = np.repeat(random.standard_normal(prompts), group_size)
         normal = math.sqrt(0.5) * (of_prompt + random.standard_normal(of_prompt.size))
-        found = self.median(when) * np.exp(SIGMA * normal)
-        return np.full(prompts, PROMPT_TOKENS), np.clip(found, 1, limit).astype(np.int64)
+        lengths = self.median(when) * np.exp(SIGMA * normal)
+        return np.full(prompts, PROMPT_TOKENS), np.clip(lengths, 1, limit).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,57 +85,26 @@ class MeasuredLengths:
     source: str
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        """Return the same as ``RecipeLengths``; ``when`` does not matter."""
         chosen = random.integers(0, len(self.groups), prompts)
         drawn = [random.choice(self.groups[group], group_size) for group in chosen]
         return self.prompt_tokens[chosen], np.clip(np.concatenate(drawn), 1, limit)
 
 
-def read_lengths(given: Path | None) -> Lengths:
-    """Return the lengths of a file or a run folder; without either the recipe's shape.
+Lengths = RecipeLengths | MeasuredLengths
 
-    A file has one integer per line, or a JSON object with a field ``length`` or ``response_tokens``.
+
+def read_lengths(run: Path | None) -> Lengths:
+    """Return the lengths of a run's rollouts; without a run the recipe's shape.
 
     Raises:
-        LengthsError: it holds no lengths, or is not there.
+        LengthsError: the folder is not there, or has no rollouts.
     """
-    if given is None:
+    if run is None:
         return RecipeLengths()
-    if given.is_dir():
-        return _of_run(given)
-    if not given.is_file():
-        raise LengthsError(f"--lengths {given}: no such file or run folder")
-    lines = given.read_text(errors="replace").splitlines()
-    found = [_length(given, n, line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise LengthsError(
-            f"--lengths {given}: the file holds no lengths; expected one integer per line, or JSON lines"
-        )
-    lengths = np.array(found, np.int64)
-    source = f"{given} ({lengths.size:,} lengths; which belong to one prompt is not known)"
-    return MeasuredLengths((lengths,), np.full(1, PROMPT_TOKENS), KEPT_SHARE, source)
-
-
-def _length(path: Path, number: int, line: str) -> int:
-    try:
-        value: Any = json.loads(line)
-    except ValueError:
-        value = line
-    if isinstance(value, dict):
-        value = next((value[name] for name in _FIELDS if name in value), None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LengthsError(
-            f"--lengths {path}:{number}: found {line.strip()[:60]!r}; expected a whole number of tokens, 1 or more, or "
-            f"a JSON object with a field {' or '.join(_FIELDS)}"
-        )
-    return value
-
-
-def _of_run(folder: Path) -> MeasuredLengths:
-    files = rollout_files(folder / "rollouts")
+    files = rollout_files(run / "rollouts")
     if not files:
-        raise LengthsError(
-            f"--lengths {folder}: the run has no rollouts: {folder / 'rollouts'} holds no step_*.parquet"
-        )
+        raise LengthsError(f"--lengths {run}: no rollouts: {run / 'rollouts'} holds no step_*.parquet")
     groups: list[Int64Array] = []
     prompts: list[int] = []
     kept = 0
@@ -161,5 +115,5 @@ def _of_run(folder: Path) -> MeasuredLengths:
         groups += np.split(tokens, starts[1:])
         prompts += pc.list_value_length(table["prompt_token_ids"]).to_numpy()[starts].tolist()
         kept += int(table["kept"].to_numpy(zero_copy_only=False)[starts].sum())
-    source = f"{len(groups):,} groups of {folder} ({len(files)} steps)"
+    source = f"{len(groups):,} groups of {run} ({len(files)} steps)"
     return MeasuredLengths(tuple(groups), np.array(prompts, np.int64), max(kept, 1) / len(groups), source)

@@ -1,4 +1,4 @@
-"""The time of a whole run: steps at a few points of each stage, evaluations, the start."""
+"""The time of a whole run: the middle step of each stage, and evaluations."""
 
 from __future__ import annotations
 
@@ -8,54 +8,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from or1_megatron.config.schema import Config
-from or1_megatron.plan import moves
 from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.step_time import Machine, StepTime, sample, step_time
 
-_POINTS = ((0.0, 0.25), (0.5, 0.5), (1.0, 0.25))
-"""(share of the stage's steps, weight): the trapezoid rule over its beginning, middle and end."""
-_ONE_POINT = ((0.5, 1.0),)
 _PROBLEMS = 30
 """Problems of an evaluation set that was not counted: as many as AIME has."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage. ``steps`` are those looked at, with their weights."""
+    """One stage, whose middle step stands for all of its steps."""
 
     name: str
     count: int
     """Steps of the stage."""
-    steps: tuple[tuple[float, StepTime], ...]
+    step: StepTime
 
     @property
-    def verbs(self) -> dict[str, float]:
-        """Seconds per verb of a step, mean over the stage."""
-        names = dict.fromkeys(name for _, step in self.steps for name in step.verbs)
-        return {name: sum(w * step.verbs.get(name, 0.0) for w, step in self.steps) for name in names}
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.verbs.values())
+    def hours(self) -> float:
+        return self.count * self.step.seconds / 3600
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(weight * step.response_tokens for weight, step in self.steps) / self.step_s
+        return self.step.response_tokens / self.step.seconds
 
     @property
     def utilisation(self) -> float:
         """Share of a step's time in which an engine decodes, mean over engines."""
-        return sum(weight * float(step.rollout.busy_s.mean()) for weight, step in self.steps) / self.step_s
-
-    @property
-    def typical(self) -> StepTime:
-        """The step that stands for most of the stage."""
-        return max(self.steps, key=lambda weighted: weighted[0])[1]
-
-    @property
-    def hours(self) -> float:
-        return self.count * self.step_s / 3600
+        return self.step.engine_s / self.step.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +44,6 @@ class RunTime:
     """A run. The interval is the hours times 1 -+ ``error``, the hardware file's."""
 
     stages: tuple[StageTime, ...]
-    start_s: float
     evaluations_s: float
     """Before and after training."""
     devices: int
@@ -71,7 +51,7 @@ class RunTime:
 
     @property
     def hours(self) -> float:
-        return sum(stage.hours for stage in self.stages) + (self.start_s + self.evaluations_s) / 3600
+        return sum(stage.hours for stage in self.stages) + self.evaluations_s / 3600
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -85,53 +65,36 @@ class RunTime:
     def step_s(self) -> dict[str, float]:
         """Seconds per verb of a step, mean over the run."""
         total = sum(stage.count for stage in self.stages)
-        names = dict.fromkeys(name for stage in self.stages for name in stage.verbs)
-        return {name: sum(s.count * s.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
-
-    @property
-    def longest(self) -> StageTime:
-        return max(self.stages, key=lambda stage: stage.hours)
+        names = dict.fromkeys(name for stage in self.stages for name in stage.step.verbs)
+        return {name: sum(s.count * s.step.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
 
     @property
     def binds(self) -> str:
         """What takes the most time in the longest stage."""
-        return self.longest.typical.binds
+        return max(self.stages, key=lambda stage: stage.hours).step.binds
 
 
-def run_time(
-    config: Config,
-    machine: Machine,
-    lengths: Lengths,
-    problems: Sequence[int] | None = None,
-    seed: int = 1,
-    points: int = 3,
-) -> RunTime:
+def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
     """Return the time of a run as ``config`` says, of all its stages or of ``run.stage``.
 
     Args:
-        problems: how many each evaluation set has; 30 each where it is not told.
-        points: steps looked at in each stage: 3 (its beginning, middle and end) or 1.
+        problems: how many each evaluation set has; None: 30 each.
     """
-    shape, rates = machine.shape, machine.rates
     chosen = range(len(config.stages)) if config.run.stage is None else [config.run.stage - 1]
     stages = []
     evaluated_s = 0.0
     for index in chosen:
         stage = config.stages[index]
-        random = np.random.default_rng([seed, index])
+        random = np.random.default_rng([1, index])
         middle = Moment(config.stages, index, stage.steps / 2)
         evaluated_s = _evaluation_s(config, machine, lengths, middle, problems, random)
-        steps = []
-        for share, weight in _POINTS if points == 3 else _ONE_POINT:
-            when = Moment(config.stages, index, share * stage.steps)
-            steps.append((weight, step_time(config, machine, lengths, when, evaluated_s, random)))
-        stages.append(StageTime(stage.name, stage.steps, tuple(steps)))
+        step = step_time(config, machine, lengths, middle, evaluated_s, random)
+        stages.append(StageTime(stage.name, stage.steps, step))
     return RunTime(
         stages=tuple(stages),
-        start_s=moves.start_s(config, shape, rates),
         evaluations_s=2 * evaluated_s,
-        devices=moves.devices_of(config),
-        error=rates.error,
+        devices=config.devices,
+        error=machine.rates.error,
     )
 
 
@@ -154,4 +117,4 @@ def _evaluation_s(
         answers.append(responses)
     if not asked:
         return 0.0
-    return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1)).judged_s
+    return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1))[1]

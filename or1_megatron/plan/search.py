@@ -6,23 +6,23 @@ middle of the longest stage; the best of both are then combined, checked, and ti
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from pydantic import ValidationError
 
 from or1_megatron.config.schema import Config
+from or1_megatron.config.yaml_reader import dump
 from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.nearest import Change, changed, fits
-from or1_megatron.plan.run_time import run_time
+from or1_megatron.plan.run_time import RunTime, run_time
 from or1_megatron.plan.step_time import Machine, kept_sequences, sample, workload_at
 from or1_megatron.plan.update_time import update_time
-from or1_megatron.sizing.conflicts import conflicts, padded_sequence
-from or1_megatron.weights.shape import Shape
+from or1_megatron.sizing.conflicts import conflicts, head_conflicts, longest_row
+from or1_megatron.sizing.memory import needed, process_memory
 
 _SIZES: Final = (1, 2, 4, 8)
 _CONTEXTS: Final = (1, 2, 4)
@@ -34,22 +34,47 @@ _TIMED: Final = 4
 _SHARES: Final = (0.25, 0.5, 0.75)
 """Share of the GPUs that the trainer gets, where engines have their own."""
 
+Change = Mapping[str, Any]
+"""Values by dotted key."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankedLayout:
     """A layout that fits."""
 
     change: Change
-    hours: float
-    binds: str
-    trainer: str
-    engines: str
+    config: Config
+    time: RunTime
+
+    @property
+    def trainer(self) -> str:
+        parallel = self.config.parallel
+        sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "DP": parallel.data}
+        shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return f"{shown}, {parallel.recompute} recompute"
+
+    @property
+    def engines(self) -> str:
+        rollout = self.config.rollout
+        size = f"{rollout.engines} x TP {rollout.tensor_parallel}"
+        return f"{size}, {rollout.max_concurrent} at once, {rollout.placement}"
+
+
+def changed(config: Config, change: Change) -> Config | None:
+    """Return ``config`` with ``change``; None where the schema refuses it."""
+    data = config.model_dump(mode="json")
+    for section, values in _sections(change).items():
+        data[section] |= values
+    try:
+        return Config.model_validate(data)
+    except ValidationError:
+        return None
 
 
 def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None = None) -> list[RankedLayout]:
     """Return the best layouts on ``gpus`` devices (as many as ``config`` takes), fastest first; empty: none fits."""
     count = gpus or config.parallel.ranks
-    found: list[RankedLayout] = []
+    ranked: list[RankedLayout] = []
     for ranks, engine_gpus in _splits(config, count):
         trainers = _trainers(config, machine, lengths, ranks, engine_gpus)
         engines = _engines(config, machine, lengths, ranks, engine_gpus)
@@ -59,9 +84,8 @@ def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None 
             made = _possible(config, machine, change) if timed < _TIMED else None
             if made is not None:
                 timed += 1
-                time = run_time(made, machine, lengths, points=1)
-                found.append(RankedLayout(change, time.hours, time.binds, _trainer(made), _engine(made)))
-    return sorted(found, key=lambda each: each.hours)
+                ranked.append(RankedLayout(change, made, run_time(made, machine, lengths)))
+    return sorted(ranked, key=lambda layout: layout.time.hours)
 
 
 def _splits(config: Config, count: int) -> list[tuple[int, int]]:
@@ -76,15 +100,14 @@ def _possible(config: Config, machine: Machine, change: Change) -> Config | None
     made = changed(config, change)
     if made is None or next(conflicts(made, machine.shape, None, "cuda"), None) is not None:
         return None
-    return made if fits(made, machine.shape, "cuda", int(machine.rates.memory_bytes)) else None
+    wanted = needed(made, process_memory(made, machine.shape, "cuda"), "cuda")
+    return made if wanted <= machine.rates.memory_bytes else None
 
 
 def _at(config: Config) -> Moment:
     """Return the middle of the longest stage, in tokens sampled."""
-    index = max(
-        range(len(config.stages)),
-        key=lambda n: config.stages[n].steps * config.stages[n].max_response_tokens,
-    )
+    tokens = [stage.steps * stage.max_response_tokens for stage in config.stages]
+    index = tokens.index(max(tokens))
     return Moment(config.stages, index, config.stages[index].steps / 2)
 
 
@@ -100,9 +123,9 @@ def _trainers(
     workload = workload_at(stage, lengths, when, random)
     share = 1.0 if stage.refill_prompts else lengths.kept_share
     sequences = kept_sequences(stage, workload.sequences[: stage.prompts_per_step], share, random)
-    widest = max(size for size in _SIZES if engine_gpus % size == 0 and _divides(machine.shape, size))
+    widest = max(_engine_sizes(machine, engine_gpus))
     light = {"rollout.tensor_parallel": widest, "rollout.engines": engine_gpus // widest}
-    found = []
+    timed = []
     for tensor, pipeline, context in product(_SIZES, _SIZES, _CONTEXTS):
         if ranks % (tensor * pipeline * context):
             continue
@@ -121,76 +144,62 @@ def _trainers(
             made = _possible(config, machine, change | light)
             if made is not None:
                 spent = update_time(made, machine.shape, machine.rates, sequences, stage.reuse).seconds
-                found.append((spent, change))
+                timed.append((spent, change))
                 break
-    return sorted(found, key=lambda each: each[0])
-
-
-def _divides(shape: Shape, tensor: int) -> bool:
-    """Return whether an engine of this size can hold the model."""
-    return shape.heads % tensor == 0 and (shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0)
+    return sorted(timed, key=lambda candidate: candidate[0])
 
 
 def _budget(config: Config, tensor: int, context: int) -> int:
     """Return one and a half times the longest sequence, as rows are padded."""
     parallel = config.parallel.model_copy(update={"tensor": tensor, "context": context})
     made = config.model_copy(update={"parallel": parallel})
-    return max(padded_sequence(made, stage) for stage in config.stages) * 3 // 2
+    return longest_row(made) * 3 // 2
 
 
 def _engines(
     config: Config, machine: Machine, lengths: Lengths, ranks: int, engine_gpus: int
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Return (seconds of a rollout, change), fastest first."""
+    """Return (seconds of a rollout, change), fastest first: engines of each size, with places for all their responses
+    at once and for half of them."""
     when = _at(config)
     workload = workload_at(config.stages[when.index], lengths, when, np.random.default_rng(1))
-    found = []
-    for change in _engine_changes(engine_gpus, workload.response_tokens.size):
-        if not _divides(machine.shape, change["rollout.tensor_parallel"]):
-            continue
-        made = changed(config, {"parallel.ranks": ranks, **change})
-        if made is None or engine_clock(made, machine.shape, machine.rates).kv_tokens < config.longest_sequence:
-            continue
-        found.append((sample(made, machine, workload).judged_s, change))
-    return sorted(found, key=lambda each: each[0])
-
-
-def _engine_changes(gpus: int, responses: int) -> Iterator[dict[str, Any]]:
-    """Yield engines of each size, with places for all their responses at once and for half of them."""
-    for tensor in _SIZES:
-        if gpus % tensor:
-            continue
-        engines = gpus // tensor
-        enough = next((places for places in _PLACES if places * engines >= responses), _PLACES[-1])
+    timed = []
+    for tensor in _engine_sizes(machine, engine_gpus):
+        engines = engine_gpus // tensor
+        enough = next((places for places in _PLACES if places * engines >= workload.response_tokens.size), _PLACES[-1])
         for places in dict.fromkeys((enough, max(_PLACES[0], enough // 2))):
-            yield {
+            change = {
                 "rollout.engines": engines,
                 "rollout.tensor_parallel": tensor,
                 "rollout.max_concurrent": places,
             }
+            made = changed(config, {"parallel.ranks": ranks, **change})
+            if made is None or engine_clock(made, machine.shape, machine.rates).kv_tokens < config.longest_sequence:
+                continue
+            timed.append((sample(made, machine, workload)[1], change))
+    return sorted(timed, key=lambda candidate: candidate[0])
 
 
-def _trainer(config: Config) -> str:
-    parallel = config.parallel
-    sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "DP": parallel.data}
-    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + f", {parallel.recompute} recompute"
+def _engine_sizes(machine: Machine, gpus: int) -> Iterator[int]:
+    """Yield the sizes of engines that divide the GPUs and the model's heads."""
+    for size in _SIZES:
+        if gpus % size == 0 and next(head_conflicts("rollout.tensor_parallel", size, machine.shape), None) is None:
+            yield size
 
 
-def _engine(config: Config) -> str:
-    rollout = config.rollout
-    return f"{rollout.engines} x TP {rollout.tensor_parallel}, {rollout.max_concurrent} at once, {rollout.placement}"
-
-
-def layout_yaml(best: RankedLayout, title: str, config: Config) -> bytes:
+def layout_yaml(best: RankedLayout, title: str) -> bytes:
     """Return a layout file with the change of ``best``."""
-    sections: dict[str, dict[str, Any]] = {"parallel": {}, "rollout": {}}
-    for key, value in best.change.items():
+    sections: dict[str, Any] = {"base": "gpu", **_sections(best.change)}
+    if (size_gb := best.config.cluster.gpu_memory_gb) is not None:
+        sections["cluster"] = {"gpu_memory_gb": size_gb}
+    heading = f"# {title}: {best.trainer}; engines {best.engines}.\n# Found by `or1 plan --search`.\n"
+    return (heading + dump(sections)).encode()
+
+
+def _sections(change: Change) -> dict[str, dict[str, Any]]:
+    """Return the change as a configuration file has it."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in change.items():
         section, name = key.split(".")
-        sections[section][name] = value
-    if config.cluster.gpu_memory_gb is not None:
-        sections["cluster"] = {"gpu_memory_gb": config.cluster.gpu_memory_gb}
-    lines = [f"# {title}: {best.trainer}; engines {best.engines}.", "# Found by `or1 plan --search`.", "base: gpu"]
-    for section, values in sections.items():
-        lines.append(f"{section}:")
-        lines += [f"  {name}: {json.dumps(value)}" for name, value in values.items()]
-    return ("\n".join(lines) + "\n").encode()
+        sections.setdefault(section, {})[name] = value
+    return sections

@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
 from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
-from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock
+from or1_megatron.plan.clocks import engine_clock, hand_off_s
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate, totals, worked
+from or1_megatron.plan.rollout_time import Workload, simulate
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
 from or1_megatron.rl.batch import split
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rollout.simulated_engine import EngineClock
+from or1_megatron.rollout.simulated_engine import PARTS
+from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.sizing.conflicts import Device
+from or1_megatron.sizing.memory import offloaded_bytes
+from or1_megatron.sizing.storage import checkpoint_bytes
 from or1_megatron.types import Group, Int64Array, Prompt, RolloutReport
 from or1_megatron.weights.shape import Shape
 
@@ -43,9 +46,10 @@ class Machine:
         rates = hardware.rates(shape.parameters)
         return cls(shape, rates, fit.covers if rates.other_response_s else (), device)
 
-    def clock(self, config: Config) -> EngineClock:
-        """Return the clock of one engine of ``config``."""
-        return engine_clock(config, self.shape, self.rates)
+    def engines(self, config: Config, workload: Workload) -> SimulatedRollouts:
+        """Return the engines and verifiers of ``config``, which will sample ``workload``."""
+        clock = engine_clock(config, self.shape, self.rates)
+        return workload.on(clock, config.rollout.engines, config.verify.workers, self.rates.verdict_s)
 
     def hidden(self) -> Machine:
         """Return this machine without ``other``: the verbs that it covers count by themselves."""
@@ -58,7 +62,14 @@ class StepTime:
 
     verbs: Mapping[str, float]
     """Seconds that the loop spends in each verb; they add up to the step."""
-    rollout: RolloutTime
+    engine_s: float
+    """Seconds in which an engine works, mean over engines."""
+    idle_share: float
+    """Share of the rollout (with stale rollouts: of the step) in which an engine has nothing to do, mean over them."""
+    parts_s: Mapping[str, float]
+    """Seconds of all engines together, by what they are spent on (PARTS)."""
+    preempted: int
+    """Responses that gave up their place in an engine's KV cache."""
     update: UpdateTime
     response_tokens: int
 
@@ -72,12 +83,10 @@ class StepTime:
         verb = max(self.verbs, key=lambda name: self.verbs[name])
         share = f"{verb}, {self.verbs[verb] / self.seconds:.0%} of the step"
         if verb == "roll_out":
-            idle = 1 - self.rollout.utilisation
-            part = max(self.rollout.parts_s, key=lambda name: self.rollout.parts_s[name])
-            spent = self.rollout.parts_s[part] / max(sum(self.rollout.parts_s.values()), 1e-9)
-            of = "step" if self.rollout.period_s > self.rollout.judged_s else "rollout"
-            tail = f"engines wait {idle:.0%} of the {of} for the longest responses; "
-            return f"{share}: {tail if idle >= 0.1 else ''}{part} take {spent:.0%} of decoding"
+            part = max(self.parts_s, key=lambda name: self.parts_s[name])
+            spent = self.parts_s[part] / max(sum(self.parts_s.values()), 1e-9)
+            tail = f"engines wait {self.idle_share:.0%} of the time for the longest responses; "
+            return f"{share}: {tail if self.idle_share >= 0.1 else ''}{part} take {spent:.0%} of decoding"
         if verb == "update":
             parts = {name: getattr(self.update, f"{name}_s") for name in ("compute", "bubble", "tensor", "gradients")}
             return f"{share}: mostly {max(parts, key=lambda name: parts[name])}"
@@ -141,31 +150,36 @@ class _Steps:
         kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share) if refill else ()
         self.kept_share = 1.0 if refill else lengths.kept_share
         self.workload = Workload(*drawn, stage.group_size, kept)
-        verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
-        self.rollouts = self.workload.on(machine.clock(config), engines, config.verify.workers, verdict_s)
+        self.rollouts = machine.engines(config, self.workload)
         self.supply = Supply(_Prompts(self.workload.prompts), self.rollouts, AdvantageConfig(), 0)
         self.supply.rejected_share = 1 - lengths.kept_share
 
     def run(self, evaluations_s: float) -> StepTime:
         """Return the mean of the counted steps."""
-        total: dict[str, float] = {}
-        busy_s, tokens, before, began_s = np.zeros(len(self.rollouts.engines)), 0, totals(self.rollouts), 0.0
-        for step in range(self.warm_up + self.counted):
-            if step == self.warm_up:
-                total, busy_s, tokens, before = {}, np.zeros(len(self.rollouts.engines)), 0, totals(self.rollouts)
-            began_s = self.rollouts.now_s
+        for step in range(self.warm_up):
+            self._step(step, evaluations_s)
+        total, busy_s, tokens, before = dict[str, float](), 0.0, 0, self._work()
+        for step in range(self.warm_up, self.warm_up + self.counted):
             verbs, update, report = self._step(step, evaluations_s)
-            total = {name: total.get(name, 0.0) + spent for name, spent in verbs.items()}
-            busy_s += report.engine_busy_s
+            total = {name: total.get(name, 0.0) + spent / self.counted for name, spent in verbs.items()}
+            busy_s += float(np.mean(report.engine_busy_s)) / self.counted
             tokens += report.response_tokens
-        verbs = {name: spent / self.counted for name, spent in total.items()}
-        shown = {name: spent for name, spent in verbs.items() if spent and name not in self.machine.covers}
-        wait_s = verbs["roll_out"] + verbs["verify"]
-        period_s = sum(shown.values()) if self.ahead else verbs["roll_out"]
-        time = worked(
-            self.rollouts, self.counted, verbs["roll_out"], wait_s, began_s, period_s, busy_s / self.counted, before
+        shown = {name: spent for name, spent in total.items() if spent and name not in self.machine.covers}
+        period_s = sum(shown.values()) if self.ahead else total["roll_out"]
+        preempted, *parts_s = (self._work() - before) / self.counted
+        return StepTime(
+            verbs=shown,
+            engine_s=busy_s,
+            idle_share=1 - busy_s / period_s if period_s else 0.0,
+            parts_s=dict(zip(PARTS, parts_s, strict=True)),
+            preempted=round(preempted),
+            update=update,
+            response_tokens=tokens // self.counted,
         )
-        return StepTime(shown, time, update, tokens // self.counted)
+
+    def _work(self) -> NDArray[np.float64]:
+        """Return preempted responses, and seconds by PARTS, of all engines up to now."""
+        return np.sum([[engine.preempted, *engine.parts] for engine in self.rollouts.engines], axis=0)
 
     def _step(self, step: int, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, RolloutReport]:
         rollouts, supply, began_s = self.rollouts, self.supply, self.rollouts.now_s
@@ -191,22 +205,21 @@ class _Steps:
                 return
 
     def _trainer(self, groups: Sequence[Group], evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
-        """Return the seconds of the verbs after ``verify``."""
+        """Return the seconds of the verbs after ``verify``; of a save those of its copy to the host alone."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         chosen = [number for group in groups if self._trained(number := int(group.prompt.problem.id))]
         sequences = kept_sequences(self.stage, self.workload.sequences[chosen], self.kept_share, self.random)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
-        cuda = self.machine.device == "cuda"
-        move_s = moves.state_move_s(config, shape, rates) if moves.turns(config, cuda) else 0.0
-        copied_s, written_s = moves.save_s(config, shape, rates)
+        leaves = self.machine.device == "cuda" and config.trainer_leaves
+        move_s = offloaded_bytes(config, shape) / rates.host_bytes_per_s if leaves else 0.0
+        copied_s = checkpoint_bytes(config, shape) / config.parallel.ranks / rates.host_bytes_per_s
         every = config.evaluate.in_stage(self.stage).every_steps
-        saved_s = copied_s + (0.0 if config.checkpoint.asynchronous else written_s)
         return {
             "score": _score_s(config, self.machine, sequences),
             "update": update.seconds + move_s,
-            "hand_off": moves.hand_off_s(config, shape, rates) + move_s,
+            "hand_off": hand_off_s(config, shape, rates) + move_s,
             "evaluate": evaluations_s / every if every else 0.0,
-            "save": saved_s / config.checkpoint.every_steps,
+            "save": copied_s / config.checkpoint.every_steps,
             OTHER: rates.other_response_s * len(groups) * self.stage.group_size,
         }, update
 
@@ -214,10 +227,9 @@ class _Steps:
         return not self.workload.kept or self.workload.kept[number]
 
 
-def sample(config: Config, machine: Machine, workload: Workload) -> RolloutTime:
-    """Return the time of a rollout of ``workload``."""
-    verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
-    return simulate(workload, machine.clock(config), engines, config.verify.workers, verdict_s)
+def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
+    """Return the seconds of a rollout of ``workload``: until its last response, and until its last verdict."""
+    return simulate(workload, machine.engines(config, workload))
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:

@@ -2,94 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from or1_megatron.config.hardware import Hardware
-from or1_megatron.config.schema import Config
 from or1_megatron.plan.calibrate import Calibration
-from or1_megatron.plan.lengths import Lengths
+from or1_megatron.plan.request import PlanRequest
 from or1_megatron.plan.run_time import RunTime
 from or1_megatron.plan.search import RankedLayout
-from or1_megatron.sizing.memory import PHASES, ProcessMemory, phase_bytes
+from or1_megatron.sizing.memory import PHASES
+from or1_megatron.sizing.plan_tables import pairs
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.sizing.storage import disk_bytes, disk_line, node_memory
 
 
-def time_tables(
-    config: Config, plan: Plan, time: RunTime, hardware: Hardware, lengths: Lengths, here: bool
-) -> RenderableType:
-    """Return seconds per verb and stage, what binds, the run's hours, memory by phase, disk, and what it rests on.
-
-    ``here``: the plan is for this machine.
-    """
+def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType:
+    """Return seconds per verb and stage, what binds, the run's hours, disk, and what it rests on."""
+    config, hardware = given.config, given.hardware
     stages = Table(title="Time of a step, s", title_justify="left", box=None, padding=(0, 2))
     for heading in ("", *(stage.name for stage in time.stages)):
         stages.add_column(heading, justify="right" if heading else "left")
     for verb in time.step_s:
-        stages.add_row(verb, *(f"{stage.verbs.get(verb, 0.0):,.1f}" for stage in time.stages))
-    stages.add_row("in all", *(f"{stage.step_s:,.1f}" for stage in time.stages), style="bold")
+        stages.add_row(verb, *(f"{stage.step.verbs.get(verb, 0.0):,.1f}" for stage in time.stages))
+    stages.add_row("in all", *(f"{stage.step.seconds:,.1f}" for stage in time.stages), style="bold")
     stages.add_row("response tokens per second", *(f"{stage.tokens_per_s:,.0f}" for stage in time.stages))
     stages.add_row("engines decode", *(f"{stage.utilisation:.0%} of a step" for stage in time.stages))
-    stages.add_row("responses preempted", *(f"{stage.typical.rollout.preempted:,}" for stage in time.stages))
+    stages.add_row("responses preempted", *(f"{stage.step.preempted:,}" for stage in time.stages))
     stages.add_row("hours", *(f"{stage.hours:,.0f}" for stage in time.stages))
     low, high = time.interval
     rows = [
         ("hours", f"{time.hours:,.0f}, between {low:,.0f} and {high:,.0f}: {hardware.error.source}"),
         ("GPU-hours", f"{time.gpu_hours:,.0f} on {time.devices:,} devices"),
-        ("start", f"{time.start_s:,.0f} s, and {time.evaluations_s:,.0f} s of evaluation before and after training"),
+        ("evaluation", f"{time.evaluations_s:,.0f} s before and after training"),
         ("binds", time.binds),
         ("hardware", f"{hardware.title}; {hardware.fit_for(plan.shape.parameters).update_share.source}"),
-        ("lengths", lengths.source),
+        ("lengths", given.lengths.source),
+        ("disk", disk_line(config, plan.shape, given.is_for_here)),
     ]
-    rows.append(("disk", disk_line(config, plan.shape, here)))
     if plan.device == "cuda":
         rows.append(("host of a node", str(node_memory(config, plan.shape, int(hardware.node_devices.value)))))
-    return Group(Padding(stages, (0, 0, 1, 0)), _phases(config, plan), _pairs("Run", rows))
+    return Group(Padding(stages, (0, 0, 1, 0)), pairs("Run", rows))
 
 
-def _phases(config: Config, plan: Plan) -> Padding:
-    title = "Memory of a GPU by phase, GiB" if plan.device == "cuda" else "Memory by phase, GiB"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for heading in ("", *PHASES):
-        table.add_column(heading, justify="right" if heading else "left")
-    for process in plan.memory:
-        table.add_row(process.process, *(f"{process.at(phase) / (1 << 30):,.1f}" for phase in PHASES))
-    together = [phase_bytes(config, plan.memory, plan.device, phase) for phase in PHASES]
-    table.add_row("at one time", *(f"{size / (1 << 30):,.1f}" for size in together), style="bold")
-    return Padding(table, (0, 0, 1, 0))
-
-
-def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Padding:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, value in rows:
-        table.add_row(name, value)
-    return Padding(table, (0, 0, 1, 0))
-
-
-def as_dict(config: Config, plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
+def as_dict(plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
     """Return the plan for ``--json``. Bytes, seconds, hours; times are means over the run's steps."""
     return {
         "fits": not lacks,
         "lacks": list(lacks),
-        "memory": {each.process: _by_phase(each) for each in plan.memory},
-        "disk": disk_bytes(config, plan.shape),
+        "memory": {held.process: {phase: held.at(phase) for phase in PHASES} for held in plan.memory},
+        "disk": disk_bytes(plan.config, plan.shape),
         "step_s": time.step_s,
         "stages": {
             stage.name: {
                 "steps": stage.count,
-                "step_s": stage.verbs,
+                "step_s": stage.step.verbs,
                 "hours": stage.hours,
                 "tokens_per_s": stage.tokens_per_s,
                 "engine_utilization": stage.utilisation,
             }
             for stage in time.stages
         },
-        "start_s": time.start_s,
         "hours": time.hours,
         "hours_interval": list(time.interval),
         "gpu_hours": time.gpu_hours,
@@ -97,41 +72,22 @@ def as_dict(config: Config, plan: Plan, time: RunTime, lacks: Sequence[str]) -> 
     }
 
 
-def _by_phase(process: ProcessMemory) -> dict[str, int]:
-    return {phase: process.at(phase) for phase in PHASES}
-
-
-def side_by_side(sides: Mapping[str, tuple[RunTime, Sequence[str]]]) -> Table:
-    """Return several plans' times, a column each."""
-    table = Table(title="Time of a step, s", title_justify="left", box=None, padding=(0, 2))
-    for heading in ("", *sides):
-        table.add_column(heading, justify="right" if heading else "left")
-    times = [time for time, _ in sides.values()]
-    for verb in dict.fromkeys(verb for time in times for verb in time.step_s):
-        table.add_row(verb, *(f"{time.step_s.get(verb, 0.0):,.1f}" for time in times))
-    table.add_row("in all", *(f"{sum(time.step_s.values()):,.1f}" for time in times), style="bold")
-    table.add_row("hours", *(f"{time.hours:,.0f}" for time in times))
-    table.add_row("GPU-hours", *(f"{time.gpu_hours:,.0f}" for time in times))
-    table.add_row("fits", *("no" if lacks else "yes" for _, lacks in sides.values()))
-    return table
-
-
-def ranking(found: Sequence[RankedLayout]) -> Table:
+def ranking(layouts: Sequence[RankedLayout]) -> Table:
     """Return the layouts of a search, fastest first."""
     table = Table(title="Layouts that fit, fastest first", title_justify="left", box=None, padding=(0, 2))
     for heading in ("hours", "trainer", "engines", "binds"):
         table.add_column(heading, justify="right" if heading == "hours" else "left")
-    for each in found:
-        table.add_row(f"{each.hours:,.0f}", each.trainer, each.engines, each.binds)
+    for layout in layouts:
+        table.add_row(f"{layout.time.hours:,.0f}", layout.trainer, layout.engines, layout.time.binds)
     return table
 
 
-def residuals(found: Calibration) -> Table:
+def residuals(fitted: Calibration) -> Table:
     """Return what a calibration leaves, run by run."""
-    title = f"{found.free_parameters} free parameters, {len(found.rows)} figures: the errors are residuals"
+    title = f"{fitted.free_parameters} free parameters, {len(fitted.rows)} figures: the errors are residuals"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for heading in ("run", "verb", "measured, s", "plan, s", "error"):
+    for heading in ("run", "verb", "measured, s", "error"):
         table.add_column(heading, justify="left" if heading in ("run", "verb") else "right")
-    for row in found.rows:
-        table.add_row(row.run, row.verb, f"{row.measured_s:,.3f}", f"{row.plan_s:,.3f}", f"{row.error:+.1%}")
+    for row in fitted.rows:
+        table.add_row(row.run, row.verb, f"{row.measured_s:,.3f}", f"{row.error:+.1%}")
     return table

@@ -6,7 +6,7 @@ data- and context-parallel ranks that share its optimizer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,7 @@ from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s
 from or1_megatron.rl.packing import RowPlan, plan_rows
-from or1_megatron.sizing.memory import layer_numbers, stage_weights
+from or1_megatron.sizing.memory import fullest_stage, layer_numbers
 from or1_megatron.sizing.parallel_layouts import rows_of
 from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import BYTES, Shape
@@ -54,8 +54,6 @@ class UpdateTime:
     optimizer_s: float
     rows: int
     """Micro-batches per rank, of all SGD steps."""
-    padding: float
-    """Share of the rows' tokens that are padding."""
 
     @property
     def seconds(self) -> float:
@@ -64,14 +62,12 @@ class UpdateTime:
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
     """Return each stage's operations: 2 per weight and token, 2 * heads * head_dim per layer and L * L."""
-    chunks = parallel.chunk_layers(shape.layers)
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    found = []
-    for stage in range(parallel.pipeline):
-        layers = [layer for chunk in chunks[stage :: parallel.pipeline] for layer in chunk]
+    works = []
+    for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
         last = stage == parallel.pipeline - 1
-        found.append(
+        works.append(
             StageWork(
                 layer_token=2.0 * weights,
                 mlp_token=2.0 * (weights - attention * len(layers)),
@@ -80,24 +76,14 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
                 layers=len(layers),
             )
         )
-    return tuple(found)
+    return tuple(works)
 
 
 def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
     """Return the time of training ``reuse`` times on mini-batches of sequences of these lengths [n] each."""
     rates = rates.with_busy(config.parallel.ranks)
     parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
-    if not parts:
-        return UpdateTime(0, 0, 0, 0, 0, 0, 0)
-    return UpdateTime(
-        compute_s=sum(part.compute_s for part in parts),
-        bubble_s=sum(part.bubble_s for part in parts),
-        tensor_s=sum(part.tensor_s for part in parts),
-        gradients_s=sum(part.gradients_s for part in parts),
-        optimizer_s=sum(part.optimizer_s for part in parts),
-        rows=sum(part.rows for part in parts),
-        padding=sum(part.padding for part in parts) / len(parts),
-    )
+    return UpdateTime(*map(sum, zip(*map(astuple, parts), strict=True))) if parts else UpdateTime(0, 0, 0, 0, 0, 0)
 
 
 def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -> UpdateTime:
@@ -115,7 +101,6 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
     tensor = rows * _row_communication_s(plan.row_tokens, config, shape, rates)
     last_backward_s = slowest / rows * 2 / 3 if parallel.overlap_grad_reduce else 0.0
     gradients_s, optimizer_s = _after_backward(config, shape, rates)
-    filled = float(lengths.sum())
     return UpdateTime(
         compute_s=slowest,
         bubble_s=bubble,
@@ -123,7 +108,6 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
         gradients_s=max(0.0, gradients_s - last_backward_s),
         optimizer_s=optimizer_s,
         rows=rows,
-        padding=1 - filled / (plan.row_tokens * rows * parallel.data),
     )
 
 
@@ -165,8 +149,8 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
     if parallel.tensor > 1:
         size = tokens / parallel.context * shape.hidden * number
         messages = 2 if parallel.sequence else 1  # a reduce-scatter and an all-gather for an all-reduce
-        each = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
-        total += 2 * (forward + 1) * layers * each
+        reduce_s = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
+        total += 2 * (forward + 1) * layers * reduce_s
     if parallel.context > 1:
         size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor
         crossing = parallel.tensor * parallel.context
@@ -178,9 +162,10 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
 def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, float]:
     """Return the seconds to reduce fp32 gradients and gather weights over DP, and of AdamW."""
     parallel = config.parallel
-    weights = max(stage.dense + stage.experts for stage in stage_weights(parallel, shape))
+    fullest = fullest_stage(parallel, shape)
+    weights = fullest.dense + fullest.experts
     sharing = parallel.data * parallel.context
     link = link_bytes_per_s(parallel.tensor * sharing, rates) * rates.link_share
     moved = weights * (4 + BYTES[config.model.dtype]) * (sharing - 1) / sharing
-    owned = weights / (sharing if parallel.distributed_optimizer else 1)
-    return moved / link, owned * OPTIMIZER_TRAFFIC / (rates.memory_bytes_per_s * rates.memory_share)
+    bandwidth = rates.memory_bytes_per_s * rates.memory_share
+    return moved / link, weights / parallel.optimizer_ranks * OPTIMIZER_TRAFFIC / bandwidth

@@ -27,7 +27,6 @@ from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
-from or1_megatron.rl.divisor import RunningDivisor
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.metrics import (
@@ -74,7 +73,6 @@ class Loop:
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
         self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
-        self.divisor = RunningDivisor()
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
@@ -270,10 +268,7 @@ class Loop:
     ) -> list[UpdateReport]:
         """Make the SGD steps, all with the same coefficients. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
-        shares = [1.0] * len(batches)
-        if self.config.algorithm.loss.divisor == "running":
-            shares = self.divisor.shares([batch.token_count for batch in batches])
-        for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+        for i, batch in enumerate(batches):
             objective = make_objective(
                 self.config.algorithm,
                 stage,
@@ -282,7 +277,6 @@ class Loop:
                 stale=self._staleness > 0,
                 seed=step * stage.sgd_steps + i,
                 mean_length=batch.token_count / batch.sample_count,
-                token_share=share,
             )
             scores = scores_of_first(scored, batch) if i == 0 else None
             reports.append(self.guard.update(SgdStep(step, i, batch, objective, scores)))
@@ -406,7 +400,6 @@ class Loop:
             "schedule": self.schedule.state(),
             "controller": self.controller.state(),
             "clip_high": self.clip_high.state(),
-            "divisor": self.divisor.state(),
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
@@ -418,12 +411,11 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share"})
+        check_state(state, self.state().keys() - {"clip_high", "rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
         self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
-        self.divisor.restore(state.get("divisor", []))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])

@@ -5,8 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from or1_megatron.schemas.fields import PROBLEM, ROLLOUT, SCHEMA_VERSION, SUMMARY, VERDICT, Field, type_name
+from or1_megatron.schemas.fields import ROLLOUT, SCHEMA_VERSION, SUMMARY, VERDICT, Field, type_name
 from or1_megatron.schemas.metrics import METRICS
+
+_PROBLEM = (
+    ("data_source", "string", "", "where the problem is from, e.g. `train-math-numinamath1.5_olympiads`"),
+    ("prompt", "list of {role: string, content: string}", "", "the chat turns, as the chat template takes them"),
+    ("ability", "string", "", "`math` or `code`: which verifier judges the response"),
+    (
+        "reward_model",
+        "{ground_truth: string, style: string}",
+        "",
+        'what is right; `ground_truth` is a JSON text: for math a list of acceptable answers such as `["15625"]`, for '
+        "code an object with the tests",
+    ),
+    (
+        "extra_info",
+        "{index: int64, model_difficulty: object of int32}",
+        "failures of 16",
+        "`model_difficulty`: per model name, in how many of 16 tries it failed (0 to 16)",
+    ),
+)
+"""A row of a problem file, in the schema of Skywork-OR1-RL-Data."""
 
 
 def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
@@ -65,7 +85,7 @@ One JSON object, written when a run ends.
 Rows of a problem file, JSON lines or Parquet, in the schema of Skywork-OR1-RL-Data. JSON lines of `prompt` (a string)
 and `answer` work too.
 
-{_fields_table(PROBLEM)}
+{_table(_PROBLEM)}
 """
 
 

@@ -1,8 +1,8 @@
-"""The fields of rollout files, verdicts, ``summary.json`` and problem files: names, types, units."""
+"""The fields of rollout files, verdicts and ``summary.json``: names, types, units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -30,28 +30,7 @@ def _one_of(literal: Any) -> str:
     return ", ".join(f"`{value}`" for value in get_args(literal))
 
 
-_MESSAGE = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
 _SPAN = pa.struct([pa.field("version", pa.int32()), pa.field("first_token", pa.int32())])
-
-PROBLEM: Final[tuple[Field, ...]] = (
-    Field("data_source", pa.string(), "", "where the problem is from, e.g. `train-math-numinamath1.5_olympiads`"),
-    Field("prompt", pa.list_(_MESSAGE), "", "the chat turns, as the chat template takes them"),
-    Field("ability", pa.string(), "", "`math` or `code`: which verifier judges the response"),
-    Field(
-        "reward_model",
-        pa.struct([pa.field("ground_truth", pa.string()), pa.field("style", pa.string())]),
-        "",
-        'what is right; `ground_truth` is a JSON text: for math a list of acceptable answers such as `["15625"]`, for '
-        "code an object with the tests",
-    ),
-    Field(
-        "extra_info",
-        pa.struct([pa.field("index", pa.int64()), pa.field("model_difficulty", pa.map_(pa.string(), pa.int32()))]),
-        "failures of 16",
-        "`model_difficulty`: per model name, in how many of 16 tries it failed (0 to 16)",
-    ),
-)
-"""A row of a problem file, in the schema of Skywork-OR1-RL-Data."""
 
 VERDICT: Final[tuple[Field, ...]] = (
     Field("problem_id", pa.string(), "", "hash of source and prompt; the same across files and runs"),
@@ -174,26 +153,6 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
         metadata={"or1_schema": str(SCHEMA_VERSION)},
     )
-
-
-def check_summary(summary: Mapping[str, Any]) -> None:
-    """Raise ValueError naming every field that is missing, unknown, null, or not of the type in SUMMARY."""
-    known = {field.name: field for field in SUMMARY}
-    faults = [f"'{name}' is missing" for name in known if name not in summary]
-    faults += [f"'{name}' is not a field of the summary" for name in summary if name not in known]
-    for name in known.keys() & summary.keys():
-        field, value = known[name], summary[name]
-        if value is None and field.nullable:
-            continue
-        try:
-            pa.scalar(list(value.items()) if isinstance(value, Mapping) else value, field.type)
-            fits = value is not None and isinstance(value, bool) == pa.types.is_boolean(field.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            fits = False
-        if not fits:
-            faults.append(f"'{name}' is {value!r}, expected {type_name(field.type)}")
-    if faults:
-        raise ValueError("summary: " + "; ".join(sorted(faults)))
 
 
 def type_name(kind: pa.DataType) -> str:

@@ -211,5 +211,5 @@ METRICS: tuple[Metric, ...] = (
 def is_metric(name: str, sets: Sequence[str]) -> bool:
     """Whether a run with these held-out sets may have a metric of that name."""
     known = {metric.name for metric in METRICS}
-    of_set = {each.replace(ANY_SET, title) for each in known if ANY_SET in each for title in sets}
+    of_set = {metric.replace(ANY_SET, title) for metric in known if ANY_SET in metric for title in sets}
     return (name in known and ANY_SET not in name) or (len(sets) > 1 and name in of_set)

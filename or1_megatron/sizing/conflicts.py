@@ -33,6 +33,11 @@ def padded_sequence(config: Config, stage: StageConfig) -> int:
     return -(-(config.data.max_prompt_tokens + stage.max_response_tokens) // multiple) * multiple
 
 
+def longest_row(config: Config) -> int:
+    """Return the padded length of the longest sequence of any stage, in tokens."""
+    return max(padded_sequence(config, stage) for stage in config.stages)
+
+
 def kv_tokens(config: Config, shape: Shape) -> int | None:
     """Return the tokens that one engine's KV cache holds; None where vLLM sizes it."""
     size = config.rollout.kv_cache_bytes
@@ -43,11 +48,28 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
     return size * cut // shape.kv_bytes_per_token(config.model.dtype)
 
 
+def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
+    """Yield why tensor parallelism of this size, set by ``key``, cannot share out the model's heads."""
+    if shape.heads % tensor:
+        yield (
+            f"{key} = {tensor} does not divide the model's num_attention_heads = {shape.heads}; sizes that do: "
+            f"{_divisors(shape.heads)}"
+        )
+    # With fewer key/value heads than ranks vLLM copies each to the same number of ranks, and Megatron cuts the weight
+    # within heads and gathers the activations before attention: ranks that share a head compute with the same one.
+    elif shape.kv_heads % tensor and tensor % shape.kv_heads:
+        yield (
+            f"{key} = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} nor is a multiple of "
+            f"it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
+        )
+
+
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
     """Yield why a model of this shape cannot be divided so; nothing when it can."""
     tensor = parallel.tensor
+    yield from head_conflicts("parallel.tensor", tensor, shape)
     experts = shape.experts
-    divided = [("num_attention_heads", shape.heads)]
+    divided = []
     if experts is None or len(experts.layers) < shape.layers:
         divided.append(("intermediate_size", shape.intermediate))
     if experts is not None:
@@ -58,13 +80,6 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
                 f"parallel.tensor = {tensor} does not divide the model's {name} = {count}; "
                 f"tensor sizes that do: {_divisors(count)}"
             )
-    # With fewer key/value heads than TP ranks Megatron cuts the weight within heads and gathers the activations
-    # before attention, so that the ranks which share a head compute with the same one.
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        yield (
-            f"parallel.tensor = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} nor is a "
-            f"multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
-        )
     yield from _expert_conflicts(parallel, experts)
     try:
         parallel.chunk_layers(shape.layers)
@@ -113,17 +128,7 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
 def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[str]:
     rollout = config.rollout
     tensor = rollout.tensor_parallel
-    if shape.heads % tensor:
-        yield (
-            f"rollout.tensor_parallel = {tensor} does not divide the model's num_attention_heads = {shape.heads}; "
-            f"sizes that do: {_divisors(shape.heads)}"
-        )
-    # vLLM cuts the key/value heads over the ranks, or copies each to the same number of ranks.
-    elif shape.kv_heads % tensor and tensor % shape.kv_heads:
-        yield (
-            f"rollout.tensor_parallel = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} "
-            f"nor is a multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
-        )
+    yield from head_conflicts("rollout.tensor_parallel", tensor, shape)
     if device == "cpu":
         if rollout.kv_cache_bytes is None:
             yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"

@@ -37,7 +37,7 @@ def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
         return plan(config, hf, None, device)
     if config.algorithm.kl.reference is not None:
         check_reference(config.algorithm.kl.reference, hf)
-    held_out = [_count_rows(each.path, each.split, "evaluate.data") for each in config.evaluate.data]
+    held_out = [_count_rows(source.path, source.split, "evaluate.data") for source in config.evaluate.data]
     problems = [_count_rows(source.path, source.split, "data.train") for source in config.data.train]
     return plan(config, hf, problems, device, held_out)
 

@@ -47,10 +47,10 @@ def stage_conflicts(config: Config) -> Iterator[str]:
             )
 
 
-def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> float:
+def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
     """Return the prompts of an epoch of ``stage``, with repeats and weights, for ``problems`` of each source."""
     sources = zip(problems, config.repeats(stage), config.data.train, strict=True)
-    return sum(count * repeat * source.weight for count, repeat, source in sources)
+    return round(sum(count * repeat * source.weight for count, repeat, source in sources))
 
 
 def problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.memory import ProcessMemory, gib, stage_weights
+from or1_megatron.sizing.memory import ProcessMemory, gib, offloaded_bytes
 from or1_megatron.weights.shape import BYTES, Shape
 
 _PROCESS_BYTES: Final = 4 << 30
@@ -80,17 +80,10 @@ def disk_line(config: Config, shape: Shape, here: bool) -> str:
 def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:
     """Return the host memory of a full node of GPUs: what offloaded trainer ranks keep there, the saver's page-locked
     copies (up to twice their size), processes, and the verifiers' programs."""
-    stages = stage_weights(config.parallel, shape)
-    weights = max(stages, key=lambda stage: stage.dense + stage.experts)
-    held, parallel = weights.dense + weights.experts, config.parallel
-    owners = parallel.data * parallel.context if parallel.distributed_optimizer else 1
-    ranks = min(node_devices, parallel.ranks)
-    number = BYTES[config.model.dtype]
-    optimizer = 12 if config.model.dtype == "bfloat16" else 8
-    leaves = parallel.offload == "always" or (parallel.offload == "auto" and config.rollout.placement == "colocated")
-    copy = -(-checkpoint_bytes(config, shape) // parallel.ranks)
+    ranks = min(node_devices, config.parallel.ranks)
+    copy = -(-checkpoint_bytes(config, shape) // config.parallel.ranks)
     parts: Mapping[str, int] = {
-        "offloaded state": ranks * int(held * (number + optimizer / owners)) if leaves else 0,
+        "offloaded state": ranks * offloaded_bytes(config, shape) if config.trainer_leaves else 0,
         "copies for checkpoints": ranks * 2 * copy if config.checkpoint.asynchronous else 0,
         "processes": 2 * ranks * _PROCESS_BYTES,
         "verified programs": config.verify.node_memory_bytes or 0,

@@ -99,7 +99,7 @@ def no_room_in_memory(planned: Plan, ranks_here: int) -> str | None:
         return None
     rest = needed(config, planned.memory, "cpu")
     if planned.device == "cuda":
-        rest = node_memory(config, planned.shape, torch.cuda.device_count()).each
+        rest = node_memory(config, planned.shape, torch.cuda.device_count()).peak_bytes
     here, free = disk_free(SHARED_MEMORY), host_memory().free
     if wanted <= here and (wanted + rest <= free or not config.cluster.check_memory):
         return None

@@ -47,7 +47,6 @@ from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.world import ranks_per_node
-from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.trainer.placement import engine_places
@@ -275,7 +274,6 @@ def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole, s
     result = loop.run()
     model = folder.hf if result.finished else None
     summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
-    check_summary(summary)
     folder.write_summary(summary)
     remove_memory_folder(folder.checkpoints)  # all is on disk
     shown.finished(summary)

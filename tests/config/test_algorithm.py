@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.config.load import ConfigError, load_config, resolved_yaml
+from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.schema import Config
 from or1_megatron.sizing.dry_run import check_reference
 from or1_megatron.sizing.memory import STATE
@@ -48,12 +48,6 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.loss.aggregation=mean", "expected 'token_mean', 'response_mean' or 'released-code'"),
         ("algorithm.correction.cap=0.5", "cap: found 0.5 (number), expected greater than 1"),
         ("algorithm.kl.coefficient=1e-3", "kl: coefficient = 0.001 needs a policy to keep to; set algorithm.kl.ref"),
-        (
-            "algorithm.entropy={preset: released-code, maximum: 0.01}",
-            "preset 'released-code' stands for mode = adaptive, coefficient = 0.0, target = 0.2, delta = 0.0001, "
-            "minimum = 0.0, maximum = 0.005, estimate = sampled, measured_on = kept, gate = late; found also "
-            "maximum = 0.01",
-        ),
         ("algorithm.entropy={mode: adaptive, delta: 0.0}", "delta = 0 and coefficient = 0 (c_0) never acts"),
         ("algorithm.entropy={mode: fixed, estimate: full}", "estimate full takes a forward pass per step"),
         (
@@ -128,36 +122,6 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
     ):
         for told, warned in ((wrong, True), ((*wrong, right), False)):
             assert any(expected in line for line in plan(load(tmp_path, *told), MODEL).warnings) == warned
-
-
-def test_the_resolved_copy_with_a_preset_reads_back(tmp_path: Path) -> None:
-    config = load(tmp_path, "algorithm.entropy.preset=released-code", "algorithm.kl.reference=model")
-    (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
-    assert load_config(tmp_path / "resolved.yaml") == config
-
-
-def test_a_preset_given_nearer_replaces_what_it_stands_for(tmp_path: Path) -> None:
-    """The file spells its entropy control out, as the recipes do. On the command line, or in a file above, a preset
-    takes its place, whatever the order; beside it in one place, another value is refused, and so is one above it."""
-    spelled = tmp_path / "spelled.yaml"
-    spelled.write_text(BASE + "algorithm: {entropy: {mode: adaptive, target: 0.3, delta: 0.005, bonus_on: clipped}}\n")
-    preset = "algorithm.entropy.preset=released-code"
-    released = load_config(spelled, (preset,)).algorithm.entropy
-    assert (released.target, released.delta, released.maximum, released.gate) == (0.2, 0.0001, 0.005, "late")
-    assert released.bonus_on == "clipped"  # no key of the preset
-    above = tmp_path / "above.yaml"
-    above.write_text("base: spelled.yaml\nalgorithm: {entropy: {preset: released-code}}\n")
-    assert load_config(above).algorithm.entropy == released
-    assert load_config(above, ("algorithm.entropy.preset=paper",)).algorithm.entropy.delta == 0.005
-    assert load_config(spelled, ("algorithm.entropy.preset=",)).algorithm.entropy.target == 0.3
-    delta = "algorithm.entropy.delta=0.01"
-    for overrides in ((preset, delta), (delta, preset)):
-        with pytest.raises(ConfigError, match=r"stands for .*found also delta = 0.01"):
-            load_config(spelled, overrides)
-    with pytest.raises(ConfigError, match=r"stands for .*found also delta = 0.01"):
-        load_config(above, (delta,))
-    with pytest.raises(ConfigError, match=r"algorithm\.entropy\.preset: found .*expected 'paper' or 'released-code'"):
-        load_config(spelled, ("algorithm.entropy.preset=[paper]",))
 
 
 def test_the_references_weights_count(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def test_a_bad_key_or_value_is_named_with_its_line(base: Path, lines: str, expec
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
     """In a file, named by its line; in an override; and where one key is asked for."""
-    section, name = key.rsplit(".", 1)
-    base.write_text(f"{BASE}{section}: {{{name}: 1}}\n")
+    section, *inner = key.split(".")
+    base.write_text(f"{BASE}{section}: {'{' + ': {'.join(inner)}: 1{'}' * len(inner)}\n")
     assert refusal(base) == f"{base}:15: {key}: was removed: {REMOVED[key].why}"
     base.write_text(BASE)
     assert refusal(base, f"{key}=1") == f"--set {key}=1: {key}: was removed: {REMOVED[key].why}"
@@ -149,7 +149,7 @@ def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
 def test_the_configuration_of_a_former_version_s_run_loads(base: Path) -> None:
     """Such a run's own config.yaml has every key with its default."""
     former = "rollout: {tail: wait, tail_share: 0.25, continued: none, speculation: null, engines: 1}"
-    base.write_text(f"{BASE}{former}\n")
+    base.write_text(f"{BASE}{former}\nalgorithm: {{loss: {{divisor: own}}, entropy: {{preset: null}}}}\n")
     assert load_config(base).rollout.engines == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
 from or1_megatron.sizing.dry_run import plan_run
+from or1_megatron.sizing.memory import memory_short
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"
@@ -98,11 +99,12 @@ def test_the_released_models_are_trained_as_the_report_says(recipe: str, monkeyp
 
 @pytest.mark.parametrize(("recipe", "layout"), [(r, layout) for r, (_, ls) in LAYOUTS.items() for layout in ls])
 def test_every_layout_works_out(recipe: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No conflict; no warning of memory, of rows that pad, of a starved pipeline; nodes of 8 GPUs, all of them used."""
+    """No conflict, no lack of memory; no warning of rows that pad, of a starved pipeline; nodes of 8 GPUs, all used."""
     config = load(recipe, layout, monkeypatch)
     found = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
-    assert not found.warnings
+    assert not found.warnings and config.cluster.gpu_memory_gb is not None
+    assert not memory_short(config, found.shape, "cuda", int(config.cluster.gpu_memory_gb * 1e9))
     parallel, rollout = config.parallel, config.rollout
-    assert parallel.ranks == found.devices == 8 * NODES_OF_8[layout]
+    assert parallel.ranks == config.devices == 8 * NODES_OF_8[layout]
     assert rollout.engines * rollout.tensor_parallel == parallel.ranks
     assert 8 % rollout.tensor_parallel == 0 and 8 % parallel.tensor == 0  # neither spans nodes

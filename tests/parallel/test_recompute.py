@@ -13,8 +13,9 @@ from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.packed import pack_row
-from or1_megatron.sizing.activations import kept_numbers
+from or1_megatron.sizing.memory import layer_numbers
 from or1_megatron.weights.families import FAMILIES
+from or1_megatron.weights.shape import Shape
 
 Kind = Literal["none", "selective", "full"]
 HF: dict[str, Any] = {
@@ -26,7 +27,6 @@ HF: dict[str, Any] = {
     "vocab_size": 61,
     "max_position_embeddings": 1024,
 }
-ATTENTION = (2 * 4 + 2 * 2) * 16
 TOKENS = 300
 
 
@@ -59,7 +59,8 @@ def test_what_layers_keep(mesh: Mesh) -> None:
     measured: dict[Kind, float] = {}
     for kind in ("none", "selective", "full"):
         measured[kind] = (kept_per_token(kind, 4, mesh) - kept_per_token(kind, 2, mesh)) / 2
-    expected = {kind: kept_numbers(kind, 64, ATTENTION, 160, 16) for kind in measured}
+    shape = Shape.of({**HF, "num_hidden_layers": 4, "tie_word_embeddings": True})
+    expected = {kind: layer_numbers(ParallelConfig(), shape, kind, own=True) for kind in measured}
     assert measured["full"] == expected["full"] == 64
     assert measured["none"] - measured["selective"] == expected["none"] - expected["selective"] == 3 * 160
     # More than counted: two norms' statistics, and attention's, one for each head.
@@ -69,4 +70,6 @@ def test_what_layers_keep(mesh: Mesh) -> None:
 def test_worked_by_hand() -> None:
     """A 32B's layer over TP 8 with sequence parallelism: 5120 / 8 = 640; (2 * 40 + 2 * 8) * 128 / 8 = 1536; 27648 / 8 =
     3456. 4 * 640 + 1536 = 4096; with 3 * 3456 it is 14,464."""
-    assert [kept_numbers(kind, 640, 1536, 3456) for kind in ("none", "selective", "full")] == [14_464, 4096, 640]
+    shape = Shape(64, 5120, 27648, 40, 8, 128, 152064, 131072, False)
+    parallel, kinds = ParallelConfig(ranks=8, tensor=8, sequence=True), ("none", "selective", "full")
+    assert [layer_numbers(parallel, shape, kind) for kind in kinds] == [14_464, 4096, 640]

@@ -1,4 +1,4 @@
-"""``or1 plan`` as its user sees it: JSON, two plans beside each other, a search, a fix, refusals; lengths and hardware.
+"""``or1 plan`` as its user sees it: JSON, tables, a search, refusals; lengths and hardware.
 
 Not proven here: that the times are right (test_rollout_time and test_update_time have the formulas).
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.config.hardware import Constant, hardware_of, hardware_yaml, known, read_hardware
+from or1_megatron.config.hardware import Constant, hardware_of, hardware_yaml, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
-from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, predicted
-from or1_megatron.plan.fit import fit
+from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, fit, predicted
 from or1_megatron.plan.lengths import MeasuredLengths, Moment, RecipeLengths, read_lengths
-from or1_megatron.plan.nearest import changed, fits, nearest_fit
 from or1_megatron.plan.search import search
 from or1_megatron.plan.step_time import Machine
+from or1_megatron.sizing.memory import memory_short
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -46,13 +46,13 @@ def run(*arguments: str, code: int = 0) -> tuple[str, str]:
 def test_json() -> None:
     stdout, _ = run("or1_7b", "--gpu", "h800", "--json", *SMALL_OPTIONS)
     found = json.loads(stdout)
-    assert found["fits"] is True and found["nearest_fit"] is None
+    assert found["fits"] is True
     assert set(found["memory"]) == {"trainer rank", "engine"}
     phases = {"start", "rollout", "wake", "update", "handoff", "save"}
     assert all(set(each) == phases for each in found["memory"].values())
     assert set(found["step_s"]) == {"roll_out", "update", "other"}
     steps_h = 10 * sum(found["step_s"].values()) / 3600
-    assert found["hours"] == pytest.approx(steps_h + found["start_s"] / 3600)
+    assert found["hours"] == pytest.approx(steps_h)
     assert found["gpu_hours"] == pytest.approx(32 * found["hours"])
     low, high = found["hours_interval"]
     error = read_hardware("h800").error.value
@@ -60,57 +60,30 @@ def test_json() -> None:
     assert found["binds"].split(",")[0] in found["step_s"]
 
 
-def test_tables_and_two_plans_beside_each_other(tmp_path: Path) -> None:
-    drawn = tmp_path / "step.svg"
-    stdout, _ = run("or1_7b", "--gpu", "h800", "--picture", str(drawn), *SMALL_OPTIONS)
-    labels = [found.text or "" for found in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    assert "engine 1 of 32" in labels and "engine 32 of 32" in labels and {"update", "other"} <= set(labels)
-    for part in ("Time of a step, s", "Memory of a GPU by phase", "GPU-hours", "One step of", "binds", "disk"):
+def test_tables() -> None:
+    stdout, _ = run("or1_7b", "--gpu", "h800", *SMALL_OPTIONS)
+    for part in ("Time of a step, s", "Memory of a GPU", "GPU-hours", "binds", "disk", "the recipe's shape"):
         assert part in stdout
-    what_if = ["--what-if", "parallel.recompute=selective", "--what-if", "rollout.max_concurrent=64"]
-    beside = json.loads(run("or1_7b", "--gpu", "h800", "--json", *SMALL_OPTIONS, *what_if)[0])
-    assert len(beside) == 2 and beside[1]["step_s"]["update"] < beside[0]["step_s"]["update"]
 
 
-def test_what_does_not_fit_names_a_change_that_does(tmp_path: Path) -> None:
-    """The 32B on TP 1 has no room; the written file changes it so that it fits."""
+def test_what_does_not_fit_says_what_would_save_most() -> None:
+    """The 32B on TP 2 has no room."""
     wide = ["--set", "parallel.tensor=2", "--set", "parallel.recompute=none"]
     options = ["or1_32b", "--gpu", "h800", *SMALL_OPTIONS, *wide]
-    stdout, stderr = run(*options, "--json", code=2)
-    told = json.loads(stdout)
-    assert told["fits"] is False and "a GPU has 74.51 GiB" in told["lacks"][0] and told["nearest_fit"]
-    fixed = tmp_path / "fixed.yaml"
-    _, stderr = run(*options, "--fix", str(fixed))
-    assert "the nearest change that fits: --set " in stderr and f"wrote {fixed}" in stderr
-    stdout, _ = run(str(fixed), "--gpu", "h800", "--json", *SMALL_OPTIONS, *_still(wide, told["nearest_fit"]))
-    assert json.loads(stdout)["fits"] is True
-
-
-def _still(options: list[str], change: dict[str, object]) -> list[str]:
-    """The overrides that the change did not replace: a fix lies above the file, below them."""
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return [part for pair in pairs for part in pair if pair[1].split("=")[0] not in change]
-
-
-def test_the_nearest_change_is_the_smallest() -> None:
-    """Nothing smaller fits: every single change of a two-key answer leaves too much."""
-    config = load_config(named("recipe")["or1_32b"], [*SMALL, "parallel.tensor=2", "cluster.gpu_memory_gb=80"])
-    shape = Shape.of(read_hf_config(named("shape")["deepseek_r1_distill_qwen_32b"]))
-    change = nearest_fit(config, shape, "cuda", int(80e9))
-    assert change is not None
-    made = changed(config, change)
-    assert made is not None and fits(made, shape, "cuda", int(80e9)) and not fits(config, shape, "cuda", int(80e9))
-    assert nearest_fit(config, shape, "cuda", 10**9) is None
+    _, stderr = run(*options, code=2)
+    assert "does not fit: the run needs about" in stderr and "parallel.recompute=full saves" in stderr
+    stdout, _ = run(*options, "--json", code=2)
+    assert json.loads(stdout)["fits"] is False and "a GPU has 74.51 GiB" in json.loads(stdout)["lacks"][0]
 
 
 def test_search_finds_layouts_that_fit(tmp_path: Path) -> None:
     machine = Machine.of(read_hardware("h800"), SEVEN_B, "cuda")
     config = load_config(named("recipe")["or1_7b"], SMALL)
     found = search(config, machine, RecipeLengths(), 16)
-    assert found and [each.hours for each in found] == sorted(each.hours for each in found)
-    for each in found:
-        made = changed(config, each.change)
-        assert made is not None and made.parallel.ranks == 16 and fits(made, SEVEN_B, "cuda", int(80e9))
+    hours = [layout.time.hours for layout in found]
+    assert found and hours == sorted(hours)
+    for made in (layout.config for layout in found):
+        assert made.parallel.ranks == 16 and not memory_short(made, SEVEN_B, "cuda", int(80e9))
         assert made.rollout.engines * made.rollout.tensor_parallel == 16
     written = tmp_path / "best.yaml"
     run("or1_7b", "--gpu", "h800", "--gpus", "16", "--search", "--out", str(written), *SMALL_OPTIONS)
@@ -123,9 +96,15 @@ def test_search_finds_layouts_that_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["or1_7b", "--gpu", "h90"], "unknown GPU h90; known: a100, a800, cpu, h100, h200, h800"),
+        (
+            ["or1_7b", "--gpu", "h90"],
+            "h90: no such file, and no hardware of that name; there are: a100, a800, cpu",
+        ),
         (["or1_8b"], "or1_8b: no such file, and no recipe of that name; did you mean or1_7b"),
-        (["or1_7b", "--gpu", "h800", "--lengths", "nowhere"], "--lengths nowhere: no such file or run folder"),
+        (
+            ["or1_7b", "--gpu", "h800", "--lengths", "nowhere"],
+            "--lengths nowhere: no rollouts: nowhere/rollouts holds no step_*.parquet",
+        ),
         (["--calibrate", "nowhere"], "--calibrate nowhere: config.yaml is not there; expected a run folder"),
     ],
 )
@@ -134,34 +113,22 @@ def test_refusals(arguments: list[str], said: str) -> None:
     assert said in stderr
 
 
-def test_a_layout_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAYOUT", "7b_3_nodes_h800")
-    _, stderr = run("or1_7b", code=2)
-    assert "base: no such file" in stderr and "did you mean" in stderr and "7b_8_nodes_h800" in stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "the file holds no lengths"),
-        ("12\nfour\n", "lengths.txt:2: found 'four'; expected a whole number of tokens"),
-        ('{"answer": 3}\n', "lengths.txt:1: found"),
-        ("0\n", "lengths.txt:1: found '0'"),
-    ],
-)
-def test_files_without_lengths(tmp_path: Path, content: str, said: str) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text(content)
-    _, stderr = run("or1_7b", "--gpu", "h800", "--lengths", str(path), code=2)
-    assert said in stderr
-
-
-def test_lengths_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('7\n{"length": 9}\n\n{"response_tokens": 5000}\n')
+def test_lengths_of_a_run(tmp_path: Path) -> None:
+    """Groups are drawn whole: of two groups, whose responses have 7 or 9 and 5000 tokens, one of which was kept."""
+    table = {
+        "problem_id": ["a", "a", "b", "b"],
+        "prompt_token_ids": [[0] * 20] * 4,
+        "response_token_ids": [[0] * tokens for tokens in (7, 9, 5000, 5000)],
+        "sample_index": [0, 1, 0, 1],
+        "kept": [True, True, False, False],
+    }
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "rollouts" / "step_000001.parquet")
+    lengths = read_lengths(tmp_path)
     stages = load_config(named("recipe")["or1_7b"], SMALL).stages
-    drawn = read_lengths(path).draw(Moment(stages, 0, 0), 8, 4, 1024, np.random.default_rng(1))
-    assert drawn[1].size == 32 and set(drawn[1].tolist()) == {7, 9, 1024}
+    prompts, drawn = lengths.draw(Moment(stages, 0, 0), 50, 4, 1024, np.random.default_rng(1))
+    assert lengths.kept_share == 0.5 and set(prompts.tolist()) == {20}
+    assert all(set(group) <= {7, 9} or set(group) == {1024} for group in drawn.reshape(50, 4).tolist())
 
 
 def test_the_recipes_shape() -> None:
@@ -178,7 +145,7 @@ def test_the_recipes_shape() -> None:
 
 def test_hardware_files() -> None:
     """Every figure has a source; what is written is read back equal; cards are found by the name CUDA gives."""
-    for name in known():
+    for name in named("hardware"):
         hardware = read_hardware(name)
         constants = [getattr(hardware, key) for key in type(hardware).model_fields]
         constants += [getattr(each, key) for each in hardware.fits for key in CONSTANTS]

@@ -14,7 +14,7 @@ import pytest
 
 from or1_megatron.plan.rollout_time import Workload, simulate
 from or1_megatron.rollout.scheduler import Action, Scheduler, Submit
-from or1_megatron.rollout.simulated_engine import Asked, EngineClock, SimulatedEngine
+from or1_megatron.rollout.simulated_engine import PARTS, Asked, EngineClock, SimulatedEngine
 from or1_megatron.rollout.simulation import _completion
 from or1_megatron.types import RefillRule, Request, Sampling
 
@@ -33,22 +33,25 @@ def test_two_responses_on_one_engine() -> None:
     """Prompt of 10: 0.2 + 0.1 s; the second finds two blocks of 4 and reads two tokens, 0.04 s and 0.1 - 0.064 s.
     Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4) = 1.7, and the keys of 20 and 22 tokens. Then the second
     alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13 tokens."""
-    found = simulate(work([10], [2, 4], 2), CLOCK, 1, 1, verdict_s=0.25)
+    both = work([10], [2, 4], 2)
+    rollouts = both.on(CLOCK, 1, 1, verdict_s=0.25)
     first = 0.376 + 2 * 1.7 + 0.01 * (20 + 22)
     second = first + 2 * 1.6 + 0.01 * (12 + 13)
-    assert (found.decoded_s, found.judged_s) == pytest.approx((second, second + 0.25))
-    assert found.utilisation == pytest.approx(1.0) and (found.iterations, found.preempted) == (4, 0)
-    assert found.spans == (((0.0, pytest.approx(second)),),)
-    assert sum(found.parts_s.values()) == pytest.approx(second)
-    assert found.parts_s["prompts"] == pytest.approx(0.376)
-    assert found.parts_s["keys and values"] == pytest.approx(0.01 * 67)
+    assert simulate(both, rollouts) == pytest.approx((second, second + 0.25))
+    (engine,) = rollouts.engines
+    assert (engine.iteration, engine.preempted, engine.busy) == (4, 0, [(0.0, pytest.approx(second))])
+    parts_s = dict(zip(PARTS, engine.parts, strict=True))
+    assert sum(parts_s.values()) == pytest.approx(second)
+    assert parts_s["prompts"] == pytest.approx(0.376)
+    assert parts_s["keys and values"] == pytest.approx(0.01 * 67)
 
 
 def test_one_verifier_is_a_queue() -> None:
     """Both end at once; their verdicts take 5 s each, one after the other, or beside each other with two verifiers."""
-    one, two = (simulate(work([10], [3, 3], 2), CLOCK, 1, verifiers, 5.0) for verifiers in (1, 2))
-    assert one.judged_s - one.decoded_s == pytest.approx(10)
-    assert two.judged_s - two.decoded_s == pytest.approx(5)
+    both = work([10], [3, 3], 2)
+    for verifiers, expected_s in ((1, 10), (2, 5)):
+        decoded_s, judged_s = simulate(both, both.on(CLOCK, 1, verifiers, 5.0))
+        assert judged_s - decoded_s == pytest.approx(expected_s)
 
 
 def test_an_engine_looks_at_new_requests_at_its_next_iteration() -> None:
@@ -68,7 +71,7 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict
     """Every iteration of every engine on its own; returns when each response ended."""
     size = workload.group_size
     scheduler = Scheduler(engines, clock.max_running)
-    _, told = scheduler.begin(workload.prompts, size, SAMPLING, 0)
+    _, actions = scheduler.begin(workload.prompts, size, SAMPLING, 0)
     waiting: list[list[Request]] = [[] for _ in range(engines)]
     decoding: list[dict[int, tuple[Request, int]]] = [{} for _ in range(engines)]  # by seed, with its tokens
     had: dict[int, int] = {}
@@ -106,7 +109,7 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict
                 if idle and action.engine != but:
                     begin_iteration(action.engine, now)
 
-    deal(told, 0.0, None)
+    deal(actions, 0.0, None)
     while heap:
         now, engine = heapq.heappop(heap)
         done = []
@@ -140,7 +143,7 @@ def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
     groups, _ = rollouts.collect()
     found = {(int(c.problem_id), c.sample_index): c.finished_s for group in groups for c in group.completions}
     assert found == pytest.approx(token_by_token(workload, clock, 3), rel=1e-9)
-    assert (simulate(workload, clock, 3, 2, 0.5).preempted > 0) == (kv_tokens == 150)
+    assert any(engine.preempted for engine in rollouts.engines) == (kv_tokens == 150)
 
 
 def test_refill_ends_with_enough_kept_groups() -> None:

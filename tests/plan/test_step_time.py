@@ -14,9 +14,9 @@ import pytest
 from or1_megatron.config.hardware import read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.plan import moves, step_time
+from or1_megatron.plan import step_time
+from or1_megatron.plan.clocks import hand_off_s
 from or1_megatron.plan.lengths import Drawn, Moment
-from or1_megatron.plan.picture import timeline
 from or1_megatron.plan.step_time import Machine, StepTime
 from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.weights.shape import Shape
@@ -58,13 +58,10 @@ def test_engines_bind_or_the_trainer_does(monkeypatch: pytest.MonkeyPatch, stale
     """All responses have 50 tokens, and the places hold one step's. If decoding takes longer, a step takes as long as
     50 iterations and the handoff, and engines decode all the time but that; else nothing is waited for."""
     config, found = step_of(monkeypatch, Pattern((50,)), 20.0, EIGHT, f"rollout.max_staleness={staleness}")
-    paused_s = moves.hand_off_s(config, SHAPE, MACHINE.rates)
+    paused_s = hand_off_s(config, SHAPE, MACHINE.rates)
     assert found.seconds == pytest.approx(50 * 20.0 + paused_s, rel=1e-6)
-    assert found.rollout.busy_s.mean() == pytest.approx(50 * 20.0, rel=0.01)
-    (engine, *_) = timeline(found, 1)
-    assert engine[0] == "engine 1 of 1" and sum(end - begin for begin, end in engine[1]) == pytest.approx(
-        found.seconds - paused_s, rel=0.01
-    )
+    assert found.engine_s == pytest.approx(50 * 20.0, rel=0.01)
+    assert found.idle_share == pytest.approx(paused_s / found.seconds, abs=0.01)
     _, found = step_of(monkeypatch, Pattern((50,)), 1e-9, EIGHT, f"rollout.max_staleness={staleness}")
     assert found.verbs.get("roll_out", 0.0) < 1e-6 and found.verbs["update"] > 0
 

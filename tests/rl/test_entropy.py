@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fakes import completion, group_of, verdict
 
-from or1_megatron.config.algorithm import PRESETS, ClipHighConfig, LossConfig
+from or1_megatron.config.algorithm import ClipHighConfig, LossConfig
 from or1_megatron.config.schema import EntropyConfig
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, estimate, full_entropy, sampled_entropy
 
@@ -66,23 +66,6 @@ def test_the_late_gate_is_remembered_over_a_resume() -> None:
     first.advance(0.3)
     second.restore(json.loads(json.dumps(first.state())))
     assert (second.coefficient, second.alpha(0.1)) == (0.005, 0.0)
-
-
-def test_presets() -> None:
-    """The paper's is our default; the released code's moves by 1e-4 up to 0.005, one step late, on kept groups. Either
-    can be written out, and nothing against it."""
-    paper = EntropyConfig(preset="paper")
-    assert paper.model_copy(update={"preset": None}) == EntropyConfig()
-    released = EntropyConfig(preset="released-code")
-    assert (released.delta, released.minimum, released.maximum) == (0.0001, 0.0, 0.005)
-    assert (released.gate, released.measured_on, released.estimate, released.target) == ("late", "kept", "sampled", 0.2)
-    coefficients, _ = drive(EntropyController(released), [0.1] * 60)
-    assert coefficients[1] == 0.0001 and coefficients[-1] == 0.005
-    assert EntropyConfig.model_validate_json(released.model_dump_json()) == released
-    assert EntropyConfig(preset="released-code", delta=0.0001) == released
-    with pytest.raises(ValueError, match=r"preset 'released-code' stands for .*found also delta = 0.005"):
-        EntropyConfig(preset="released-code", delta=0.005)
-    assert {key for preset in PRESETS.values() for key in preset} <= EntropyConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize(

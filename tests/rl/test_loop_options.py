@@ -12,7 +12,6 @@ import pytest
 from test_loop import STAGE, World, compare
 
 from or1_megatron.config.schema import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
-from or1_megatron.rl import divisor
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.score import score
 
@@ -150,37 +149,6 @@ def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     assert [rows[step]["policy/clip_high"] for step in (1, 2, 3)] == pytest.approx([0.2, 0.21, 0.22])
     assert {o.clip_high for _, o in whole.policy.updates[:4]} == {0.2}  # type: ignore[attr-defined]
     assert all(row.weights is not None for batch, _ in whole.policy.updates for rank in batch.ranks for row in rank)
-
-
-def test_a_divisor_that_the_steps_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each SGD step's loss is divided by the mean T_k of the three rollout steps before, the first one's by its own; a
-    resumed run goes on with them."""
-    monkeypatch.setattr(divisor, "WINDOW", 3)
-    algorithm = AlgorithmConfig.model_validate(
-        {"loss": {"divisor": "running"}, "entropy": {"target": 5.0, "delta": 0.01}}
-    )
-    steps = [OFF_POLICY.model_copy(update={"steps": 6})]
-    whole = World(tmp_path / "whole", steps, evaluate_every=0, evaluated=False, algorithm=algorithm)
-    whole.loop.run()
-    updates = iter(whole.policy.updates)
-    means: list[float] = []
-    for step in range(1, 7):
-        found = [next(updates) for _ in range(int(whole.diary.rows[step]["sgd/steps"]))]
-        if found:
-            counts = [batch.token_count for batch, _ in found]
-            means.append(float(np.mean(counts)))
-            expected = np.mean(means[-4:-1]) if means[:-1] else means[0]
-            shares = [objective.token_share for _, objective in found]  # type: ignore[attr-defined]
-            assert shares == pytest.approx([count / expected for count in counts])
-    assert len(means) > 4
-    first = World(tmp_path / "run", steps, evaluate_every=0, evaluated=False, algorithm=algorithm)
-    first.stop_in(5)
-    assert not first.loop.run().finished
-    second = World(tmp_path / "run", steps, 1000, 0, False, algorithm=algorithm, diary=first.diary)
-    assert second.loop.run().finished
-    compare(second, whole)
-    shares = [[o.token_share for _, o in world.policy.updates] for world in (first, second, whole)]  # type: ignore[attr-defined]
-    assert shares[0] + shares[1] == shares[2]
 
 
 @pytest.mark.parametrize(

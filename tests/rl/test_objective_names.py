@@ -142,10 +142,6 @@ def test_contradictions_are_named_all_at_once() -> None:
     assert len(wrong) == 2 and "args.share" in wrong[0] and "loss.aggregation" in wrong[1]
     dapo = lines(objective={"name": "dapo"}, loss={"aggregation": "response_mean"})
     assert len(dapo) == 3 and "clips higher" in dapo[1] and "overlong_tokens is not set" in dapo[2]
-    own = lines(objective={"name": "dr_grpo"}, loss={"divisor": "running"}, advantage={"scale": "none"})
-    assert own == ["algorithm.loss.divisor = running, but objective dr_grpo has its own divisor; set it to own"]
-    (line,) = lines(loss={"divisor": "running", "aggregation": "response_mean"})
-    assert "response_mean is no mean over tokens" in line
     for name, args in (("cispo", {}), ("kl_cov", {"share": 0.1})):
         bonus = lines(objective={"name": name, "args": args}, entropy={"bonus_on": "clipped"})
         assert len(bonus) == 1 and "set bonus_on to all" in bonus[0]

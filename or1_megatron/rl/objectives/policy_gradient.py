@@ -39,9 +39,9 @@ class Surrogate:
 class PolicyGradientLoss(ABC):
     """The loss of every objective here; a subclass gives J:
 
-        s * sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
+        sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
 
-    s: ``token_share``; omega: the weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w:
+    omega: the weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w:
     ``correction_weights``; kl: ``kl_estimate``.
 
     ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
@@ -68,9 +68,6 @@ class PolicyGradientLoss(ABC):
     bonus_on: Literal["all", "clipped"] = "all"
     """clipped: only tokens whose J has no gradient get the bonus. Beyond the report: at N_SGD >= 4 a bonus on every
     token makes entropy unstable (RECIPE section 2)."""
-
-    token_share: float = 1.0
-    """T_k over what the loss is divided by (``rl.divisor``), which multiplies the loss; 1: it is T_k."""
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
@@ -117,7 +114,6 @@ class PolicyGradientLoss(ABC):
         if self.entropy_coefficient != 0.0:
             bonus = entropies if self.bonus_on == "all" else entropies * found.stopped
             loss = policy_loss - self.entropy_coefficient * weighted(bonus, tokens.weights).sum()
-        policy_loss, loss = self.token_share * policy_loss, self.token_share * loss
         sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropies.detach().sum()}
         return loss, sums | _ratio_sums(log_probs.detach(), tokens, found)
 

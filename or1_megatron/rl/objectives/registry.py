@@ -55,7 +55,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "bonus_on": "entropy.bonus_on",
 }
 """The key below ``algorithm`` that each common field takes its value from; ``clip_high`` may be a controller's."""
-_OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share", "token_share")
+_OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
 
 
 def find(name: str) -> type[Any]:
@@ -132,7 +132,6 @@ def make_objective(
     stale: bool = False,
     seed: int = 0,
     mean_length: float | None = None,
-    token_share: float = 1.0,
 ) -> Objective:
     """Return the objective of an SGD step, with the controllers' alpha_k and epsilon_high.
 
@@ -140,7 +139,6 @@ def make_objective(
         stale: the samples are from older weights than the policy's (``old_is_the_policy``).
         seed: of random choices.
         mean_length: counted tokens per response of the step's batch; None: the stage's ``max_response_tokens``.
-        token_share: counted tokens of the batch over what its loss is divided by.
 
     Raises ConfigError when ``algorithm.objective`` is wrong.
     """
@@ -153,7 +151,6 @@ def make_objective(
         "temperature": stage.temperature,
         "on_policy": stage.sgd_steps == 1 and old_is_the_policy(algorithm, stale),
         "seed": seed,
-        "token_share": token_share,
         "length_share": 1.0 if mean_length is None else mean_length / stage.max_response_tokens,
     }
     return build(algorithm.objective.name, settings, algorithm.objective.args)
@@ -189,15 +186,6 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
     for key in common:
         place = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
         yield f"algorithm.objective.args.{key}: this parameter is set by {place}; take it out here"
-    if algorithm.loss.divisor == "running":
-        if algorithm.loss.aggregation != "token_mean":
-            yield (
-                "algorithm.loss.divisor = running makes tokens of all steps count the same, but "
-                f"algorithm.loss.aggregation = {algorithm.loss.aggregation} is no mean over tokens; set it to "
-                "token_mean, or divisor to own"
-            )
-        if "token_share" not in known or name == "dr_grpo":
-            yield f"algorithm.loss.divisor = running, but objective {name} has its own divisor; set it to own"
     plain = AlgorithmConfig()
     asked = [(field, key, value_at(plain, key)) for field, key in _KEYS.items()]
     asked += [("clip_high", "loss.clip_high_control.delta", 0.0), ("entropy_coefficient", "entropy.mode", "off")]

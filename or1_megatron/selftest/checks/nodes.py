@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import or1_megatron
 import or1_verify
-from or1_megatron.runtime.gloo_interface import choose_gloo_interface
 from or1_megatron.runtime.world import choose_gloo_interface
 from or1_megatron.selftest.checks.devices import expected_rate
 from or1_megatron.selftest.one_check import CheckFailed, Context
