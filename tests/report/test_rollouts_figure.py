@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.report.console.rollouts import show_rollouts
-from or1_megatron.report.figures.run import draw_run, smoothed
+from or1_megatron.report.figures.run_picture import draw_run, smoothed
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, VersionSpan

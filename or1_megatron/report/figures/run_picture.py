@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
+from or1_megatron.report.recorded_config import entropy_target, read_config
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
@@ -67,16 +67,7 @@ def draw_run(run: Path, out: Path) -> None:
     rows = list(read_steps(folder.metrics).values())
     if not any("reward/mean" in row for row in rows):
         raise ValueError(f"{folder.metrics}: no finished step to draw yet")
-    write_atomically(out, picture(rows, _entropy_target(folder)).encode(), "the run's picture")
-
-
-def _entropy_target(folder: RunFolder) -> float | None:
-    """Return the target of the run's entropy control; None if it has none."""
-    if not folder.config.is_file():
-        return None
-    config = yaml.safe_load(folder.config.read_text()) or {}
-    entropy = config.get("algorithm", {}).get("entropy", {})
-    return float(entropy["target"]) if entropy.get("mode") == "adaptive" else None
+    write_atomically(out, picture(rows, entropy_target(read_config(folder))).encode(), "the run's picture")
 
 
 @styled
