@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
@@ -287,12 +286,20 @@ class VllmEngine:
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
-        self._sort(drain(self._engine))
+        self._finish_iterations()
         self._serving = False
         if self._updating:
             self._llm.collective_rpc("abandon_weight_update")
         self._updating = True
         self._llm.start_weight_update()
+
+    def _finish_iterations(self) -> None:
+        """Finish those that asynchronous scheduling has begun, with the old weights."""
+        self._engine.sleep(level=0, mode="keep")  # only the scheduler: no iteration is begun
+        under_way = self._engine.engine_core.engine_core.batch_queue  # None without asynchronous scheduling
+        while under_way:
+            self._iterate()
+        self._engine.wake_up(tags=["scheduling"])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights while the trainer sends; return when the last tensor is in the model."""
@@ -306,7 +313,11 @@ class VllmEngine:
                 received.
         """
         self._llm.finish_weight_update(str(version))
-        forget(self._engine, self._settings.config.old_kv_cache, f"engine {self._settings.index}, version {version}")
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):  # what is in flight is read anew
+            raise RuntimeError(
+                f"engine {self._settings.index}, version {version}: vLLM would not reset its prefix cache; some of its "
+                "blocks are still in use"
+            )
         self._updating = False
 
     def certify(self, version: int) -> None:

@@ -20,12 +20,12 @@ from ray.exceptions import RayError, RayTaskError
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.ray_errors import failure_of
-from or1_megatron.rollout.request_plan import RequestKey, union_s
+from or1_megatron.rollout.request_plan import RequestKey
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import Completion, Group, Request, RolloutReport
+from or1_megatron.types import Completion, Request, RolloutReport
 from or1_verify.config import VerifyConfig
 from or1_verify.pool.local import local_workers
 from or1_verify.pool.queue import VerifierPool
@@ -144,7 +144,7 @@ class RolloutManager:
         if not self._open:
             self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
-        return pack((groups, self._report(current, groups)))
+        return pack((groups, self._report(current)))
 
     async def finished_responses(self) -> bytes:
         """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
@@ -321,23 +321,19 @@ class RolloutManager:
             raise RolloutError(f"{what}: no rollout is under way")
         return self._open[ticket]
 
-    def _report(self, current: _UnderWay, groups: Sequence[Group]) -> RolloutReport:
+    def _report(self, current: _UnderWay) -> RolloutReport:
         assert self._verifiers is not None
         # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
         busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
         self._busy_s = [[] for _ in self._engines]
-        wanted = [completion for group in groups for completion in group.completions]
-        decoded_s = max(completion.finished_s for completion in wanted)  # before the start, if all were sampled then
-        return RolloutReport(
-            decode_s=union_s([interval for intervals in busy_s for interval in intervals]),
-            engine_busy_s=tuple(union_s(intervals) for intervals in busy_s),
+        finished_s = (made.finished_s for group in current.roll_out.result() for made in group.completions)
+        return current.roll_out.report(
+            busy_s,
             wall_s=current.judged_s - current.started_s,
-            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
-            response_tokens=sum(len(completion.token_ids) for completion in wanted),
-            verify_tail_s=max(0.0, current.judged_s - max(decoded_s, current.started_s)),
+            # They may have been sampled before the start.
+            verify_tail_s=max(0.0, current.judged_s - max(current.started_s, *finished_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
-            surplus_responses=current.roll_out.given - len(wanted),
             period_s=self._reported_s - since_s,
         )
 

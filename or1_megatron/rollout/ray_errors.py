@@ -14,14 +14,9 @@ _MORE_MEMORY = (
 
 
 def failure_of(error: RayError) -> str:
-    """Return what the actor raised, or why its process is gone."""
+    """Return what the actor raised, or why its process is gone, which may be that memory ran out."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
-    return why_died(error)
-
-
-def why_died(error: RayError) -> str:
-    """Return why an actor's process is gone; says so where Ray or the kernel killed it for memory."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
         numbers = re.search(r"was (\S+) used / (\S+) limit", text)

@@ -21,7 +21,6 @@ from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import make_sender
-from or1_megatron.interfaces import Rollouts
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -255,7 +254,7 @@ def serve_policy(
     return synced
 
 
-def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
+def run_console(config: Config, rollouts: RolloutsClient) -> RunConsole:
     """Return the console of the run, which shows it from here on."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy
