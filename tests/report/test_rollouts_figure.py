@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.report.console.rollouts import show_rollouts
-from or1_megatron.report.figures.run_picture import draw_run, smoothed
+from or1_megatron.report.figures.run_picture import draw_run
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, VersionSpan
@@ -147,12 +147,6 @@ def test_the_picture_shows_what_was_measured_and_is_reproducible(run: Path, step
     before = (run / "run.svg").read_bytes()
     draw_run(run, run / "run.svg")
     assert (run / "run.svg").read_bytes() == before
-
-
-def test_smoothing_by_hand() -> None:
-    """A mean over nine values, and at the ends over as many as lie on both sides."""
-    assert smoothed([0.0, 3.0, 9.0]) == [0.0, 4.0, 9.0]
-    assert smoothed([float(k * k) for k in range(11)])[4:6] == [204 / 9, 285 / 9]  # of 0 to 64, and of 1 to 81
 
 
 def test_a_picture_of_nothing_is_refused(run: Path) -> None:
