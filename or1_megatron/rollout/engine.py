@@ -15,7 +15,6 @@ flight too. After ``finish_weight_update`` it answers ``score_prompts``, with wh
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -407,16 +406,6 @@ def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
         if config.kv_cache_bytes is not None:
             options["kv_cache_memory_bytes"] = config.kv_cache_bytes
         return options
-    if config.kv_cache_bytes is None:
-        raise ValueError(
-            f"engine {settings.index} runs on CPU, where rollout.kv_cache_bytes must be set (e.g. 134217728): vLLM "
-            "would otherwise claim a fraction of all memory"
-        )
-    if config.tensor_parallel > 1 and not os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
-        raise ValueError(
-            f"engine {settings.index}: tensor_parallel = {config.tensor_parallel} on CPU needs "
-            "VLLM_CPU_OMP_THREADS_BIND, one group of cores per rank, e.g. '0|1'"
-        )
     return {
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, and gains nothing at this size

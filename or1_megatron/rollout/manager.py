@@ -94,7 +94,7 @@ class RolloutManager:
         self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, run_id: str | None = None) -> None:
@@ -178,7 +178,7 @@ class RolloutManager:
             await self._verifiers.close()
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Do what the scheduler asks for, and tell those who wait what has come true."""
+        """Do what the scheduler asks for, and wake those who wait."""
         left = deque(actions)
         while left:
             match action := left.popleft():
@@ -195,23 +195,18 @@ class RolloutManager:
         self._notice()
 
     def _notice(self) -> None:
-        """Wake those whose condition holds, or all after a failure."""
+        """Wake those who wait: their condition may hold."""
         for current in self._open.values():
             if current.roll_out.judged and not current.judged_s:
                 current.judged_s = time.time()
-        for wait in list(self._waits):
-            holds, woken = wait
-            if woken.done() or self._failure is not None or holds():
-                self._waits.remove(wait)
-                if not woken.done():
-                    woken.set_result(None)
+        self._changed.set()
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Return when ``holds`` or the manager has failed. Raises TimeoutError."""
-        woken = asyncio.get_running_loop().create_future()
-        self._waits.append((holds, woken))
-        self._notice()
-        await asyncio.wait_for(woken, max(timeout_s, 0.0))
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            while self._failure is None and not holds():
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
         """``engine``: the one that the scheduler meant. By now it may have a successor, which has been sent its own."""

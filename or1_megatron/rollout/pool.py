@@ -130,8 +130,6 @@ class EnginePool:
         """
         from or1_megatron.rollout.engine import EngineSettings
 
-        if places is not None and len(places) != config.engines:
-            raise ValueError(f"{len(places)} places for rollout.engines = {config.engines}")
         if on_cpu and config.kv_cache_bytes is None:
             raise EngineError(
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
@@ -139,8 +137,6 @@ class EnginePool:
             )
         if refused := refusals(config.engine_args):  # ranks that torchrun has started come here unchecked
             raise EngineError("\n".join(refused.values()))
-        if config.placement == "colocated" and not on_cpu and places is None:
-            raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
         self._config, self._run_id, self._on_cpu, self._on_restart = config, run_id, on_cpu, on_restart
         self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()

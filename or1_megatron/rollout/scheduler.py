@@ -91,7 +91,7 @@ class RollOut:
 
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
-        return [self.groups[index] for index in range(self.budget.needed)]
+        return [self.groups[index] for index in range(self.budget.limit)]
 
     def report(self, busy_s: Sequence[Sequence[tuple[float, float]]], **measured: Any) -> RolloutReport:
         """Return the report on the result.
