@@ -132,8 +132,8 @@ class RolloutsClient:
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
         seeds = [request.seed for request in requests]
         if not urgent:
-            for each in seeds:
-                self._reused.pop(each, None)
+            for seed in seeds:
+                self._reused.pop(seed, None)
         ticket = next(self._tickets)
         self._asked[ticket] = _Asked(batch, seeds, of_manager, reused, urgent)
         return ticket
@@ -143,14 +143,14 @@ class RolloutsClient:
 
         Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
         """
-        found = [(each, self._reused[each.seed]) for each in requests if each.seed in self._reused]
-        same = [made for request, made in found if made.request_digest == request_digest(request)]
-        if len(same) < len(found):
+        known = [(request, self._reused[request.seed]) for request in requests if request.seed in self._reused]
+        same = [made for request, made in known if made.request_digest == request_digest(request)]
+        if len(same) < len(known):
             log.warning(
                 "%d of %d responses that were sampled before the checkpoint are sampled anew: another prompt or "
                 "sampling has their seeds now, or an older version wrote them",
-                len(found) - len(same),
-                len(found),
+                len(known) - len(same),
+                len(known),
             )
         return same
 
@@ -160,8 +160,8 @@ class RolloutsClient:
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
-        found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
-        groups, report = unpack(found)
+        answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
+        groups, report = unpack(answer)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
@@ -173,7 +173,7 @@ class RolloutsClient:
     def trained(self) -> None:
         """Say that what ``collect`` returned is trained, and that all rollouts that may go before are asked."""
         self._collected.clear()
-        if all(each.urgent for each in self._asked.values()):
+        if all(asked.urgent for asked in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
 
     def progress(self) -> tuple[int, int]:
@@ -188,14 +188,14 @@ class RolloutsClient:
         """Return the packed finished responses. Without those that the manager has if it does not answer: they are
         sampled again, and no checkpoint fails for them."""
         finished = [*self._reused.values(), *self._collected]
-        under_way = [each for each in self._asked.values() if not each.urgent]
+        under_way = [asked for asked in self._asked.values() if not asked.urgent]
         try:
             if under_way:
                 finished += unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
-        seeds = {each.seed for each in finished}
-        finished += [each for asked in under_way for each in asked.reused if each.seed not in seeds]
+        seeds = {made.seed for made in finished}
+        finished += [made for asked in under_way for made in asked.reused if made.seed not in seeds]
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
@@ -205,7 +205,7 @@ class RolloutsClient:
         """
         try:
             finished = {
-                each.seed: each for each in unpack(responses) if version is None or _versions(each) == {version}
+                made.seed: made for made in unpack(responses) if version is None or _versions(made) == {version}
             }
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)

@@ -219,7 +219,7 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
 
     Raises ClusterError when one is still there after ``timeout_s``.
     """
-    found: set[str] = set()
+    ended: set[str] = set()
     deadline = time.monotonic() + timeout_s
     while True:
         left = [
@@ -228,8 +228,8 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
             if actor["namespace"] == namespace(run_id)
         ]
         if not left:
-            return len(found)
-        found.update(left)
+            return len(ended)
+        ended.update(left)
         for name in left:
             try:
                 ray.kill(ray.get_actor(name, namespace=namespace(run_id)))

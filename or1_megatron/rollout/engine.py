@@ -229,12 +229,12 @@ class VllmEngine:
                 "end, so that old and new ones may be mixed; a complete handoff mends that"
             )
         self._probed = token_ids[0] if len(token_ids) else None
-        found = []
+        scores = []
         for index, ids in enumerate(token_ids):
             last = self._score_last(ids) if index == 0 else []
             afresh = self._score_afresh(ids[:-1] if index == 0 else ids)
-            found.append(np.array([*afresh, *last], dtype=np.float32))
-        return found
+            scores.append(np.array([*afresh, *last], dtype=np.float32))
+        return scores
 
     def _score_last(self, token_ids: Int32Array) -> list[float]:
         """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""

@@ -133,7 +133,7 @@ class EngineSampler:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
             if time.monotonic() - completed_s > self._timeout_s:
-                left = ", ".join(f"engine {each.index}: {len(each.in_flight)}" for each in engines if each.in_flight)
+                left = ", ".join(f"engine {one.index}: {len(one.in_flight)}" for one in engines if one.in_flight)
                 raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
                 engine = harvests.pop(call)

@@ -122,7 +122,7 @@ class RolloutManager:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        self._recalled.update((each.seed, each) for part in recalled for each in unpack(part))
+        self._recalled.update((made.seed, made) for part in recalled for made in unpack(part))
         try:
             ticket, actions = self._scheduler.begin(**unpack(batch))
         except ValueError as error:
@@ -149,7 +149,7 @@ class RolloutManager:
     async def finished_responses(self) -> bytes:
         """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
-        return pack([made for each in roll_outs if not each.urgent for made in each.completions.values()])
+        return pack([made for roll_out in roll_outs if not roll_out.urgent for made in roll_out.completions.values()])
 
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first

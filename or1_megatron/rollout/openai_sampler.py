@@ -121,8 +121,8 @@ def _read_body(reply: Any, deadline_s: float) -> bytes:
     while part := reply.read1(1 << 16):
         body += part
         if len(body) > _LONGEST_BODY:
-            found = f"more than {_LONGEST_BODY} bytes: {_shown(body[:2000])}"
-            raise _NoCompletion(f"expected a chat completion, found {found}")
+            more = f"more than {_LONGEST_BODY} bytes: {_shown(body[:2000])}"
+            raise _NoCompletion(f"expected a chat completion, found {more}")
         if time.monotonic() > deadline_s:
             raise TimeoutError
     return bytes(body)

@@ -47,11 +47,11 @@ class KernelKills:
         """Read the counter of this process's cgroup, which engines share and sandboxes do not; else the machine's."""
         for file in self._counters:
             try:
-                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
             except OSError:
                 continue
-            if found is not None:
-                return int(found[1])
+            if counted is not None:
+                return int(counted[1])
         return 0
 
 
