@@ -64,8 +64,7 @@ class RolloutsClient:
     ) -> None:
         """
         Args:
-            start: starts a manager over the pool's present engines, and takes its number, from 0. From 1 on engines
-                may die. Raises RolloutError.
+            start: starts a manager over the pool's present engines, and takes its number, from 0. Raises RolloutError.
             stop: true once the run has been asked to stop; waits then end with ``Stopped``.
         """
         self._start, self._pool = start, pool
@@ -89,7 +88,7 @@ class RolloutsClient:
         on_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """Let an engine's or the manager's death end no rollout from now on.
+        """Let an engine's or the manager's death end no wait from now on.
 
         Args:
             revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
@@ -98,7 +97,6 @@ class RolloutsClient:
                 nothing: they give up all requests first, and another manager asks for them again.
         """
         self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
-        self._call("expect_successors")
 
     def rejoin(self, engines: Sequence[Any]) -> None:
         """Pass on the handles of all engines, after some have been replaced and serve again."""
@@ -228,11 +226,12 @@ class RolloutsClient:
         except RayError as error:
             raise RolloutError(f"the RolloutManager did not answer '{method}': {failure_of(error)}") from error
 
-    def _engines_lost(self) -> bool:
+    def _engines_lost(self) -> Mapping[int, str]:
         try:
-            return bool(self._call("engines_lost", timeout_s=_PROGRESS_S))
+            lost: Mapping[int, str] = self._call("engines_lost", timeout_s=_PROGRESS_S)
         except RolloutError:
-            return False  # asked again soon; the manager's own death ends the wait
+            return {}  # asked again soon; the manager's own death ends the wait
+        return lost
 
     def _of_manager(self, ticket: int | None) -> int | None:
         """Return the present manager's ticket of a rollout; None: it does not know the rollout, and says so."""
@@ -259,7 +258,10 @@ class RolloutsClient:
             if self._stop():
                 raise Stopped("rollout abandoned: the run has been asked to stop")
             check_ray(ASK_EVERY_S)
-            if self._revive is not None and self._engines_lost():
+            if lost := self._engines_lost():
+                if self._revive is None:
+                    died = (f"engine {index} died during the rollout: {why}" for index, why in lost.items())
+                    raise RolloutError("; ".join(died))
                 if self._in_turns:
                     self._ask_again()
                     return False
@@ -321,7 +323,6 @@ def start_rollouts(
     verify: VerifyConfig,
     abilities: frozenset[str],
     run_id: str,
-    ray_options: Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
     answer_s: float = ANSWER_S,
 ) -> RolloutsClient:
@@ -329,7 +330,6 @@ def start_rollouts(
 
     Args:
         abilities: those of the problems that will come, e.g. {"math"}.
-        ray_options: for manager and verifiers, e.g. a scheduling strategy.
         stop: true once the run has been asked to stop.
         answer_s: as for ``RolloutManager``.
 
@@ -341,20 +341,10 @@ def start_rollouts(
 
     def start(number: int) -> Any:
         name = "rollout-manager" + (f"-restart-{number}" if number else "")
-        options = {"name": name, "namespace": namespace(run_id), **(ray_options or {})}
-        manager = ManagerActor.options(**options).remote(
-            engines.handles,
-            config.max_concurrent,
-            verify,
-            abilities,
-            dict(ray_options or {}),
-            config.step_timeout_s,
-            number,
-            answer_s,
+        manager = ManagerActor.options(name=name, namespace=namespace(run_id)).remote(
+            engines.handles, config.max_concurrent, verify, abilities, config.step_timeout_s, number, answer_s
         )
         try:
-            if number:  # first: an engine may be lost, too
-                manager.expect_successors.remote()
             started_call = manager.start.remote(run_id)
             if not wait_for([started_call], timeout_s):
                 raise RolloutError(

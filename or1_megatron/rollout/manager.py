@@ -66,7 +66,6 @@ class RolloutManager:
         max_concurrent: int,
         verify: VerifyConfig,
         abilities: frozenset[str],
-        ray_options: Mapping[str, Any],
         step_timeout_s: float,
         number: int = 0,
         answer_s: float = ANSWER_S,
@@ -75,7 +74,6 @@ class RolloutManager:
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
-            ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
             number: of the run's managers; the engines do nothing for one whose successor they have heard from.
             answer_s: an engine that has answered once, and then does not for this long, is killed.
         """
@@ -83,11 +81,10 @@ class RolloutManager:
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._successors = False
+        self._why_lost: dict[int, str] = {}  # by engine that has no successor yet
         self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
         self._verify = verify
         self._abilities = abilities
-        self._ray_options = ray_options
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
@@ -99,11 +96,7 @@ class RolloutManager:
 
     async def start(self, run_id: str | None = None) -> None:
         """Start the verifiers, and with ``run_id`` the signs of life. Raises what a verifier's construction raises."""
-        make = (
-            local_workers(self._verify, self._abilities)
-            if on_one_node()
-            else ray_workers(self._verify, self._abilities, self._ray_options)
-        )
+        make = (local_workers if on_one_node() else ray_workers)(self._verify, self._abilities)
         if run_id is not None:
             self._spawn(beat_on_loop(Heartbeat(beats_folder(run_id), "the RolloutManager", "serving", long=False)))
         self._verifiers = VerifierPool(self._verify, self._abilities, make)
@@ -155,17 +148,16 @@ class RolloutManager:
         first = self._scheduler.first
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
-    async def expect_successors(self) -> None:
-        """Let an engine's death fail nothing from now on: it will be replaced (``rejoin``)."""
-        self._successors = True
-
-    async def engines_lost(self) -> list[int]:
-        return sorted(self._scheduler.lost)
+    async def engines_lost(self) -> dict[int, str]:
+        """Return the engines that have died and are not replaced (``rejoin``), with the reason."""
+        return self._why_lost
 
     async def rejoin(self, engines: Sequence[Any]) -> None:
         """Use these handles of all engines; new ones serve again."""
         new = [index for index, engine in enumerate(engines) if engine != self._engines[index]]
         self._engines = list(engines)
+        for index in new:
+            self._why_lost.pop(index, None)
         self._perform(self._scheduler.rejoin(new))
         for index in new:
             self._spawn(self._drain(index))
@@ -242,13 +234,11 @@ class RolloutManager:
         answered = isinstance(error, RayTaskError)
         if not answered:  # it may live and only be out of reach, and its requests are sampled elsewhere
             ray.kill(engine, no_restart=True)
-        gone = not answered or isinstance(error.cause, EngineFailed)
-        if gone and self._successors:
-            if self._engines[index] == engine:
-                self._perform(self._scheduler.lose(index))
-        else:
-            died = "" if answered else " died during the rollout"
-            self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
+        if answered and not isinstance(error.cause, EngineFailed):
+            self._fail(RolloutError(f"engine {index}: {failure_of(error)}"))
+        elif self._engines[index] == engine:
+            self._why_lost.setdefault(index, failure_of(error))
+            self._perform(self._scheduler.lose(index))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
         engine = self._engines[index]

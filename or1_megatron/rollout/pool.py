@@ -145,7 +145,6 @@ class EnginePool:
             EngineSettings(index, model, dtype, max_model_tokens, config, weight_transfer)
             for index in range(config.engines)
         ]
-        self.node_ids: list[str] = []
         self.restarts = [0] * config.engines
         """How often each engine was restarted."""
         self.handles = [self._start(settings) for settings in self._settings]
@@ -165,7 +164,7 @@ class EnginePool:
         timeout_s, reason = self._deadline
         left_s = timeout_s - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
-        self.node_ids = gather(calls, max(left_s, 0.1), "start", reason)
+        gather(calls, max(left_s, 0.1), "start", reason)
 
     def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
         """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.

@@ -90,7 +90,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 @asynccontextmanager
 async def managed(engines: list[Any]) -> Any:
     """A manager over these engines; those that are added to the list are ended with it."""
-    manager = RolloutManager(engines, 16, VerifyConfig(workers=1), frozenset({"math"}), {}, PATIENCE_S)
+    manager = RolloutManager(engines, 16, VerifyConfig(workers=1), frozenset({"math"}), PATIENCE_S)
     await manager.start()
     try:
         yield manager
@@ -151,7 +151,7 @@ async def finished(manager: RolloutManager, count: int) -> bool:
 
 
 async def is_lost(manager: RolloutManager) -> bool:
-    return await manager.engines_lost() == [0]
+    return list(await manager.engines_lost()) == [0]
 
 
 async def has_ended(manager: RolloutManager, drains: int) -> bool:
@@ -168,7 +168,6 @@ def test_an_engine_is_lost_over_a_handoff(ray_cluster: None, how: str) -> None:
     async def run() -> None:
         engines = [start_engine() for _ in range(2)]
         async with managed(engines) as manager:
-            await manager.expect_successors()
             old, other = engines
             for answered in range(4):
                 await manager.roll_out(batch(answered))
@@ -203,7 +202,6 @@ def test_requests_on_their_way_to_a_lost_engine_do_not_reach_its_successor(ray_c
     async def run() -> None:
         engines = [start_engine() for _ in range(2)]
         async with managed(engines) as manager:
-            await manager.expect_successors()
             await manager.roll_out(batch(1))
             engines.append(successor := start_engine())
             await manager.rejoin([successor, engines[1]])  # no call was made yet: neither method waits

@@ -324,8 +324,6 @@ def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_
     ray.kill(pool.handles[0], no_restart=True)
     with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
         client.collect()
-    with pytest.raises(RolloutError, match="engine 0 died"):
-        client.roll_out(PROMPTS, 1, SAMPLING, seed=4)
     client.close()
     pool.close()
 
@@ -365,13 +363,12 @@ def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) 
 
     engines = [ray.remote(Lives).options(num_cpus=0).remote() for _ in range(2)]
     assert lost_engines(engines) == {}
-    manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), {}, 60.0)
-    asyncio.run(manager.expect_successors())
+    manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), 60.0)
     manager._engine_failed(0, engines[0], ActorUnavailableError("connection reset", None))
     manager._engine_failed(1, engines[1], RayTaskError("harvest", "", EngineFailed("out of memory")))
     while not (lost := lost_engines(engines)):  # a killed process may answer once more before it ends
         pass
-    assert list(lost) == [0] and asyncio.run(manager.engines_lost()) == [0, 1]
+    assert list(lost) == [0] and list(asyncio.run(manager.engines_lost())) == [0, 1]
     ray.kill(engines[1], no_restart=True)
 
 
