@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,6 @@ class _Asked:
     """A rollout under way, as it can be asked for again."""
 
     batch: bytes
-    seeds: list[int]
     of_manager: int
     """The present manager's ticket."""
     reused: list[Completion]
@@ -123,20 +122,19 @@ class RolloutsClient:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
         batch = pack(arguments | {"rule": rule, "urgent": urgent})
-        requests = list(plan_requests(prompts, group_size, sampling, seed).values())
-        self._progress = (0, len(requests))
-        reused = [] if urgent else self._sampled_before(requests)
+        self._progress = (0, len(prompts) * group_size)
+        may_reuse = self._reused and not urgent
+        requests = plan_requests(prompts, group_size, sampling, seed).values() if may_reuse else ()
+        reused = self._sampled_before(requests)
         known = [pack(reused)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
-        seeds = [request.seed for request in requests]
-        if not urgent:
-            for seed in seeds:
-                self._reused.pop(seed, None)
+        for request in requests:
+            self._reused.pop(request.seed, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager, reused, urgent)
+        self._asked[ticket] = _Asked(batch, of_manager, reused, urgent)
         return ticket
 
-    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion]:
+    def _sampled_before(self, requests: Iterable[Request]) -> list[Completion]:
         """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
 
         Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
@@ -163,8 +161,6 @@ class RolloutsClient:
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
-        for engine in self._pool.handles:
-            engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
         return groups, report
 

@@ -137,6 +137,9 @@ class RolloutManager:
         if not self._open:
             self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
+        seeds = [request.seed for request in current.roll_out.requests.values()]
+        for engine in self._engines:
+            engine.release.remote(seeds)  # nobody waits for it
         return pack((groups, self._report(current)))
 
     async def finished_responses(self) -> bytes:

@@ -47,6 +47,9 @@ def start_engine() -> Any:
         async def harvest(self, wait_s: float, keep: bool, caller: int) -> bytes:
             return await self.told.get()
 
+        async def release(self, seeds: list[int]) -> None:
+            """Forget nothing: the manager calls it after each rollout."""
+
         async def say(self, harvest: bytes) -> None:
             await self.told.put(harvest)
 
