@@ -261,39 +261,6 @@ def test_an_answer_to_what_was_not_asked() -> None:
         scheduler.begin(prompts(2), 1, SAMPLING, 1)
 
 
-def test_what_two_lost_engines_had_does_not_stand_in_the_way() -> None:
-    """3 of 8 prompts wanted, one sample each, four engines with one place. After engines 0 and 3 are lost, in this
-    order, prompts 0 and 3 wait; 1, 2 and 4 are right, so that 3 may not be needed, and 0 is sampled all the same."""
-    scheduler = Scheduler(4, 1)
-    ticket, actions = scheduler.begin(prompts(8), 1, SAMPLING, 1, RefillRule(3, right))
-    held = {a.engine: list(a.requests) for a in actions if isinstance(a, Submit)}
-    assert {engine: sent[0].prompt.problem.id for engine, sent in held.items()} == {n: f"p{n}" for n in range(4)}
-    for engine in (0, 3):
-        for action in scheduler.lose(engine):
-            assert isinstance(action, Submit)
-            held[action.engine] += action.requests
-    seen = []
-    for _ in range(8):
-        for engine in (1, 2):
-            if scheduler.at(ticket).judged or not held[engine]:
-                continue
-            request = held[engine].pop(0)
-            seen.append(request.prompt.problem.id)
-            for action in scheduler.finished(engine, [answer(request, engine)]):
-                match action:
-                    case Submit(to, requests):
-                        held[to] += requests
-                    case Judge(_, key, _):
-                        for more in scheduler.judged(ticket, key, Verdict(1.0, "right", "", "", 0.0)):
-                            match more:
-                                case Submit(to, requests):
-                                    held[to] += requests
-                                case Abort(of, seeds):
-                                    held[of] = [each for each in held[of] if each.seed not in seeds]
-                                    scheduler.aborted(of, seeds)
-    assert scheduler.at(ticket).judged and len(scheduler.end(ticket).result()) == 3 and "p0" in seen
-
-
 def test_a_simulated_handoff() -> None:
     """Lengths 4 and 8; an iteration takes 1 s alone, 2 s with two. After 4 s both have 2 tokens, the handoff takes 1 s;
     at 9 s the first ends; the second then has 4 of 8 and needs 1 s for each of the others. plan/ has more by hand."""
