@@ -223,7 +223,7 @@ def sampled(
 
 
 def checkpoint(rollouts: RolloutsClient, seed: int) -> tuple[bytes, dict[int, float]]:
-    """Sample PROMPTS, and return what a checkpoint before the update has: the responses, and when each ended, by seed."""
+    """Sample PROMPTS, and return what a checkpoint before the update has: responses, and when they ended, by seed."""
     made = sampled(rollouts, PROMPTS, seed)
     saved = rollouts.finished_responses()
     rollouts.trained()
