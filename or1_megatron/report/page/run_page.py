@@ -18,7 +18,7 @@ from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import packets
 from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, thinned
-from or1_megatron.report.page.tokens import TokenTexts, find_token_texts
+from or1_megatron.report.page.tokens import TOKENIZER, TokenTexts
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS
@@ -168,21 +168,21 @@ def _text_packets(
     packed: dict[int, str] = {}
     for number, rows in chosen.groupby("run"):
         recording = recordings[number]
-        tokens, why = _tokenizer_of(recording, tokenizer)
+        tokens = _tokenizer_of(recording, tokenizer)
         if tokens is None:
             notes.append(
-                f"{recording.label}: its tokens have no text, since no tokenizer was found ({why}); name its folder "
-                "with --tokenizer"
+                f"{recording.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
+                "name its folder with --tokenizer"
             )
         packed |= packets(recording.files, rows, tokens)
     return packed
 
 
-def _tokenizer_of(recording: Recording, given: Path | None) -> tuple[TokenTexts | None, str]:
+def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None:
     if given is not None:
-        return TokenTexts(given), ""
-    candidates = [RunFolder(recording.path).hf] + ([] if recording.model is None else [recording.model])
-    return find_token_texts(candidates)
+        return TokenTexts(given)
+    folders = [RunFolder(recording.path).hf, *([] if recording.model is None else [recording.model])]
+    return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
 def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> dict[int, str]:

@@ -48,14 +48,3 @@ class TokenTexts:
             texts.append(text)
             first = place + 1
         return "".join(texts), np.array([len(text.encode("utf-16-le")) // 2 for text in texts], dtype=np.uint16)
-
-
-def find_token_texts(candidates: Sequence[Path]) -> tuple[TokenTexts | None, str]:
-    """Return (the token texts of the first folder with a tokenizer, or None, and why no folder could be used)."""
-    said = []
-    for folder in candidates:
-        try:
-            return TokenTexts(folder), ""
-        except (FileNotFoundError, ValueError) as error:
-            said.append(str(error))
-    return None, "; ".join(said)
