@@ -14,7 +14,6 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from or1_megatron.interfaces import Observer
 from or1_megatron.report.console.format import duration, fraction, number, quantity
 from or1_megatron.report.console.summary import show_summary
 from or1_megatron.types import EvaluationResult
@@ -51,7 +50,7 @@ def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]
     return Console(force_terminal=False, no_color=True, width=120, soft_wrap=True), False
 
 
-class RunConsole(Observer):
+class RunConsole:
     """The Tracker and Observer that print a run."""
 
     def __init__(
@@ -101,6 +100,9 @@ class RunConsole(Observer):
         with self._lock:  # a task's total cannot be unset, so each verb gets a new one
             self._bar.remove_task(self._task)
             self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
+
+    def rolled_out(self, *_: object, **__: object) -> None:
+        """Ignore: the step's metrics say enough."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's line. Metrics without a rollout (step 0) have none."""
