@@ -104,7 +104,7 @@ class SimulatedEngine:
         self.clock = clock
         self.now_s = 0.0
         self.version = 0
-        self.iteration = self.decoded = self.preempted = 0
+        self.iteration = self.preempted = 0
         self.busy: list[tuple[float, float]] = []
         """(start, end) of the periods in which it worked."""
         self.parts = [0.0] * len(PARTS)
@@ -234,7 +234,6 @@ class SimulatedEngine:
         self._work(spent)
         self.iteration += count
         self._tokens += count * running
-        self.decoded += count * running
 
     def _work(self, seconds: float) -> None:
         if seconds:
