@@ -59,16 +59,31 @@ class RolloutsClient:
     """
 
     def __init__(
-        self, start: Callable[..., Any], pool: EnginePool, config: RolloutConfig, stop: Callable[[], bool]
+        self,
+        engines: EnginePool,
+        config: RolloutConfig,
+        verify: VerifyConfig,
+        abilities: frozenset[str],
+        run_id: str,
+        stop: Callable[[], bool] = lambda: False,
+        answer_s: float = ANSWER_S,
     ) -> None:
-        """
+        """Start the RolloutManager and its verifiers over engines that need not be up yet.
+
         Args:
-            start: starts a manager over the pool's present engines, and takes its number, from 0. Raises RolloutError.
+            abilities: those of the problems that will come, e.g. {"math"}.
             stop: true once the run has been asked to stop; waits then end with ``Stopped``.
+            answer_s: as for ``RolloutManager``.
+
+        Raises:
+            RolloutError: the manager or a verifier did not start.
+            RayLost: Ray was lost meanwhile.
         """
-        self._start, self._pool = start, pool
+        self._pool, self._config, self._run_id = engines, config, run_id
+        self._manager_settings = config.max_concurrent, verify, abilities, config.step_timeout_s
+        self._answer_s = answer_s
         self._number = 0
-        self._manager = start(0)
+        self._manager = self._start_manager()
         self._stop = stop
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
@@ -290,12 +305,30 @@ class RolloutsClient:
         ray.kill(self._manager, no_restart=True)
         self._number += 1
         finished = [part for engine in self._pool.handles for part in self._recall(engine)]
-        self._manager = self._start(self._number)
+        self._manager = self._start_manager()
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
             asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
             finished = []
+
+    def _start_manager(self) -> Any:
+        """Start the manager of this number over the pool's present engines."""
+        name = "rollout-manager" + (f"-restart-{self._number}" if self._number else "")
+        manager = ManagerActor.options(name=name, namespace=namespace(self._run_id)).remote(
+            self._pool.handles, *self._manager_settings, self._number, self._answer_s
+        )
+        timeout_s = self._config.start_timeout_s or START_S
+        try:
+            started_call = manager.start.remote(self._run_id)
+            if not wait_for([started_call], timeout_s):
+                raise RolloutError(
+                    f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
+                )
+            ray.get(started_call)
+        except RayError as error:
+            raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
+        return manager
 
     def _recall(self, engine: Any) -> list[bytes]:
         """Have an engine give up what it decodes for the lost manager, and return what it has finished, packed.
@@ -311,44 +344,3 @@ class RolloutsClient:
 
 def _versions(made: Completion) -> set[int]:
     return {span.version for span in made.versions}
-
-
-def start_rollouts(
-    engines: EnginePool,
-    config: RolloutConfig,
-    verify: VerifyConfig,
-    abilities: frozenset[str],
-    run_id: str,
-    stop: Callable[[], bool] = lambda: False,
-    answer_s: float = ANSWER_S,
-) -> RolloutsClient:
-    """Start the RolloutManager and its verifiers over engines that need not be up yet.
-
-    Args:
-        abilities: those of the problems that will come, e.g. {"math"}.
-        stop: true once the run has been asked to stop.
-        answer_s: as for ``RolloutManager``.
-
-    Raises:
-        RolloutError: the manager or a verifier did not start.
-        RayLost: Ray was lost meanwhile.
-    """
-    timeout_s = config.start_timeout_s or START_S
-
-    def start(number: int) -> Any:
-        name = "rollout-manager" + (f"-restart-{number}" if number else "")
-        manager = ManagerActor.options(name=name, namespace=namespace(run_id)).remote(
-            engines.handles, config.max_concurrent, verify, abilities, config.step_timeout_s, number, answer_s
-        )
-        try:
-            started_call = manager.start.remote(run_id)
-            if not wait_for([started_call], timeout_s):
-                raise RolloutError(
-                    f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
-                )
-            ray.get(started_call)
-        except RayError as error:
-            raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
-        return manager
-
-    return RolloutsClient(start, engines, config, stop)

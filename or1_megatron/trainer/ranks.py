@@ -32,7 +32,7 @@ from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
-from or1_megatron.rollout.client import RolloutsClient, start_rollouts
+from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
@@ -210,7 +210,7 @@ def start_sampling(
     stack: ExitStack,
 ) -> RolloutsClient:
     """Start the RolloutManager over the engines, which sleep from now on where they take turns with the trainer."""
-    rollouts = start_rollouts(
+    rollouts = RolloutsClient(
         engines, sized_rollout(config), config.verify, abilities, folder.run_id, stop=stop.requested
     )
     stack.callback(rollouts.close)

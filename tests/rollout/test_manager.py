@@ -20,7 +20,7 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from waiting import PATIENCE_S, wait_until
 
-from or1_megatron.rollout.client import RolloutsClient, start_rollouts
+from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import lost_engines
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
@@ -36,7 +36,7 @@ PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}
 
 @pytest.fixture(scope="module")
 def shared_client(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
-    client = start_rollouts(engine_pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), RUN_ID)
+    client = RolloutsClient(engine_pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), RUN_ID)
     yield client
     client.close()
 
@@ -301,7 +301,7 @@ def test_a_checkpoint_s_responses_wait_for_a_step_that_is_asked_late(rollouts: R
 
 def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
     config = rollout_config(step_timeout_s=0.02)
-    client = start_rollouts(engine_pool, config, VerifyConfig(workers=1), frozenset({"math"}), f"{RUN_ID}-hasty")
+    client = RolloutsClient(engine_pool, config, VerifyConfig(workers=1), frozenset({"math"}), f"{RUN_ID}-hasty")
     client.roll_out(PROMPTS, 8, Sampling(1.0, 1.0, 100), seed=3)
     with pytest.raises(
         RolloutError, match=r"step_timeout_s = 0.02 s, \d+ of 40 .*problem\d sample \d+ \(on engine \d\)"
@@ -318,7 +318,7 @@ def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_
     run_id = f"{RUN_ID}-dies"
     config = rollout_config(engines=1)
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
-    client = start_rollouts(pool, config, VerifyConfig(workers=1), frozenset({"math"}), run_id)
+    client = RolloutsClient(pool, config, VerifyConfig(workers=1), frozenset({"math"}), run_id)
     pool.wait_ready()
     client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
     ray.kill(pool.handles[0], no_restart=True)
@@ -335,7 +335,7 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
     config = rollout_config(engines=1)
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
     verify = VerifyConfig(workers=1)
-    client = start_rollouts(pool, config, verify, frozenset({"math"}), run_id, answer_s=15.0)
+    client = RolloutsClient(pool, config, verify, frozenset({"math"}), run_id, answer_s=15.0)
     pool.wait_ready()
     client.roll_out(PROMPTS, 1, SAMPLING, seed=2)
     assert len(client.collect()[0]) == 5
