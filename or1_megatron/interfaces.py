@@ -236,9 +236,6 @@ class Rollouts(Protocol):
         """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. What is left of
         ``reuse`` goes, too, if no rollout is under way: nobody asks for it any more."""
 
-    def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested) of the rollout that comes first, without waiting."""
-
     def finished_responses(self) -> bytes:
         """Return the responses of the rollouts under way that have been sampled, those that were collected and are not
         ``trained``, and those given to ``reuse`` and not yet asked, packed (``runtime.message``); empty: there is

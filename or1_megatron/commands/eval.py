@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from or1_megatron.commands.errors import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
-from or1_megatron.report.comparison import comparison_page, show_comparison
+from or1_megatron.report.comparison import comparison_page
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from or1_verify.verifier_threads import VerifierThreads
 
 _DAY = "%Y-%m-%d"
+_SHOWN_PROBLEMS = 20
+"""Problems per table of a comparison on the console; its page has all."""
 
 
 def evaluate(
@@ -155,7 +158,7 @@ def compare_evaluations(first: Path, second: Path, out: Path | None, console: Co
     from or1_megatron.evaluate.comparison import compare
 
     found = asdict(compare(first, second))
-    show_comparison(found, console)
+    console.print(Markdown(comparison_page(found, _SHOWN_PROBLEMS)))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "comparison.md", comparison_page(found).encode(), "the comparison")

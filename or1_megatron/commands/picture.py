@@ -17,6 +17,6 @@ def picture(
 ) -> None:
     """Draw a run: accuracy, entropy against its target, length and truncation over the steps."""
     with explained(FileNotFoundError, ValueError):
-        from or1_megatron.report.figures.run import draw_run
+        from or1_megatron.report.figures.run_picture import draw_run
 
         draw_run(run, out)

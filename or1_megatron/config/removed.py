@@ -22,6 +22,11 @@ REMOVED: Final = {
     "rollout.tail": Removed("wait", _DEFERRING),
     "rollout.tail_share": Removed(0.25, _DEFERRING),
     "rollout.continued": Removed("none", _DEFERRING),
+    "rollout.old_kv_cache": Removed(
+        "recompute",
+        "new weights always read the responses in flight anew: with the old keys and values the rest of a response was "
+        "sampled from no version's model; take the key out",
+    ),
     "rollout.speculation": Removed(
         None,
         "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "

@@ -170,9 +170,6 @@ class RolloutConfig(Section):
     """Deadline for the engines to start. Unset: 600 s, and the time to read the model's weights at 0.2 GB/s."""
     max_engine_restarts: NonNegative = 2
     """How often each engine is started again when it dies, before its death ends the run. Unit: restarts."""
-    old_kv_cache: Literal["recompute", "keep"] = "recompute"
-    """For responses in flight during a handoff. recompute: the new weights read them anew; keep: the old weights' keys
-    and values stay, which is cheaper, and the rest of the response is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
     """A rollout that takes longer ends the run, naming the requests that are still out."""
     max_staleness: NonNegative = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,6 @@ class _Asked:
     """A rollout under way, as it can be asked for again."""
 
     batch: bytes
-    seeds: list[int]
     of_manager: int
     """The present manager's ticket."""
     reused: list[Completion]
@@ -60,17 +59,31 @@ class RolloutsClient:
     """
 
     def __init__(
-        self, start: Callable[..., Any], pool: EnginePool, config: RolloutConfig, stop: Callable[[], bool]
+        self,
+        engines: EnginePool,
+        config: RolloutConfig,
+        verify: VerifyConfig,
+        abilities: frozenset[str],
+        run_id: str,
+        stop: Callable[[], bool] = lambda: False,
+        answer_s: float = ANSWER_S,
     ) -> None:
-        """
+        """Start the RolloutManager and its verifiers over engines that need not be up yet.
+
         Args:
-            start: starts a manager over the pool's present engines, and takes its number, from 0. From 1 on engines
-                may die. Raises RolloutError.
+            abilities: those of the problems that will come, e.g. {"math"}.
             stop: true once the run has been asked to stop; waits then end with ``Stopped``.
+            answer_s: as for ``RolloutManager``.
+
+        Raises:
+            RolloutError: the manager or a verifier did not start.
+            RayLost: Ray was lost meanwhile.
         """
-        self._start, self._pool = start, pool
+        self._pool, self._config, self._run_id = engines, config, run_id
+        self._manager_settings = config.max_concurrent, verify, abilities, config.step_timeout_s
+        self._answer_s = answer_s
         self._number = 0
-        self._manager = start(0)
+        self._manager = self._start_manager()
         self._stop = stop
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
@@ -89,7 +102,7 @@ class RolloutsClient:
         on_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """Let an engine's or the manager's death end no rollout from now on.
+        """Let an engine's or the manager's death end no wait from now on.
 
         Args:
             revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
@@ -98,7 +111,6 @@ class RolloutsClient:
                 nothing: they give up all requests first, and another manager asks for them again.
         """
         self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
-        self._call("expect_successors")
 
     def rejoin(self, engines: Sequence[Any]) -> None:
         """Pass on the handles of all engines, after some have been replaced and serve again."""
@@ -125,32 +137,31 @@ class RolloutsClient:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
         batch = pack(arguments | {"rule": rule, "urgent": urgent})
-        requests = list(plan_requests(prompts, group_size, sampling, seed).values())
-        self._progress = (0, len(requests))
-        reused = [] if urgent else self._sampled_before(requests)
+        self._progress = (0, len(prompts) * group_size)
+        may_reuse = self._reused and not urgent
+        requests = plan_requests(prompts, group_size, sampling, seed).values() if may_reuse else ()
+        reused = self._sampled_before(requests)
         known = [pack(reused)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
-        seeds = [request.seed for request in requests]
-        if not urgent:
-            for each in seeds:
-                self._reused.pop(each, None)
+        for request in requests:
+            self._reused.pop(request.seed, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager, reused, urgent)
+        self._asked[ticket] = _Asked(batch, of_manager, reused, urgent)
         return ticket
 
-    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion]:
+    def _sampled_before(self, requests: Iterable[Request]) -> list[Completion]:
         """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
 
         Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
         """
-        found = [(each, self._reused[each.seed]) for each in requests if each.seed in self._reused]
-        same = [made for request, made in found if made.request_digest == request_digest(request)]
-        if len(same) < len(found):
+        known = [(request, self._reused[request.seed]) for request in requests if request.seed in self._reused]
+        same = [made for request, made in known if made.request_digest == request_digest(request)]
+        if len(same) < len(known):
             log.warning(
                 "%d of %d responses that were sampled before the checkpoint are sampled anew: another prompt or "
                 "sampling has their seeds now, or an older version wrote them",
-                len(found) - len(same),
-                len(found),
+                len(known) - len(same),
+                len(known),
             )
         return same
 
@@ -160,20 +171,18 @@ class RolloutsClient:
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
-        found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
-        groups, report = unpack(found)
+        answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
+        groups, report = unpack(answer)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
-        for engine in self._pool.handles:
-            engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
         return groups, report
 
     def trained(self) -> None:
         """Say that what ``collect`` returned is trained, and that all rollouts that may go before are asked."""
         self._collected.clear()
-        if all(each.urgent for each in self._asked.values()):
+        if all(asked.urgent for asked in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
 
     def progress(self) -> tuple[int, int]:
@@ -188,14 +197,14 @@ class RolloutsClient:
         """Return the packed finished responses. Without those that the manager has if it does not answer: they are
         sampled again, and no checkpoint fails for them."""
         finished = [*self._reused.values(), *self._collected]
-        under_way = [each for each in self._asked.values() if not each.urgent]
+        under_way = [asked for asked in self._asked.values() if not asked.urgent]
         try:
             if under_way:
                 finished += unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
-        seeds = {each.seed for each in finished}
-        finished += [each for asked in under_way for each in asked.reused if each.seed not in seeds]
+        seeds = {made.seed for made in finished}
+        finished += [made for asked in under_way for made in asked.reused if made.seed not in seeds]
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
@@ -205,7 +214,7 @@ class RolloutsClient:
         """
         try:
             finished = {
-                each.seed: each for each in unpack(responses) if version is None or _versions(each) == {version}
+                made.seed: made for made in unpack(responses) if version is None or _versions(made) == {version}
             }
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
@@ -228,11 +237,12 @@ class RolloutsClient:
         except RayError as error:
             raise RolloutError(f"the RolloutManager did not answer '{method}': {failure_of(error)}") from error
 
-    def _engines_lost(self) -> bool:
+    def _engines_lost(self) -> Mapping[int, str]:
         try:
-            return bool(self._call("engines_lost", timeout_s=_PROGRESS_S))
+            lost: Mapping[int, str] = self._call("engines_lost", timeout_s=_PROGRESS_S)
         except RolloutError:
-            return False  # asked again soon; the manager's own death ends the wait
+            return {}  # asked again soon; the manager's own death ends the wait
+        return lost
 
     def _of_manager(self, ticket: int | None) -> int | None:
         """Return the present manager's ticket of a rollout; None: it does not know the rollout, and says so."""
@@ -259,7 +269,10 @@ class RolloutsClient:
             if self._stop():
                 raise Stopped("rollout abandoned: the run has been asked to stop")
             check_ray(ASK_EVERY_S)
-            if self._revive is not None and self._engines_lost():
+            if lost := self._engines_lost():
+                if self._revive is None:
+                    died = (f"engine {index} died during the rollout: {why}" for index, why in lost.items())
+                    raise RolloutError("; ".join(died))
                 if self._in_turns:
                     self._ask_again()
                     return False
@@ -292,12 +305,30 @@ class RolloutsClient:
         ray.kill(self._manager, no_restart=True)
         self._number += 1
         finished = [part for engine in self._pool.handles for part in self._recall(engine)]
-        self._manager = self._start(self._number)
+        self._manager = self._start_manager()
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
             asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
             finished = []
+
+    def _start_manager(self) -> Any:
+        """Start the manager of this number over the pool's present engines."""
+        name = "rollout-manager" + (f"-restart-{self._number}" if self._number else "")
+        manager = ManagerActor.options(name=name, namespace=namespace(self._run_id)).remote(
+            self._pool.handles, *self._manager_settings, self._number, self._answer_s
+        )
+        timeout_s = self._config.start_timeout_s or START_S
+        try:
+            started_call = manager.start.remote(self._run_id)
+            if not wait_for([started_call], timeout_s):
+                raise RolloutError(
+                    f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
+                )
+            ray.get(started_call)
+        except RayError as error:
+            raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
+        return manager
 
     def _recall(self, engine: Any) -> list[bytes]:
         """Have an engine give up what it decodes for the lost manager, and return what it has finished, packed.
@@ -313,56 +344,3 @@ class RolloutsClient:
 
 def _versions(made: Completion) -> set[int]:
     return {span.version for span in made.versions}
-
-
-def start_rollouts(
-    engines: EnginePool,
-    config: RolloutConfig,
-    verify: VerifyConfig,
-    abilities: frozenset[str],
-    run_id: str,
-    ray_options: Mapping[str, Any] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    answer_s: float = ANSWER_S,
-) -> RolloutsClient:
-    """Start the RolloutManager and its verifiers over engines that need not be up yet.
-
-    Args:
-        abilities: those of the problems that will come, e.g. {"math"}.
-        ray_options: for manager and verifiers, e.g. a scheduling strategy.
-        stop: true once the run has been asked to stop.
-        answer_s: as for ``RolloutManager``.
-
-    Raises:
-        RolloutError: the manager or a verifier did not start.
-        RayLost: Ray was lost meanwhile.
-    """
-    timeout_s = config.start_timeout_s or START_S
-
-    def start(number: int) -> Any:
-        name = "rollout-manager" + (f"-restart-{number}" if number else "")
-        options = {"name": name, "namespace": namespace(run_id), **(ray_options or {})}
-        manager = ManagerActor.options(**options).remote(
-            engines.handles,
-            config.max_concurrent,
-            verify,
-            abilities,
-            dict(ray_options or {}),
-            config.step_timeout_s,
-            number,
-            answer_s,
-        )
-        try:
-            if number:  # first: an engine may be lost, too
-                manager.expect_successors.remote()
-            started_call = manager.start.remote(run_id)
-            if not wait_for([started_call], timeout_s):
-                raise RolloutError(
-                    f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
-                )
-            ray.get(started_call)
-        except RayError as error:
-            raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
-        return manager
-
-    return RolloutsClient(start, engines, config, stop)

@@ -214,12 +214,11 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
         time.sleep(0.5)
 
 
-def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
-    """End the actors that an earlier attempt of this run left, and wait until their names are free; return their count.
+def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> None:
+    """End the actors that an earlier attempt of this run left, and wait until their names are free.
 
     Raises ClusterError when one is still there after ``timeout_s``.
     """
-    found: set[str] = set()
     deadline = time.monotonic() + timeout_s
     while True:
         left = [
@@ -228,8 +227,7 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
             if actor["namespace"] == namespace(run_id)
         ]
         if not left:
-            return len(found)
-        found.update(left)
+            return
         for name in left:
             try:
                 ray.kill(ray.get_actor(name, namespace=namespace(run_id)))

@@ -15,7 +15,6 @@ flight too. After ``finish_weight_update`` it answers ``score_prompts``, with wh
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
@@ -229,12 +227,12 @@ class VllmEngine:
                 "end, so that old and new ones may be mixed; a complete handoff mends that"
             )
         self._probed = token_ids[0] if len(token_ids) else None
-        found = []
+        scores = []
         for index, ids in enumerate(token_ids):
             last = self._score_last(ids) if index == 0 else []
             afresh = self._score_afresh(ids[:-1] if index == 0 else ids)
-            found.append(np.array([*afresh, *last], dtype=np.float32))
-        return found
+            scores.append(np.array([*afresh, *last], dtype=np.float32))
+        return scores
 
     def _score_last(self, token_ids: Int32Array) -> list[float]:
         """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""
@@ -285,12 +283,20 @@ class VllmEngine:
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
-        self._sort(drain(self._engine))
+        self._finish_iterations()
         self._serving = False
         if self._updating:
             self._llm.collective_rpc("abandon_weight_update")
         self._updating = True
         self._llm.start_weight_update()
+
+    def _finish_iterations(self) -> None:
+        """Finish those that asynchronous scheduling has begun, with the old weights."""
+        self._engine.sleep(level=0, mode="keep")  # only the scheduler: no iteration is begun
+        under_way = self._engine.engine_core.engine_core.batch_queue  # None without asynchronous scheduling
+        while under_way:
+            self._iterate()
+        self._engine.wake_up(tags=["scheduling"])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights while the trainer sends; return when the last tensor is in the model."""
@@ -304,7 +310,11 @@ class VllmEngine:
                 received.
         """
         self._llm.finish_weight_update(str(version))
-        forget(self._engine, self._settings.config.old_kv_cache, f"engine {self._settings.index}, version {version}")
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):  # what is in flight is read anew
+            raise RuntimeError(
+                f"engine {self._settings.index}, version {version}: vLLM would not reset its prefix cache; some of its "
+                "blocks are still in use"
+            )
         self._updating = False
 
     def certify(self, version: int) -> None:
@@ -394,16 +404,6 @@ def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
         if config.kv_cache_bytes is not None:
             options["kv_cache_memory_bytes"] = config.kv_cache_bytes
         return options
-    if config.kv_cache_bytes is None:
-        raise ValueError(
-            f"engine {settings.index} runs on CPU, where rollout.kv_cache_bytes must be set (e.g. 134217728): vLLM "
-            "would otherwise claim a fraction of all memory"
-        )
-    if config.tensor_parallel > 1 and not os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
-        raise ValueError(
-            f"engine {settings.index}: tensor_parallel = {config.tensor_parallel} on CPU needs "
-            "VLLM_CPU_OMP_THREADS_BIND, one group of cores per rank, e.g. '0|1'"
-        )
     return {
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, and gains nothing at this size

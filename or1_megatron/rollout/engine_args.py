@@ -89,32 +89,32 @@ def check_engine_args(config: RolloutConfig) -> None:
     if not config.engine_args:
         return
     refused = refusals(config.engine_args)
-    found = list(refused.values())
+    faulty = list(refused.values())
     if find_spec("vllm") is not None:
-        told = subprocess.run(
+        checked = subprocess.run(
             [sys.executable, "-m", __name__],
             input=json.dumps({name: value for name, value in config.engine_args.items() if name not in refused}),
             env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
             text=True,
         )
-        if told.returncode:
-            raise ConfigError(f"{_KEY} cannot be checked, because vLLM failed:\n{told.stderr[-2000:]}")
-        found += json.loads(told.stdout.splitlines()[-1])
-    if found:
-        raise ConfigError("\n".join(found))
+        if checked.returncode:
+            raise ConfigError(f"{_KEY} cannot be checked, because vLLM failed:\n{checked.stderr[-2000:]}")
+        faulty += json.loads(checked.stdout.splitlines()[-1])
+    if faulty:
+        raise ConfigError("\n".join(faulty))
 
 
 def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return a line for each argument that ``REFUSED`` names, and for drafts that need a model, by its name."""
-    found = {name: f"{_KEY}.{name}: refused: {REFUSED[name]}" for name in arguments if name in REFUSED}
+    refused = {name: f"{_KEY}.{name}: refused: {REFUSED[name]}" for name in arguments if name in REFUSED}
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and drafts.get("method") not in DRAFTS_OF_TEXT:
-        found["speculative_config"] = (
+        refused["speculative_config"] = (
             f"{_KEY}.speculative_config.method: found {json.dumps(drafts.get('method'))}, expected one of "
             f"{', '.join(DRAFTS_OF_TEXT)}: a model that drafts would keep its first weights, which a sleep throws away"
         )
-    return found
+    return refused
 
 
 def faults(arguments: Mapping[str, Any]) -> list[str]:
@@ -127,13 +127,13 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
 
     types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
     types["speculative_config"] = SpeculativeConfig
-    found = []
+    lines = []
     for name, value in arguments.items():
         if name not in types:
-            found.append(f"{_KEY}.{name}: vLLM's engine has no such argument{did_you_mean(name, types)}")
+            lines.append(f"{_KEY}.{name}: vLLM's engine has no such argument{did_you_mean(name, types)}")
         elif value is not None or name != "speculative_config":
-            found += [f"{_KEY}.{line}" for line in _judged(name, types[name], value)]
-    return found
+            lines += [f"{_KEY}.{line}" for line in _judged(name, types[name], value)]
+    return lines
 
 
 def _judged(name: str, kind: Any, value: Any) -> list[str]:

@@ -58,10 +58,6 @@ class EngineGroup:
         """Let the engines serve: their weights are proven to be those of ``version``."""
         self._call("certify", version)
 
-    def versions(self) -> list[int]:
-        """Return the weights version of each engine."""
-        return gather([handle.version.remote() for handle in self._handles], self._timeout_s, "tell its version")
-
     def sleep(self) -> None:
         self._call("sleep")
 

@@ -25,8 +25,6 @@ from or1_verify.types import Message, Problem
 _HARVEST_WAIT_S = 5.0
 LINGER_S = 0.2
 """An engine hands out its completions in bundles of this time: a call costs as much as a dozen short responses."""
-_AHEAD_S = 0.5
-"""Work that an engine has waiting beyond what it decodes."""
 _CACHED_PROMPTS = 4096
 
 Tokenise = Callable[[tuple[Message, ...]], Int32Array]
@@ -72,9 +70,7 @@ class _EngineQueue:
     def __init__(self, handle: Any, index: int, max_concurrent: int) -> None:
         self.handle, self.index = handle, index
         self.in_flight: dict[tuple[str, int], ChatRequest] = {}
-        self._decodes = max_concurrent
-        self._least_ahead = self._ahead = max(1, max_concurrent // 8)
-        self._completed, self._started_s = 0, time.monotonic()
+        self._decodes, self._ahead = max_concurrent, max(1, max_concurrent // 2)
 
     @property
     def room(self) -> int:
@@ -85,12 +81,6 @@ class _EngineQueue:
     def is_short(self) -> bool:
         """Half of the waiting requests are used up. Not earlier, so that several requests share a call."""
         return self.room > self._ahead // 2
-
-    def completed(self, count: int) -> None:
-        """Set the number of waiting requests by the mean rate since the start: completions may come in bursts."""
-        self._completed += count
-        seconds = max(time.monotonic() - self._started_s, LINGER_S)
-        self._ahead = max(self._least_ahead, int(self._completed / seconds * _AHEAD_S))
 
 
 class EngineSampler:
@@ -133,12 +123,11 @@ class EngineSampler:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
             if time.monotonic() - completed_s > self._timeout_s:
-                left = ", ".join(f"engine {each.index}: {len(each.in_flight)}" for each in engines if each.in_flight)
+                left = ", ".join(f"engine {one.index}: {len(one.in_flight)}" for one in engines if one.in_flight)
                 raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
                 engine = harvests.pop(call)
                 harvest: Harvest = unpack(result_of(call, engine.index, "sample"))
-                engine.completed(len(harvest.completions))
                 for completion in harvest.completions:
                     request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
                     completed_s = time.monotonic()

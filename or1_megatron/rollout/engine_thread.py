@@ -18,7 +18,7 @@ from or1_verify.errors import UserError
 
 T = TypeVar("T")
 
-_STRETCH_S = 1.0  # a longer period of work is told of before it ends: an engine may never be idle
+_STRETCH_S = 1.0  # a longer period of work is reported before it ends: an engine may never be idle
 
 LINGER_S = 0.03
 """Finished responses wait this long for others, to share a call; not when the engine has no more work."""
@@ -147,7 +147,7 @@ class EngineThread:
                     if self._busy_since_s is None:
                         self._busy_since_s = time.time()
                     self._store(self._step(engine), is_dry=engine.pending == 0)
-        except BaseException:  # the callers that wait must be told of any
+        except BaseException:  # the callers that wait get any
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
 
     def _step(self, engine: Any) -> list[Completion]:

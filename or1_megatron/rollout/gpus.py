@@ -57,7 +57,7 @@ def node_gpus(timeout_s: float = _TIMEOUT_S) -> list[NodeGpus]:
         for _, _, node_id in nodes
     ]
     deadline = time.monotonic() + timeout_s
-    found = []
+    listed = []
     for (host, _, node_id), call in zip(nodes, calls, strict=True):
         try:
             gpus = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -65,8 +65,8 @@ def node_gpus(timeout_s: float = _TIMEOUT_S) -> list[NodeGpus]:
             raise ClusterError(f"node {host} did not list its GPUs within {timeout_s:g} s") from error
         except RayError as error:
             raise ClusterError(f"node {host} could not list its GPUs: {failure_of(error)}") from error
-        found.append(NodeGpus(node_id, host, tuple(gpus)))
-    return found
+        listed.append(NodeGpus(node_id, host, tuple(gpus)))
+    return listed
 
 
 @ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": KEEP_DEVICES})

@@ -20,12 +20,12 @@ from ray.exceptions import RayError, RayTaskError
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.ray_errors import failure_of
-from or1_megatron.rollout.request_plan import RequestKey, union_s
+from or1_megatron.rollout.request_plan import RequestKey
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import Completion, Group, Request, RolloutReport
+from or1_megatron.types import Completion, Request, RolloutReport
 from or1_verify.config import VerifyConfig
 from or1_verify.pool.local import local_workers
 from or1_verify.pool.queue import VerifierPool
@@ -66,7 +66,6 @@ class RolloutManager:
         max_concurrent: int,
         verify: VerifyConfig,
         abilities: frozenset[str],
-        ray_options: Mapping[str, Any],
         step_timeout_s: float,
         number: int = 0,
         answer_s: float = ANSWER_S,
@@ -75,7 +74,6 @@ class RolloutManager:
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
-            ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
             number: of the run's managers; the engines do nothing for one whose successor they have heard from.
             answer_s: an engine that has answered once, and then does not for this long, is killed.
         """
@@ -83,27 +81,22 @@ class RolloutManager:
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._successors = False
+        self._why_lost: dict[int, str] = {}  # by engine that has no successor yet
         self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
         self._verify = verify
         self._abilities = abilities
-        self._ray_options = ray_options
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
         self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, run_id: str | None = None) -> None:
         """Start the verifiers, and with ``run_id`` the signs of life. Raises what a verifier's construction raises."""
-        make = (
-            local_workers(self._verify, self._abilities)
-            if on_one_node()
-            else ray_workers(self._verify, self._abilities, self._ray_options)
-        )
+        make = (local_workers if on_one_node() else ray_workers)(self._verify, self._abilities)
         if run_id is not None:
             self._spawn(beat_on_loop(Heartbeat(beats_folder(run_id), "the RolloutManager", "serving", long=False)))
         self._verifiers = VerifierPool(self._verify, self._abilities, make)
@@ -122,7 +115,7 @@ class RolloutManager:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        self._recalled.update((each.seed, each) for part in recalled for each in unpack(part))
+        self._recalled.update((made.seed, made) for part in recalled for made in unpack(part))
         try:
             ticket, actions = self._scheduler.begin(**unpack(batch))
         except ValueError as error:
@@ -144,28 +137,30 @@ class RolloutManager:
         if not self._open:
             self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
-        return pack((groups, self._report(current, groups)))
+        seeds = [request.seed for request in current.roll_out.requests.values()]
+        for engine in self._engines:
+            engine.release.remote(seeds)  # nobody waits for it
+        return pack((groups, self._report(current)))
 
     async def finished_responses(self) -> bytes:
         """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
-        return pack([made for each in roll_outs if not each.urgent for made in each.completions.values()])
+        return pack([made for roll_out in roll_outs if not roll_out.urgent for made in roll_out.completions.values()])
 
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
-    async def expect_successors(self) -> None:
-        """Let an engine's death fail nothing from now on: it will be replaced (``rejoin``)."""
-        self._successors = True
-
-    async def engines_lost(self) -> list[int]:
-        return sorted(self._scheduler.lost)
+    async def engines_lost(self) -> dict[int, str]:
+        """Return the engines that have died and are not replaced (``rejoin``), with the reason."""
+        return self._why_lost
 
     async def rejoin(self, engines: Sequence[Any]) -> None:
         """Use these handles of all engines; new ones serve again."""
         new = [index for index, engine in enumerate(engines) if engine != self._engines[index]]
         self._engines = list(engines)
+        for index in new:
+            self._why_lost.pop(index, None)
         self._perform(self._scheduler.rejoin(new))
         for index in new:
             self._spawn(self._drain(index))
@@ -178,7 +173,7 @@ class RolloutManager:
             await self._verifiers.close()
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Do what the scheduler asks for, and tell those who wait what has come true."""
+        """Do what the scheduler asks for, and wake those who wait."""
         left = deque(actions)
         while left:
             match action := left.popleft():
@@ -195,23 +190,18 @@ class RolloutManager:
         self._notice()
 
     def _notice(self) -> None:
-        """Wake those whose condition holds, or all after a failure."""
+        """Wake those who wait: their condition may hold."""
         for current in self._open.values():
             if current.roll_out.judged and not current.judged_s:
                 current.judged_s = time.time()
-        for wait in list(self._waits):
-            holds, woken = wait
-            if woken.done() or self._failure is not None or holds():
-                self._waits.remove(wait)
-                if not woken.done():
-                    woken.set_result(None)
+        self._changed.set()
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Return when ``holds`` or the manager has failed. Raises TimeoutError."""
-        woken = asyncio.get_running_loop().create_future()
-        self._waits.append((holds, woken))
-        self._notice()
-        await asyncio.wait_for(woken, max(timeout_s, 0.0))
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            while self._failure is None and not holds():
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
         """``engine``: the one that the scheduler meant. By now it may have a successor, which has been sent its own."""
@@ -247,13 +237,11 @@ class RolloutManager:
         answered = isinstance(error, RayTaskError)
         if not answered:  # it may live and only be out of reach, and its requests are sampled elsewhere
             ray.kill(engine, no_restart=True)
-        gone = not answered or isinstance(error.cause, EngineFailed)
-        if gone and self._successors:
-            if self._engines[index] == engine:
-                self._perform(self._scheduler.lose(index))
-        else:
-            died = "" if answered else " died during the rollout"
-            self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
+        if answered and not isinstance(error.cause, EngineFailed):
+            self._fail(RolloutError(f"engine {index}: {failure_of(error)}"))
+        elif self._engines[index] == engine:
+            self._why_lost.setdefault(index, failure_of(error))
+            self._perform(self._scheduler.lose(index))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
         engine = self._engines[index]
@@ -321,23 +309,19 @@ class RolloutManager:
             raise RolloutError(f"{what}: no rollout is under way")
         return self._open[ticket]
 
-    def _report(self, current: _UnderWay, groups: Sequence[Group]) -> RolloutReport:
+    def _report(self, current: _UnderWay) -> RolloutReport:
         assert self._verifiers is not None
         # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
         busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
         self._busy_s = [[] for _ in self._engines]
-        wanted = [completion for group in groups for completion in group.completions]
-        decoded_s = max(completion.finished_s for completion in wanted)  # before the start, if all were sampled then
-        return RolloutReport(
-            decode_s=union_s([interval for intervals in busy_s for interval in intervals]),
-            engine_busy_s=tuple(union_s(intervals) for intervals in busy_s),
+        finished_s = (made.finished_s for group in current.roll_out.result() for made in group.completions)
+        return current.roll_out.report(
+            busy_s,
             wall_s=current.judged_s - current.started_s,
-            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
-            response_tokens=sum(len(completion.token_ids) for completion in wanted),
-            verify_tail_s=max(0.0, current.judged_s - max(decoded_s, current.started_s)),
+            # They may have been sampled before the start.
+            verify_tail_s=max(0.0, current.judged_s - max(current.started_s, *finished_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
-            surplus_responses=current.roll_out.given - len(wanted),
             period_s=self._reported_s - since_s,
         )
 

@@ -46,26 +46,6 @@ class EnginePlace:
     devices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StartDeadline:
-    """How long the engines may take to start, and why so long."""
-
-    seconds: float
-    reason: str
-
-    @classmethod
-    def of(cls, config: RolloutConfig, model: Path) -> StartDeadline:
-        """Return ``start_timeout_s``; if it is unset, the deadline for the weights in the folder ``model``."""
-        if config.start_timeout_s is not None:
-            return cls(config.start_timeout_s, f"rollout.start_timeout_s = {config.start_timeout_s:g}")
-        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        return cls(
-            START_S + weights / _SLOW_STORAGE,
-            f"rollout.start_timeout_s is not set, so {START_S:g} s and {weights / 1e9:.1f} GB of weights at "
-            f"{_SLOW_STORAGE / 1e9:g} GB/s",
-        )
-
-
 @ray.remote(num_cpus=0, max_concurrency=_ACTOR_THREADS)
 class EngineActor:
     """A VllmEngine in a process of its own, behind its thread."""
@@ -113,9 +93,6 @@ class EngineActor:
         """Call a method of the engine by name."""
         return self._thread.call(lambda engine: getattr(engine, method)(*args))
 
-    def version(self) -> int:
-        return self._thread.call(lambda engine: engine.version)
-
     def failure(self) -> str | None:
         """Return what ended the engine, with its traceback; None while it runs. Does not wait for the engine."""
         return self._thread.failure
@@ -148,8 +125,6 @@ class EnginePool:
         """
         from or1_megatron.rollout.engine import EngineSettings
 
-        if places is not None and len(places) != config.engines:
-            raise ValueError(f"{len(places)} places for rollout.engines = {config.engines}")
         if on_cpu and config.kv_cache_bytes is None:
             raise EngineError(
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
@@ -157,16 +132,13 @@ class EnginePool:
             )
         if refused := refusals(config.engine_args):  # ranks that torchrun has started come here unchecked
             raise EngineError("\n".join(refused.values()))
-        if config.placement == "colocated" and not on_cpu and places is None:
-            raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
         self._config, self._run_id, self._on_cpu, self._on_restart = config, run_id, on_cpu, on_restart
         self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()
-        self._deadline = StartDeadline.of(config, model)
+        self._deadline = start_deadline(config, model)
         self._settings = [
             EngineSettings(index, model, dtype, max_model_tokens, config) for index in range(config.engines)
         ]
-        self.node_ids: list[str] = []
         self.restarts = [0] * config.engines
         """How often each engine was restarted."""
         self.handles = [self._start(settings) for settings in self._settings]
@@ -181,11 +153,12 @@ class EnginePool:
         """Block until every engine is up.
 
         Raises:
-            EngineError: one failed to start (with its reason), or was not up at the deadline (``StartDeadline``).
+            EngineError: one failed to start (with its reason), or was not up at the deadline (``start_deadline``).
         """
-        left_s = self._deadline.seconds - (time.monotonic() - self._started_s)
+        timeout_s, reason = self._deadline
+        left_s = timeout_s - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
-        self.node_ids = gather(calls, max(left_s, 0.1), "start", self._deadline.reason)
+        gather(calls, max(left_s, 0.1), "start", reason)
 
     def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
         """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.
@@ -234,6 +207,18 @@ class EnginePool:
             ray.kill(handle, no_restart=True)
         self.handles.clear()
         shutil.rmtree(beats_folder(self._run_id), ignore_errors=True)
+
+
+def start_deadline(config: RolloutConfig, model: Path) -> tuple[float, str]:
+    """Return how many seconds the engines may take to start with the weights in the folder ``model``, and why."""
+    if config.start_timeout_s is not None:
+        return config.start_timeout_s, f"rollout.start_timeout_s = {config.start_timeout_s:g}"
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return (
+        START_S + weights / _SLOW_STORAGE,
+        f"rollout.start_timeout_s is not set, so {START_S:g} s and {weights / 1e9:.1f} GB of weights at "
+        f"{_SLOW_STORAGE / 1e9:g} GB/s",
+    )
 
 
 def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cpu: bool) -> dict[str, Any]:

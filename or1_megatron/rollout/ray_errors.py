@@ -14,14 +14,9 @@ _MORE_MEMORY = (
 
 
 def failure_of(error: RayError) -> str:
-    """Return what the actor raised, or why its process is gone."""
+    """Return what the actor raised, or why its process is gone, which may be that memory ran out."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
-    return why_died(error)
-
-
-def why_died(error: RayError) -> str:
-    """Return why an actor's process is gone; says so where Ray or the kernel killed it for memory."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
         numbers = re.search(r"was (\S+) used / (\S+) limit", text)
@@ -52,11 +47,11 @@ class KernelKills:
         """Read the counter of this process's cgroup, which engines share and sandboxes do not; else the machine's."""
         for file in self._counters:
             try:
-                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
             except OSError:
                 continue
-            if found is not None:
-                return int(found[1])
+            if counted is not None:
+                return int(counted[1])
         return 0
 
 

@@ -22,7 +22,7 @@ GIVE_UP_S = 30.0
 
 def session_processes(session: Path) -> list[int]:
     """Return the ids of the processes, other than this one, that hold a file under ``session`` open."""
-    found = []
+    holders = []
     prefix = f"{session}{os.sep}"
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -32,8 +32,8 @@ def session_processes(session: Path) -> list[int]:
         except OSError:
             continue  # it has ended, or is another user's
         if any(file.startswith(prefix) for file in files):
-            found.append(int(entry.name))
-    return found
+            holders.append(int(entry.name))
+    return holders
 
 
 def main(session: Path, driver: int) -> None:

@@ -94,15 +94,13 @@ class SamplingBudget:
     def __init__(self, prompts: int, refill: RefillRule | None) -> None:
         self._prompts, self._refill = prompts, refill
         self._kept: dict[int, bool] = {}
-        self.needed = prompts
-        """Prompts that make up the result; all of them until ``over``."""
-        self.over = False
         self.limit = prompts
-        """Upper bound of ``needed``, from what has been judged so far."""
+        """Prompts that make up the result, once it is ``over``; until then an upper bound of them."""
+        self.over = False
 
     def wants(self, prompt_index: int) -> bool:
         """Whether a prompt may be part of the result, from what has been judged so far."""
-        return prompt_index < (self.needed if self.over else self.limit)
+        return prompt_index < self.limit
 
     @property
     def allowed(self) -> int:
@@ -112,47 +110,17 @@ class SamplingBudget:
         wanted, judged, kept = self._refill.kept, len(self._kept), sum(self._kept.values())
         before = _CAUTION * wanted
         rejected = (self._refill.expected_rejected * before + judged - kept) / (before + judged)
-        more = _enough(max(0, wanted - kept), rejected, self._prompts)
-        return min(max(judged + more, wanted + self._surely_rejected()), self.limit)
+        return min(judged + _enough(max(0, wanted - kept), rejected, self._prompts), self.limit)
 
     def judged(self, prompt_index: int, group: Group) -> bool:
         """Take in a group of which every response has its verdict. Returns whether fewer prompts may be wanted."""
-        self._judge(prompt_index, group)
-        return self.over or self.limit < self._prompts
-
-    def _judge(self, prompt_index: int, group: Group) -> None:
         self._kept[prompt_index] = self._refill is None or bool(self._refill.keeps(group))
-        if self._refill is None:
-            self.over = len(self._kept) == self._prompts
-            return
+        wanted = self._prompts if self._refill is None else self._refill.kept
         kept_ones = sorted(index for index, kept in self._kept.items() if kept)
-        if len(kept_ones) >= self._refill.kept:
-            self.limit = kept_ones[self._refill.kept - 1] + 1
-        found = 0
-        for index in range(self._prompts):
-            if index not in self._kept:
-                return
-            found += self._kept[index]
-            if found == self._refill.kept:
-                self.needed = index + 1
-                break
-        self.over = True
-
-    def _surely_rejected(self) -> int:
-        """Count the rejected groups that are surely in the result.
-
-        Each rejected one among the first ``RefillRule.kept`` prompts adds a prompt to the result, which may be rejected
-        too.
-        """
-        assert self._refill is not None
-        certain, reached = 0, self._refill.kept
-        index = 0
-        while index < min(reached, self._prompts):
-            if self._kept.get(index) is False:
-                certain += 1
-                reached += 1
-            index += 1
-        return certain
+        if len(kept_ones) >= wanted:
+            self.limit = kept_ones[wanted - 1] + 1
+        self.over = all(index in self._kept for index in range(self.limit))
+        return self.over or self.limit < self._prompts
 
 
 def _enough(wanted: int, rejected_share: float, most: int) -> int:

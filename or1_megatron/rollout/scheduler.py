@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 from or1_megatron.rollout.request_plan import (
     RequestKey,
@@ -21,8 +22,9 @@ from or1_megatron.rollout.request_plan import (
     assemble_group,
     dispatch,
     plan_requests,
+    union_s,
 )
-from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Sampling
 from or1_verify.types import Verdict
 
 
@@ -89,7 +91,25 @@ class RollOut:
 
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
-        return [self.groups[index] for index in range(self.budget.needed)]
+        return [self.groups[index] for index in range(self.budget.limit)]
+
+    def report(self, busy_s: Sequence[Sequence[tuple[float, float]]], **measured: Any) -> RolloutReport:
+        """Return the report on the result.
+
+        Args:
+            busy_s: for each engine (start, end) of the periods in which it worked, in seconds.
+            measured: the report's fields that the scheduler does not know.
+        """
+        groups = self.result()
+        wanted = [completion for group in groups for completion in group.completions]
+        return RolloutReport(
+            decode_s=union_s([period for periods in busy_s for period in periods]),
+            engine_busy_s=tuple(union_s(periods) for periods in busy_s),
+            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
+            response_tokens=sum(len(completion.token_ids) for completion in wanted),
+            surplus_responses=self.given - len(wanted),
+            **measured,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ seconds, where C are all tokens that the engine holds. Between two events n is c
 m iterations is a closed form, and the engine moves from event to event: a response ends, requests arrive, the KV cache
 is full. Then the response that was admitted last is preempted; it is computed again before it goes on. An engine admits
 waiting requests in order while it has places and KV cache; reading a prompt or a preempted response stops its decoding
-for that time. Whole blocks of a prompt that the engine has read with its present weights are not read again. Old keys
-and values are kept over a handoff.
+for that time. Whole blocks of a prompt that the engine has read with its present weights are not read again. What new
+weights read of responses in flight is left out.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SimulatedEngine:
         self.clock = clock
         self.now_s = 0.0
         self.version = 0
-        self.iteration = self.decoded = self.preempted = 0
+        self.iteration = self.preempted = 0
         self.busy: list[tuple[float, float]] = []
         """(start, end) of the periods in which it worked."""
         self.parts = [0.0] * len(PARTS)
@@ -116,11 +116,6 @@ class SimulatedEngine:
         self._read: set[str] = set()  # problems whose prompts are in the prefix cache
         self._unwanted: set[int] = set()  # seeds to be dropped at the next boundary
         self._pause: tuple[float, int] | None = None  # (seconds, version) of a handoff, for the next boundary
-
-    @property
-    def seeds(self) -> set[int]:
-        """Those of the requests that it has."""
-        return (self.running.keys() - self._unwanted) | {asked.request.seed for asked in self.waiting}
 
     @property
     def has_room(self) -> bool:
@@ -217,12 +212,6 @@ class SimulatedEngine:
             heapq.heappush(self._ends, (started.finish, asked.request.seed))
             self._tokens += held
 
-    def die(self) -> None:
-        """Lose all requests."""
-        for held in (self.running, self._ends, self.waiting, self._read, self._unwanted):
-            held.clear()
-        self._tokens, self._pause = 0, None
-
     def _to_event(self) -> int:
         """Return the iterations up to the next end of a response or a full cache; 0: it is full now."""
         while self._ends and self._stale(*self._ends[0]):
@@ -231,8 +220,8 @@ class SimulatedEngine:
         return min(first, (self.clock.kv_tokens - self._tokens) // len(self.running))
 
     def _stale(self, finish: int, seed: int) -> bool:
-        found = self.running.get(seed)
-        return found is None or found.finish != finish
+        running = self.running.get(seed)
+        return running is None or running.finish != finish
 
     def _advance(self, count: int) -> None:
         running, clock = len(self.running), self.clock
@@ -245,7 +234,6 @@ class SimulatedEngine:
         self._work(spent)
         self.iteration += count
         self._tokens += count * running
-        self.decoded += count * running
 
     def _work(self, seconds: float) -> None:
         if seconds:
@@ -265,12 +253,7 @@ class SimulatedEngine:
         self.now_s += seconds
         self.version = version
         self._read.clear()
-        for seed, each in self.running.items():
-            if seed not in self._unwanted:
-                span = VersionSpan(version, each.decoded(self.iteration))
-                kept = [old for old in each.asked.versions if old.first_token < span.first_token]
-                each.asked.versions = [*kept, span]
-        for asked in self.waiting:
-            if asked.started_s is not None:  # preempted
-                kept = [old for old in asked.versions if old.first_token < asked.done]
-                asked.versions = [*kept, VersionSpan(version, asked.done)]
+        begun = [(one.asked, one.decoded(self.iteration)) for one in self.running.values()]
+        begun += [(asked, asked.done) for asked in self.waiting if asked.started_s is not None]  # preempted
+        for asked, done in begun:
+            asked.versions = [*(old for old in asked.versions if old.first_token < done), VersionSpan(version, done)]

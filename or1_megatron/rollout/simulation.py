@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from or1_megatron.rollout.request_plan import union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
 from or1_megatron.rollout.simulated_engine import Asked, EngineClock, SimulatedEngine
 from or1_megatron.types import (
@@ -90,21 +89,13 @@ class SimulatedRollouts:
         self._run(lambda: roll_out.judged)
         began_s = self._began_s.pop(ticket)
         since_s, self._reported_s = max(began_s, self._reported_s), self.now_s
-        groups = self.scheduler.end(ticket).result()
-        busy_s = [self.busy(index, since_s, self.now_s) for index in range(len(self.engines))]
-        wanted = [completion for group in groups for completion in group.completions]
-        report = RolloutReport(
-            decode_s=union_s([part for parts in busy_s for part in parts]),
-            engine_busy_s=tuple(union_s(parts) for parts in busy_s),
+        return self.scheduler.end(ticket).result(), roll_out.report(
+            [self.busy(index, since_s, self.now_s) for index in range(len(self.engines))],
             wall_s=self.now_s - began_s,
-            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
-            response_tokens=sum(len(completion.token_ids) for completion in wanted),
             verify_tail_s=max(0.0, self.now_s - self._decoded_s.pop(ticket)),
             verifier_retries=0,
-            surplus_responses=roll_out.given - len(wanted),
             period_s=self._reported_s - since_s,
         )
-        return groups, report
 
     def trained(self) -> None:
         pass  # nothing is saved here
@@ -114,10 +105,6 @@ class SimulatedRollouts:
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
         raise NotImplementedError("a simulated run is not resumed")
-
-    def progress(self) -> tuple[int, int]:
-        first = self.scheduler.first
-        return (0, 0) if first is None else self.scheduler.at(first).progress
 
     def _known(self, ticket: int | None) -> int:
         return min(self.scheduler.tickets) if ticket is None else ticket
@@ -137,16 +124,6 @@ class SimulatedRollouts:
             engine.pause(seconds, version, self.now_s)
             self._go_on(index)
         self.spend(seconds)
-
-    def lose(self, index: int) -> None:
-        """Let an engine die; what it has is sampled by others, from the start."""
-        self.engines[index].die()
-        self._go_on(index)
-        self._perform(self.scheduler.lose(index))
-
-    def rejoin(self, index: int) -> None:
-        """Let the successor of a dead engine serve."""
-        self._perform(self.scheduler.rejoin([index]))
 
     def _run(self, holds: Callable[[], bool], end_s: float = math.inf) -> None:
         """Let time pass until ``holds``, or to ``end_s``. RuntimeError when neither would ever come."""

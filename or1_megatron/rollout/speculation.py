@@ -54,10 +54,10 @@ class DraftSampler(torch.nn.Module):
             drawn = self.sampler(logits[rows], _of(sampling, open_) if place else sampling)
             tokens[requests, place] = drawn.sampled_token_ids[:, 0]
             log_probs = _placed(drawn.logprobs_tensors, requests * width + place, len(counts) * width, log_probs)
-            found = drawn.sampled_token_ids[:, 0].tolist()
+            last = drawn.sampled_token_ids[:, 0].tolist()
             open_ = [
                 i
-                for i, token in zip(open_, found, strict=True)
+                for i, token in zip(open_, last, strict=True)
                 if place < counts[i] and token == drafts[starts[i] + place]
             ]
             if not open_:

@@ -119,8 +119,6 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             "algorithm.kl.estimator = k1 in the loss: the mean of its gradient is 0, so it adds noise and no pull to "
             "the reference; set straight_through, which gives it the gradient of k2, or another estimator"
         )
-    if config.rollout.old_kv_cache == "keep" and not config.rollout.max_staleness:
-        yield "rollout.old_kv_cache = keep has no effect without rollout.max_staleness: handoffs find nothing in flight"
     for stage in config.stages:
         why = "refill_prompts" if stage.refill_prompts else "plateau" if stage.plateau is not None else None
         if why is not None and config.rollout.max_staleness > 1:

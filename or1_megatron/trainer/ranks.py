@@ -25,18 +25,18 @@ from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.interfaces import Rollouts
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.report.console.run import RunConsole, open_console
+from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
-from or1_megatron.rollout.client import RolloutsClient, start_rollouts
+from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
@@ -210,7 +210,7 @@ def start_sampling(
     stack: ExitStack,
 ) -> RolloutsClient:
     """Start the RolloutManager over the engines, which sleep from now on where they take turns with the trainer."""
-    rollouts = start_rollouts(
+    rollouts = RolloutsClient(
         engines, sized_rollout(config), config.verify, abilities, folder.run_id, stop=stop.requested
     )
     stack.callback(rollouts.close)
@@ -254,7 +254,7 @@ def serve_policy(
     return synced
 
 
-def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
+def run_console(config: Config, rollouts: RolloutsClient) -> RunConsole:
     """Return the console of the run, which shows it from here on."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy

@@ -50,7 +50,7 @@ def finished_before(config: Config) -> Mapping[str, Any] | None:
 
 
 def show_again(config: Config, summary: Mapping[str, Any]) -> None:
-    from or1_megatron.report.console.run import open_console, show_summary
+    from or1_megatron.report.console.run_console import open_console, show_summary
 
     console, _ = open_console("plain")
     console.print(f"{config.run.folder} holds a finished run; remove it, or set another run.dir, to train again")

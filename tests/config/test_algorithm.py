@@ -107,7 +107,6 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
     assert clips == [True, False]
     separate = ("rollout.placement=separate", "rollout.max_staleness=2")
     for wrong, right, expected in (
-        (("rollout.old_kv_cache=keep", "rollout.placement=separate"), "rollout.max_staleness=1", "keep has no effect"),
         (
             (*separate, "stages.0.refill_prompts=4"),
             "stages.0.refill_prompts=0",

@@ -101,7 +101,6 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
     trainer.send(new, 2)
     compare_probe(control.score_prompts(PROBE), scores(new, PROBE), bound=1e-4)
     control.certify(2)
-    assert control.versions() == [2, 2]
     for handle in pool.handles:  # the requests that had waited come first
         while pending(handle):
             unpack(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))

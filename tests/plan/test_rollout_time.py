@@ -155,4 +155,4 @@ def test_refill_ends_with_enough_kept_groups() -> None:
     rollouts.roll_out(workload.prompts, 2, SAMPLING, 0, keeps)
     groups, _ = rollouts.collect()
     assert [group.prompt.problem.id for group in groups] == ["0", "1", "2"]
-    assert rollouts.now_s < 100 and not rollouts.engines[0].seeds
+    assert rollouts.now_s < 100

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -138,10 +137,6 @@ class Chromium:
             if time.monotonic() > give_up_s:
                 raise BrowserError(f"not true within {self._deadline_s:g} s: {condition}; {self.complaints}")
             time.sleep(0.02)
-
-    def screenshot(self, path: Path) -> None:
-        """What the window shows, as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _read(self) -> dict[str, Any]:
         give_up_s = time.monotonic() + self._deadline_s

@@ -45,9 +45,9 @@ def group(name: str, outcomes: Sequence[tuple[str, str]], tokenizer: Tokenizer, 
         cut = status == "truncated"
         ids = np.array(tokenizer.encode(text).ids + ([] if cut else [tokenizer.token_to_id("<eos>")]), np.int32)
         log_probs = -np.linspace(0.0, 2.0, ids.size, dtype=np.float32)
-        span = (VersionSpan(0, 0),)
+        spans = (VersionSpan(3, 0), VersionSpan(4, 2))
         reason = "length" if cut else "stop"
-        completions.append(Completion(name, i, ids, log_probs, text, reason, span, 0, i, 10.0, 12.5))
+        completions.append(Completion(name, i, ids, log_probs, text, reason, spans, 0, i, 10.0, 12.5))
         verdicts.append(Verdict(float(status == "right"), status, "7", "", 0.1))  # type: ignore[arg-type]
     return Group(Prompt(problem, np.array([1, 2], np.int32)), tuple(completions), tuple(verdicts))
 

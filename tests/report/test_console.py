@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.report.console.format import duration, fraction, number, quantity
-from or1_megatron.report.console.run import RunConsole
+from or1_megatron.report.console.run_console import RunConsole
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.ports import LoopResult
 from or1_megatron.schemas.fields import SUMMARY
@@ -144,7 +144,7 @@ def test_the_summary_is_as_its_schema_says(result: LoopResult) -> None:
 def test_plain_mode_writes_no_escape_codes() -> None:
     """Through a real pipe, by open_console, even when the environment asks for colour."""
     code = (
-        "from or1_megatron.report.console.run import *\nc, live = open_console('auto'); assert not live\n"
+        "from or1_megatron.report.console.run_console import *\nc, live = open_console('auto'); assert not live\n"
         "shown = RunConsole(c, live, total_steps=1, stage_names=['a'], entropy_target=None)\n"
         "shown.say('x' * 200)\nshown.verb_started(0, 'roll_out'); shown.log(1, {'reward/mean': 1.0}); shown.close()\n"
     )

@@ -7,58 +7,22 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
+from report_runs import NASTY, write_run
 from rich.console import Console
 
 from or1_megatron.report.console.rollouts import show_rollouts
-from or1_megatron.report.figures.run import draw_run, smoothed
-from or1_megatron.runtime.rollout_store import RolloutStore
+from or1_megatron.report.figures.run_picture import draw_run
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, VersionSpan
-from or1_verify.types import Message, Problem, Verdict
-
-
-def group(name: str, texts: list[tuple[str, str]]) -> Group:
-    """Return a group of (response text, verdict status)."""
-    problem = Problem(
-        name, "train-math-x", "math", (Message("user", f"Compute [bold]{name}[/bold]."),), '["7"]', {}, "f:1"
-    )
-    completions = tuple(
-        Completion(
-            name,
-            i,
-            np.arange(5, dtype=np.int32),
-            np.zeros(5, np.float32),
-            text,
-            "length" if status == "truncated" else "stop",
-            (VersionSpan(3, 0), VersionSpan(4, 2)),
-            0,
-            1,
-            0.0,
-            1.0,
-        )
-        for i, (text, status) in enumerate(texts)
-    )
-    verdicts = tuple(
-        Verdict(float(status == "right"), status, "7" if status == "right" else "", "", 0.1)  # type: ignore[arg-type]
-        for _, status in texts
-    )
-    return Group(Prompt(problem, np.array([1], np.int32)), completions, verdicts)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    folder.write_config("algorithm:\n  entropy: {mode: adaptive, target: 0.25}\n")
-    kept = group("p1", [("<think>3+4</think>\n7", "right"), ("\x1b[2J[red]8[/red]", "wrong")])
-    rejected = group("p2", [("well, ", "truncated"), ("hm, ", "truncated")])
-    store = RolloutStore(folder.rollouts, 1 << 30)
-    for step in (2, 4):
-        store.write(step, "short", [kept, rejected], [AdvantagedGroup(kept, np.array([0.707, -0.707], np.float32))])
-    store.close()
-    return folder.root
+    """A run whose steps 1 and 3 are no longer kept."""
+    root = write_run(tmp_path / "run")
+    for step in (1, 3):
+        (root / "rollouts" / f"step_{step:06d}.parquet").unlink()
+    return root
 
 
 def shown(run: Path, step: int | None = None, limit: int = 10, status: str | None = None) -> str:
@@ -69,28 +33,30 @@ def shown(run: Path, step: int | None = None, limit: int = 10, status: str | Non
 
 def test_responses_with_their_verdicts(run: Path) -> None:
     """The newest step by default. Markup and terminal control in a response are shown, not obeyed."""
-    assert shown(run, status="right").splitlines() == [
-        "step 4: 1 responses with status right, 1 shown",
+    nasty = "</script><script>window.broken = 1</script> <b>&amp;</b> \\u202e\\x1b[2J 数学 👩\\u200d🔬"
+    lines = shown(run, limit=3, status="right").splitlines()
+    tokens = len(f"x=0 {NASTY}".encode()) + 1
+    assert lines[:10] == [
+        "step 4: 6 responses with status right, 3 shown",
         "",
-        "train-math-x  problem p1  sample 0",
-        "right  reward 1  advantage +0.707  5 tokens, finish stop  weights version 3, 4 from token 2",
+        "sums  problem p1  sample 0",
+        f"right  reward 1  advantage +1.000  {tokens} tokens, finish stop  weights version 3, 4 from token 2",
         'answer 7  expected ["7"]',
         "prompt",
-        "    Compute [bold]p1[/bold].",
+        f"    What is p1? {nasty}",
         "response",
-        "    <think>3+4</think>",
-        "    7",
+        f"    x=0 {nasty}",
+        "",
     ]
-    assert "    \\x1b[2J[red]8[/red]" in shown(run, step=2, status="wrong")
-    truncated = shown(run, status="truncated")
-    assert truncated.count("truncated  reward 0  advantage +0.000 (group rejected)") == 2
-    assert "no answer  expected" in truncated
+    assert "words  problem p2  sample 2" in lines  # every second of the six
+    truncated = shown(run, step=2, status="truncated")
+    assert truncated.count("truncated  reward 0  advantage +0.000 (group rejected)") == 4
 
 
 def test_few_are_spread_over_the_prompts(run: Path) -> None:
-    text = shown(run, limit=2)
-    assert "step 4: 4 responses, 2 shown" in text
-    assert text.count("problem p1") == text.count("problem p2") == 1
+    text = shown(run, limit=3)
+    assert "step 4: 12 responses, 3 shown" in text
+    assert all(text.count(f"problem p{number}") == 1 for number in range(3))
     assert "step 4: 0 responses with status timeout, 0 shown" in shown(run, status="timeout")
 
 
@@ -149,13 +115,8 @@ def test_the_picture_shows_what_was_measured_and_is_reproducible(run: Path, step
     assert (run / "run.svg").read_bytes() == before
 
 
-def test_smoothing_by_hand() -> None:
-    """A mean over nine values, and at the ends over as many as lie on both sides."""
-    assert smoothed([0.0, 3.0, 9.0]) == [0.0, 4.0, 9.0]
-    assert smoothed([float(k * k) for k in range(11)])[4:6] == [204 / 9, 285 / 9]  # of 0 to 64, and of 1 to 81
-
-
 def test_a_picture_of_nothing_is_refused(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
         draw_run(run, run / "run.svg")
     (run / "metrics.jsonl").write_text('{"step": 0, "evaluation/accuracy": 0.3}\n')

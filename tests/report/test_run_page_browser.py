@@ -143,7 +143,7 @@ def point(browser: Chromium, chart: str, across: float, kind: str = "mouseMoved"
 def test_charts_tell_their_values_and_zoom(browser: Chromium, own: Path, tmp_path: Path) -> None:
     """Numbers from ``report_runs.write_run``. Steps 0 to 4 are on the axis, so step 2 is in its middle."""
     with (own / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 4, "accuracy/all": NaN}\n')
+        metrics.write('{"step": 4, "accuracy/all": null}\n')
     path = tmp_path / "own.html"
     write_report([own], path)
     show(browser, path)

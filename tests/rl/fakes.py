@@ -190,9 +190,6 @@ class TableRollouts:
         if not self.asked:
             self.reused.clear()
 
-    def progress(self) -> tuple[int, int]:
-        return (0, 0)
-
     def finished_responses(self) -> bytes:
         """Return all that is under way or not trained. A response is finished when it is asked."""
         under_way = {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}

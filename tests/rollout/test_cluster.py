@@ -157,13 +157,13 @@ import psutil
 from or1_megatron.config.schema import RolloutConfig
 from or1_verify.config import VerifyConfig
 from or1_megatron.rollout import cluster
-from or1_megatron.rollout.client import start_rollouts
+from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.types import Sampling
 from engine_fixtures import prompt
 cluster.start_ray(None, "loses-ray")
 no_engines = SimpleNamespace(handles=[])
 config = RolloutConfig()
-rollouts = start_rollouts(no_engines, config, VerifyConfig(workers=1), frozenset({"math"}), "loses-ray")
+rollouts = RolloutsClient(no_engines, config, VerifyConfig(workers=1), frozenset({"math"}), "loses-ray")
 rollouts.revive_with(lambda: None, lambda reason: print("REPLACED", flush=True))
 cluster.check_ray()
 rollouts.roll_out([prompt([2, 5, 27])], 2, Sampling(1.0, 1.0, 8), seed=1)

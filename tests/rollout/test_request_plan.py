@@ -112,9 +112,9 @@ def test_the_budget_worked_example() -> None:
     budget = SamplingBudget(8, RefillRule(3, right))
     assert budget.allowed == 3  # nothing speaks for a rejection
     for index, kept in ((1, False), (3, True), (0, True), (2, False), (4, True)):
-        assert not budget.over and budget.needed == budget.limit == 8 and budget.allowed >= min(8, 3 + (index != 1))
+        assert not budget.over and budget.limit == 8 and budget.allowed >= min(8, 3 + (index != 1))
         budget.judged(index, group(kept))
-    assert budget.over and budget.needed == budget.limit == 5
+    assert budget.over and budget.limit == 5
 
 
 def test_the_budget_knows_what_cannot_be_part_of_the_result() -> None:
@@ -125,7 +125,7 @@ def test_the_budget_knows_what_cannot_be_part_of_the_result() -> None:
         budget.judged(index, group(kept))
         limits.append(budget.limit)
         assert budget.allowed <= budget.limit
-    assert limits == [9, 6, 4, 4, 4] and budget.over and budget.needed == 4
+    assert limits == [9, 6, 4, 4, 4] and budget.over and budget.limit == 4
 
 
 def test_the_budget_does_not_depend_on_the_order_of_verdicts() -> None:
@@ -144,7 +144,7 @@ def test_the_budget_does_not_depend_on_the_order_of_verdicts() -> None:
             index = int(rng.choice(open_ones))  # there is always one
             budget.judged(index, group(bool(kept[index])))
             judged.add(index)
-        assert budget.needed == expected and set(range(expected)) <= judged
+        assert budget.limit == expected and set(range(expected)) <= judged
 
 
 @pytest.mark.parametrize("expected_rejected", [0.0, 0.4], ids=["nothing known", "share known"])
@@ -178,7 +178,7 @@ def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> No
             if not left[prompt_index]:
                 budget.judged(prompt_index, group(bool(kept[prompt_index])))
         found = np.flatnonzero(kept.cumsum() >= 24)
-        assert budget.needed == (found[0] + 1 if found.size else prompts)
+        assert budget.limit == (found[0] + 1 if found.size else prompts)
 
 
 def test_requests_go_to_whichever_engine_has_least() -> None:
@@ -203,4 +203,4 @@ def test_the_budget_without_a_condition_is_everything() -> None:
     for index in (2, 0, 1):
         assert not budget.over
         budget.judged(index, group(False))
-    assert budget.over and budget.needed == 3
+    assert budget.over and budget.limit == 3

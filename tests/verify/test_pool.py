@@ -383,7 +383,7 @@ def test_nothing_outlives_a_pool_that_is_killed() -> None:
 
 def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(ray_cluster: None) -> None:
     """The RolloutManager, without engines: its verifiers are plain processes, and none stays when it is killed."""
-    options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
+    options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), 60.0)
     manager = ManagerActor.remote(*options)
     ray.get(manager.start.remote(), timeout=PATIENCE_S)
     workers = processes_of(PROCESS["local"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 from rich.text import Text
 
@@ -36,16 +37,16 @@ def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None
         raise ValueError(f"status '{status}' is not known; expected one of {', '.join(get_args(VerdictStatus))}")
     of_status = "" if status is None else f" with status {status}"
     if (path := run / "responses.jsonl").is_file():
-        found = sorted(read_rows(path), key=lambda row: (row["problem_id"], row["sample"]))
-        rows = _evenly([row for row in found if status is None or row["status"] == status], limit)
-        _say(console, f"{path}: {len(found)} responses, {len(rows)}{of_status} shown", style="bold")
+        stored = sorted(read_rows(path), key=lambda row: (row["problem_id"], row["sample"]))
+        rows = _evenly([row for row in stored if status is None or row["status"] == status], limit)
+        _say(console, f"{path}: {len(stored)} responses, {len(rows)}{of_status} shown", style="bold")
     else:
         path = rollout_file(run, step)
         table = read_rollouts(path, _COLUMNS)
-        places = [row for row in range(table.num_rows) if status is None or table["status"][row].as_py() == status]
-        chosen = _evenly(places, limit)
-        rows = table.take(pa.array(chosen, pa.int64())).to_pylist()
-        _say(console, f"step {step_of(path)}: {len(places)} responses{of_status}, {len(rows)} shown", style="bold")
+        if status is not None:
+            table = table.filter(pc.field("status") == status)
+        rows = table.take(pa.array(_evenly(range(table.num_rows), limit), pa.int64())).to_pylist()
+        _say(console, f"step {step_of(path)}: {table.num_rows} responses{of_status}, {len(rows)} shown", style="bold")
     for row in rows:
         _show(row, console)
     return len(rows)
@@ -53,24 +54,22 @@ def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None
 
 def _evenly[T](rows: Sequence[T], limit: int) -> list[T]:
     count = min(limit, len(rows))
-    return [rows[place * len(rows) // count] for place in range(count)]
+    return [rows[number * len(rows) // count] for number in range(count)]
 
 
 def rollout_file(run: Path, step: int | None) -> Path:
     """Return the file of ``step`` (None: of the newest step that was kept). Raises FileNotFoundError."""
-    files = {step_of(path): path for path in rollout_files(find_run(run).rollouts)}
-    steps = sorted(found for found in files if found is not None)
-    if not steps:
+    files = {step_of(path) or 0: path for path in rollout_files(find_run(run).rollouts)}
+    if not files:
         raise FileNotFoundError(f"{run} holds no rollouts yet: they are written after the first step")
-    if step is None:
-        return files[steps[-1]]
-    if step not in files:
-        nearest = min(steps, key=lambda found: abs(found - step))
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        nearest = min(files, key=lambda kept: abs(kept - chosen))
         raise FileNotFoundError(
-            f"{run} holds no rollouts of step {step}; the nearest is step {nearest} (kept: {len(steps)} steps from "
-            f"{steps[0]} to {steps[-1]}; older files are deleted, and track.rollouts_every_steps skips steps)"
+            f"{run} holds no rollouts of step {step}; the nearest is step {nearest} (kept: {len(files)} steps from "
+            f"{min(files)} to {max(files)}; older files are deleted, and track.rollouts_every_steps skips steps)"
         )
-    return files[step]
+    return files[chosen]
 
 
 def _show(row: Mapping[str, Any], console: Console) -> None:

@@ -39,8 +39,8 @@ def summarise(
     evaluation = result.after or result.before
     return {
         **{
-            f"{name}_{when}": getattr(found, attribute) if found else None
-            for when, found in (("before", result.before), ("after", result.after))
+            f"{name}_{when}": getattr(evaluated, attribute) if evaluated else None
+            for when, evaluated in (("before", result.before), ("after", result.after))
             for _, name, attribute, _ in _EVALUATED
         },
         "evaluation_samples": evaluation.samples if evaluation else None,

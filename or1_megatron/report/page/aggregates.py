@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from or1_megatron.report.page.recordings import Recording
-from or1_megatron.report.page.rollout_table import RolloutTable
-
 _LENGTH_BINS = 40
-_MOST_OF_A_GROUP = 32
-"""Groups of one size, up to this, get a bar for each number of truncated responses, other groups one for each tenth."""
 
 PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
 """Bins of a pass rate: exactly 0%, [low, high) between, exactly 100%."""
@@ -21,70 +17,54 @@ PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
 NOT_SEEN = len(PASS_RATES)
 """The bin of a problem that was not sampled in the period."""
 
-_KINDS = ("right", "not right", "truncated")
+
+def histograms(rows: pd.DataFrame, limits: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return for each stage of the kept rollouts: response lengths by outcome, and truncated responses per group.
+
+    Args:
+        limits: T of each stage, by its name.
+    """
+    return [
+        {
+            "stage": name,
+            "responses": len(stage),
+            "steps": [int(stage["step"].min()), int(stage["step"].max())],
+            "limit": limits.get(name),
+            "lengths": length_histogram(stage, limits.get(name, 0)),
+            "truncated": truncation_histogram(stage),
+        }
+        for name, stage in _stages(rows).items()
+    ]
 
 
-def histograms(recording: Recording) -> list[dict[str, Any]]:
-    """Return for each stage of the kept rollouts: response lengths by outcome, and truncated responses per group."""
-    rows = recording.rows
-    groups = rows.groups()
-    found = []
-    for _, name, of_stage in rows.stages():
-        limit = next((stage.max_response_tokens for stage in recording.stages if stage.name == name), None)
-        found.append(
-            {
-                "stage": name,
-                "responses": int(of_stage.sum()),
-                "steps": [int(rows["step"][of_stage].min()), int(rows["step"][of_stage].max())],
-                "limit": limit,
-                "lengths": length_histogram(rows, of_stage, limit),
-                "truncated": truncation_histogram(rows["truncated"][of_stage], groups[of_stage]),
-            }
-        )
-    return found
-
-
-def length_histogram(rows: RolloutTable, which: NDArray[np.bool_], limit: int | None) -> dict[str, Any]:
+def length_histogram(rows: pd.DataFrame, limit: int) -> dict[str, Any]:
     """Return ``edges`` [bins + 1] in tokens, and ``counts`` [bins] of right, not right and truncated responses."""
-    tokens = rows["tokens"][which]
-    longest = max(int(tokens.max(initial=0)), limit or 0, 1)
+    longest = max(int(rows["tokens"].max()), limit, 1)
     width = -(-(longest + 1) // _LENGTH_BINS)
     edges = np.arange(0, longest + 1 + width, width)
-    truncated, right = rows["truncated"][which], rows["reward"][which] > 0
-    masks = (right & ~truncated, ~right & ~truncated, truncated)
-    counts = {kind: np.histogram(tokens[mask], edges)[0].tolist() for kind, mask in zip(_KINDS, masks, strict=True)}
+    right, truncated = rows["reward"] > 0, rows["truncated"]
+    kinds = {"right": right & ~truncated, "not right": ~right & ~truncated, "truncated": truncated}
+    counts = {kind: np.histogram(rows["tokens"][which], edges)[0].tolist() for kind, which in kinds.items()}
     return {"edges": edges.tolist(), "counts": counts}
 
 
-def truncation_histogram(truncated: NDArray[np.bool_], groups: NDArray[np.int64]) -> dict[str, Any]:
-    """Return ``labels`` and ``counts``: how many groups have so many truncated responses."""
-    _, of_row = np.unique(groups, return_inverse=True)
-    sizes = np.bincount(of_row)
-    cut = np.bincount(of_row, weights=truncated).astype(np.int64)
-    if sizes.size and sizes.min() == sizes.max() <= _MOST_OF_A_GROUP:
-        size = int(sizes[0])
-        return {"labels": [str(n) for n in range(size + 1)], "counts": np.bincount(cut, minlength=size + 1).tolist()}
-    tenths = np.minimum(cut * 10 // np.maximum(sizes, 1), 10)
-    labels = [f"{10 * n}%" for n in range(11)]
-    return {"labels": labels, "counts": np.bincount(tenths, minlength=11).tolist()}
+def truncation_histogram(rows: pd.DataFrame) -> list[int]:
+    """Return how many groups have 0, 1, ... truncated responses, up to the size of a group."""
+    groups = rows.groupby((rows["sample"] == 0).cumsum())["truncated"]
+    return np.bincount(groups.sum(), minlength=int(groups.size().max()) + 1).tolist()
 
 
-def migration(recording: Recording, problems: Sequence[str]) -> dict[str, Any] | None:
+def migration(rows: pd.DataFrame) -> dict[str, Any] | None:
     """Return how pass rates of problems move between periods: the stages, or the halves of a run of one stage.
 
     The result has ``periods`` (names), ``bins`` [periods][problems] (places in PASS_RATES, or NOT_SEEN), and ``tables``
     {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}: counts of problems by their bins in periods i and j. None: only one period.
-
-    Args:
-        problems: all problem ids, in the order of ``bins``.
+    Problems are in the order of the column's categories.
     """
-    rows = recording.rows
-    named = _periods(rows)
-    if len(named) < 2:
+    periods = _periods(rows)
+    if len(periods) < 2:
         return None
-    place_of = {problem: place for place, problem in enumerate(problems)}
-    of_row = np.array([place_of[problem] for problem in rows.words["problem"]], dtype=np.int64)[rows["problem"]]
-    bins = [_rate_bins(of_row[which], rows["reward"][which] > 0, len(problems)) for _, which in named]
+    bins = [_rate_bins(period) for period in periods.values()]
     tables = {}
     for i, before in enumerate(bins):
         for j in range(i + 1, len(bins)):
@@ -92,27 +72,25 @@ def migration(recording: Recording, problems: Sequence[str]) -> dict[str, Any] |
             np.add.at(table, (before, bins[j]), 1)
             table[NOT_SEEN, NOT_SEEN] = 0  # problems of other runs or other periods
             tables[f"{i}-{j}"] = table.tolist()
-    return {"periods": [name for name, _ in named], "bins": bins, "tables": tables}
+    return {"periods": list(periods), "bins": bins, "tables": tables}
 
 
-def _periods(rows: RolloutTable) -> list[tuple[str, NDArray[np.bool_]]]:
-    stages = rows.stages()
-    if len(stages) > 1:
-        return [(name, which) for _, name, which in stages]
-    steps = np.unique(rows["step"])
-    if len(steps) < 2:
-        return []
-    half = steps[len(steps) // 2]
-    early, late = rows["step"] < half, rows["step"] >= half
-    return [(f"steps {rows['step'][which].min()}–{rows['step'][which].max()}", which) for which in (early, late)]
+def _stages(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the rows of each stage, in the order of steps."""
+    return {str(name): stage for name, stage in rows.groupby("stage", sort=False, observed=True)}
 
 
-def _rate_bins(problem: NDArray[np.int64], right: NDArray[np.bool_], count: int) -> NDArray[np.uint8]:
-    """Return [count] the bin of each problem's share of right responses."""
-    seen = np.bincount(problem, minlength=count)
-    passed = np.bincount(problem, weights=right, minlength=count)
-    bins = 1 + np.minimum(4 * passed // np.maximum(seen, 1), 3)
-    bins[passed == 0] = 0
-    bins[passed == seen] = len(PASS_RATES) - 1
-    bins[seen == 0] = NOT_SEEN
-    return bins.astype(np.uint8)
+def _periods(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    stages, steps = _stages(rows), rows["step"].unique()
+    if len(stages) > 1 or len(steps) < 2:
+        return stages
+    late = rows["step"] >= steps[len(steps) // 2]
+    return {f"steps {half['step'].min()}–{half['step'].max()}": half for half in (rows[~late], rows[late])}
+
+
+def _rate_bins(rows: pd.DataFrame) -> NDArray[np.uint8]:
+    """Return [problems] the bin of each problem's share of right responses."""
+    rates = (rows["reward"] > 0).groupby(rows["problem"], observed=False).mean().to_numpy()
+    quarters = 1 + np.floor(4 * np.nan_to_num(rates))
+    special = [np.isnan(rates), rates == 0, rates == 1]
+    return np.select(special, [NOT_SEEN, 0, len(PASS_RATES) - 1], quarters).astype(np.uint8)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
@@ -17,9 +16,9 @@ from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.frame import asset, html_page
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import packets
-from or1_megatron.report.page.rollout_table import RolloutTable, join
+from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, thinned
-from or1_megatron.report.page.tokens import TokenTexts, find_token_texts
+from or1_megatron.report.page.tokens import TOKENIZER, TokenTexts
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS
@@ -35,11 +34,17 @@ _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
     *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "main.js"),
 )
+_SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
+"""Fields of summary.json that the page shows."""
+_NUMBERS = {
+    "uint8": ("truncated", "kept"),
+    "uint16": ("run",),
+    "int32": ("step", "sample", "tokens", "prompt_tokens"),
+    "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
+}
+"""Columns of the table of responses, by their type in the page."""
 _NAMED_RUNS = 3
 """The most runs whose names the title lists."""
-
-_ROWS_SHARE = 0.6
-"""Share of the page for the table of responses; the rest is for texts."""
 
 
 @dataclass(frozen=True)
@@ -71,47 +76,50 @@ def write_report(
 
     Raises:
         FileNotFoundError: a path is not a run folder.
-        ValueError: nothing is recorded yet, or the metrics alone are larger than ``limit_bytes``.
+        ValueError: nothing is recorded yet, or curves and table alone are larger than ``limit_bytes``.
         UnknownRollout: ``ids`` name a response that is not kept.
     """
     recordings = read_recordings(runs)
     table = join([recording.rows for recording in recordings])
-    wanted = named(table.columns, table.words["problem"], ids)
-    head = _head_packet(recordings, table)
-    frame_bytes = len(_page(recordings, head, "", {}).encode())
-    if frame_bytes > limit_bytes:
-        raise ValueError(f"the curves of {len(recordings)} runs alone take {frame_bytes:,} bytes; name fewer runs")
+    wanted = named(table, ids)
+    listed = thinned(table, most_rows, wanted)
     notes: list[str] = []
-    listed = _listed(table, most_rows, wanted, int(_ROWS_SHARE * (limit_bytes - frame_bytes)))
     if len(listed) < len(table):
         notes.append(
             f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step, since the page's size "
             "is limited. Histograms and the migration of problems count all of them"
         )
-    order = list(dict.fromkeys([*wanted.tolist(), *listed[choose(table.part(listed), texts)].tolist()]))
-    room = limit_bytes - frame_bytes - len(_rows_packet(table, listed, order, notes)) - 10_000
-    packed, left_out = _fitting(_text_packets(recordings, table, order, tokenizer, notes), order, room)
-    if left_out:
-        notes.append(f"{left_out:,} of {len(order):,} texts are left out: the page would be over {limit_bytes:,} bytes")
-    page = _page(recordings, head, _rows_packet(table, listed, list(packed), notes), packed)
+    chosen = list(dict.fromkeys([*wanted, *choose(listed, texts)]))
+    packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
+    head = _head_packet(recordings, table)
+    room = limit_bytes - len(_page(recordings, head, _rows_packet(table, listed, chosen, notes), {}).encode()) - 1000
+    if room < 0:
+        raise ValueError(f"{len(recordings)} runs take more than {limit_bytes:,} bytes without a text; name fewer runs")
+    shown = _fitting(packed, chosen, room)
+    if len(shown) < len(chosen):
+        left_out = len(chosen) - len(shown)
+        notes.append(
+            f"{left_out:,} of {len(chosen):,} texts are left out: the page would be over {limit_bytes:,} bytes"
+        )
+    page = _page(recordings, head, _rows_packet(table, listed, list(shown), notes), shown).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page.encode(), "the report")
+    write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
-    return Written(len(page.encode()), len(listed), len(table), len(packed), said)
+    return Written(len(page), len(listed), len(table), len(shown), said)
 
 
-def _head_packet(recordings: Sequence[Recording], table: RolloutTable) -> str:
+def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
     """Return the packet of all but the responses: what the first paint needs."""
     known = {metric.name: metric for metric in METRICS}
-    measured = {name for recording in recordings for row in recording.metrics.values() for name in row}
+    measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
     runs: list[dict[str, Any]] = []
     columns: dict[str, NDArray[Any]] = {}
     for number, recording in enumerate(recordings):
-        moved = migration(recording, table.words["problem"])
+        rows = table[table["run"] == number]
+        moved = migration(rows)
         if moved is not None:
-            bins = moved.pop("bins")
-            columns |= {f"bins/{number}/{period}": bins[period] for period in range(len(bins))}
+            columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
         runs.append(
             {
                 "label": recording.label,
@@ -119,12 +127,12 @@ def _head_packet(recordings: Sequence[Recording], table: RolloutTable) -> str:
                 "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
                 "notes": recording.notes,
                 "entropy_target": recording.entropy_target,
-                "summary": _told(recording.summary),
+                "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names),
-                "histograms": histograms(recording),
+                "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
                 "migration": moved,
-                "responses": len(recording.rows),
+                "responses": len(rows),
             }
         )
     described = [[name, known[name].unit, known[name].meaning] if name in known else [name, "", ""] for name in names]
@@ -134,83 +142,58 @@ def _head_packet(recordings: Sequence[Recording], table: RolloutTable) -> str:
 def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
     """Return by metric [places among the run's steps, values there (six digits; null: not finite)]. A metric that was
     never measured is left out."""
-    found: dict[str, Any] = {}
+    series: dict[str, Any] = {}
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
         if there:
             values = [None if value is None else float(f"{value:.6g}") for _, value in there]
-            found[name] = [[i for i, _ in there], values]
-    return found
+            series[name] = [[i for i, _ in there], values]
+    return series
 
 
-def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of summary.json that the page shows."""
-    wanted = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
-    found = {name: summary.get(name) for name in wanted}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
-
-
-def _listed(table: RolloutTable, most_rows: int, wanted: NDArray[np.int64], most_bytes: int) -> NDArray[np.int64]:
-    """Return the rows of the page's table: all, or as many as fit into ``most_bytes``."""
-    while True:
-        listed = thinned(table.columns, most_rows, wanted)
-        size = len(_rows_packet(table, listed, [], []))
-        if size <= most_bytes or most_rows <= 1:
-            return listed
-        most_rows = max(1, int(min(most_rows, len(listed)) * min(0.9, most_bytes / size)))
-
-
-def _rows_packet(table: RolloutTable, listed: NDArray[np.int64], texts: Sequence[int], notes: Sequence[str]) -> str:
-    text_of = np.full(len(table), -1, np.int32)
-    text_of[np.array(texts, np.int64)] = np.arange(len(texts))
-    part = table.part(listed)
+def _rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], notes: Sequence[str]) -> str:
     columns: dict[str, NDArray[Any]] = {
-        "run": part["run"].astype(np.uint16),
-        **{name: part[name].astype(np.uint16) for name in ("stage", "source", "status")},
-        **{name: part[name].astype(np.int32) for name in ("step", "problem", "sample", "tokens", "prompt_tokens")},
-        **{name: part[name].astype(np.uint8) for name in ("truncated", "kept")},
-        **{name: part[name] for name in ("reward", "advantage", "seconds", "log_prob", "difference", "entropy")},
-        "text": text_of[listed],
+        name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
-    return packet({"words": table.words, "notes": list(notes), "all": len(table)}, columns)
+    columns |= {name: listed[name].cat.codes.to_numpy("int32") for name in WORDS}
+    text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
+    columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
+    words = {name: table[name].cat.categories.tolist() for name in WORDS}
+    return packet({"words": words, "notes": list(notes), "all": len(table)}, columns)
 
 
 def _text_packets(
-    recordings: Sequence[Recording], table: RolloutTable, order: Sequence[int], tokenizer: Path | None, notes: list[str]
+    recordings: Sequence[Recording], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
 ) -> dict[int, str]:
-    found: dict[int, str] = {}
-    rows = np.array(order, np.int64)
-    for number, recording in enumerate(recordings):
-        mine = rows[table["run"][rows] == number]
-        if not mine.size:
-            continue
-        tokens, why = _tokenizer_of(recording, tokenizer)
+    packed: dict[int, str] = {}
+    for number, rows in chosen.groupby("run"):
+        recording = recordings[number]
+        tokens = _tokenizer_of(recording, tokenizer)
         if tokens is None:
             notes.append(
-                f"{recording.label}: its tokens have no text, since no tokenizer was found ({why}); name its folder "
-                "with --tokenizer"
+                f"{recording.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
+                "name its folder with --tokenizer"
             )
-        packed = packets(recording.rows, table["row"][mine].tolist(), tokens)
-        found |= {int(row): packed[int(table["row"][row])] for row in mine}
-    return found
+        packed |= packets(recording.files, rows, tokens)
+    return packed
 
 
-def _tokenizer_of(recording: Recording, given: Path | None) -> tuple[TokenTexts | None, str]:
+def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None:
     if given is not None:
-        return TokenTexts(given), ""
-    candidates = [RunFolder(recording.path).hf] + ([] if recording.model is None else [recording.model])
-    return find_token_texts(candidates)
+        return TokenTexts(given)
+    folders = [RunFolder(recording.path).hf, *([] if recording.model is None else [recording.model])]
+    return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
-def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> tuple[dict[int, str], int]:
-    """Return (the texts that fit into ``room`` bytes, in order of choice, and how many are left out)."""
-    found: dict[int, str] = {}
+def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> dict[int, str]:
+    """Return the texts that fit into ``room`` bytes, in order of choice."""
+    shown: dict[int, str] = {}
     for row in order:
         size = len(packed[row]) + 80  # with its element
         if size <= room:
-            found[row] = packed[row]
+            shown[row] = packed[row]
             room -= size
-    return found, len(order) - len(found)
+    return shown
 
 
 def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Mapping[int, str]) -> str:

@@ -13,13 +13,13 @@ function drawLengths({ edges, counts }, limit, host, width) {
   });
 }
 
-function drawTruncated({ labels, counts }, host, width) {
+function drawTruncated(counts, host, width) {
   const all = counts.reduce((sum, each) => sum + each, 0);
-  const tall = width / labels.length > 34 ? counts.flatMap((each, x) => (each ? [{ kind: "count", x, y: each, text: count(each) }] : [])) : [];
-  stackedBars(host, [...labels.keys()], [{ colour: "var(--cut)", values: counts }], {
-    width, height: 210, x: { range: [-0.5, labels.length - 0.5] }, y: { range: [0, Math.max(1, ...counts) * 1.15] }, marks: tall,
-    xText: (value) => labels[value] ?? "",
-    tell: (i) => `${labels[i]} truncated: ${plural(counts[i], "group")} (${percent(counts[i] / all)})`,
+  const tall = width / counts.length > 34 ? counts.flatMap((each, x) => (each ? [{ kind: "count", x, y: each, text: count(each) }] : [])) : [];
+  stackedBars(host, [...counts.keys()], [{ colour: "var(--cut)", values: counts }], {
+    width, height: 210, x: { range: [-0.5, counts.length - 0.5] }, y: { range: [0, Math.max(1, ...counts) * 1.15] }, marks: tall,
+    xText: (value) => (value in counts ? String(value) : ""),
+    tell: (i) => `${i} truncated: ${plural(counts[i], "group")} (${percent(counts[i] / all)})`,
   });
 }
 
@@ -33,7 +33,7 @@ function lengthsTab(page) {
       el("h3", {}, `${run.label}: ${stage.stage} `, el("span", { class: "note" }, told)),
       el("div", { class: "grid large" },
         el("div", { class: "chart" }, el("header", {}, "responses by length", el("span", {}, "tokens")), lazily(el("div", { class: "plot" }), (host, width) => drawLengths(stage.lengths, stage.limit, host, width))),
-        el("div", { class: "chart" }, el("header", {}, "groups by truncated responses", el("span", {}, stage.truncated.labels.at(-1).endsWith("%") ? "share of the group" : `of ${stage.truncated.labels.length - 1}`)), lazily(el("div", { class: "plot" }), (host, width) => drawTruncated(stage.truncated, host, width)))));
+        el("div", { class: "chart" }, el("header", {}, "groups by truncated responses", el("span", {}, `of ${stage.truncated.length - 1}`)), lazily(el("div", { class: "plot" }), (host, width) => drawTruncated(stage.truncated, host, width)))));
   }));
   if (!sections.length) return [el("p", { class: "note" }, "No rollouts are kept: there are no lengths to count.")];
   return [el("p", { class: "note" }, "Over all steps whose rollouts are kept."), legend, ...sections];

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from or1_megatron.report.console.format import duration, fraction, number, quantity
 from or1_megatron.report.console.summary import show_summary
-from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
+from or1_megatron.types import EvaluationResult
 
 _HEADER_EVERY_LINES = 20
 _POLL_S = 0.25
@@ -75,30 +75,33 @@ class RunConsole:
         self._step = "start"
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._poller: threading.Thread | None = None
-        if live:
-            self._start_bar()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            refresh_per_second=4,  # leaves the cores to the trainer
+            disable=not live,
+        )
+        self._task = self._bar.add_task("start", total=None, count="")
+        self._bar.start()
+        self._poller = threading.Thread(target=self._poll, name="console", daemon=True)
+        if live and progress is not None:
+            self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
         """Show the verb in the bar. ``step``: rollout steps done so far; the update counts its own step already."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
-        if self._bar is not None:
-            with self._lock:  # a task's total cannot be unset, so each verb gets a new one
-                self._bar.remove_task(self._task)
-                self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
+        with self._lock:  # a task's total cannot be unset, so each verb gets a new one
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
 
-    def rolled_out(
-        self,
-        step: int,
-        stage: str,
-        groups: Sequence[Group],
-        kept: Sequence[AdvantagedGroup],
-        scores: TokenScores | None = None,
-    ) -> None:
+    def rolled_out(self, *_: object, **__: object) -> None:
         """Ignore: the step's metrics say enough."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -138,12 +141,9 @@ class RunConsole:
     def close(self) -> None:
         """Remove the bar, so that an error's message stands alone. A second call does nothing."""
         self._closed.set()
-        if self._poller is not None:
+        if self._poller.is_alive():
             self._poller.join(timeout=1.0)
-            self._poller = None
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.stop()
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -169,29 +169,11 @@ class RunConsole:
             "time": duration(get("time/step")),
         }
 
-    def _start_bar(self) -> None:
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,  # leaves the cores to the trainer
-        )
-        self._task = self._bar.add_task("start", total=None, count="")
-        self._bar.start()
-        if self._progress is not None:
-            self._poller = threading.Thread(target=self._poll, args=(self._progress,), name="console", daemon=True)
-            self._poller.start()
-
-    def _poll(self, progress: Callable[[], tuple[int, int]]) -> None:
+    def _poll(self) -> None:
         # If the engines are gone, the loop reports the reason; the bar only stops.
         with contextlib.suppress(Exception):
-            while not self._closed.wait(_POLL_S):
-                bar = self._bar
-                if bar is not None and self._verb in _SAMPLING_VERBS:
-                    done, asked = progress()
+            while self._progress is not None and not self._closed.wait(_POLL_S):
+                if self._verb in _SAMPLING_VERBS:
+                    done, asked = self._progress()
                     with self._lock:
-                        bar.update(self._task, completed=done, total=asked or None, count=f"{done}/{asked}")
+                        self._bar.update(self._task, completed=done, total=asked or None, count=f"{done}/{asked}")

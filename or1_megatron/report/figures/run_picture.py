@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Final
 
-import yaml
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
+from or1_megatron.report.recorded_config import entropy_target, read_config
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
 
 _SMOOTHED_STEPS: Final = 9
+"""A smoothed value is the mean over so many steps around it, fewer near the ends of a stage."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,15 @@ def draw_run(run: Path, out: Path) -> None:
     rows = list(read_steps(folder.metrics).values())
     if not any("reward/mean" in row for row in rows):
         raise ValueError(f"{folder.metrics}: no finished step to draw yet")
-    write_atomically(out, picture(rows, _entropy_target(folder)).encode(), "the run's picture")
-
-
-def _entropy_target(folder: RunFolder) -> float | None:
-    """Return the target of the run's entropy control; None if it has none."""
-    if not folder.config.is_file():
-        return None
-    config = yaml.safe_load(folder.config.read_text()) or {}
-    entropy = config.get("algorithm", {}).get("entropy", {})
-    return float(entropy["target"]) if entropy.get("mode") == "adaptive" else None
+    write_atomically(out, picture(rows, entropy_target(read_config(folder))).encode(), "the run's picture")
 
 
 @styled
 def picture(rows: Sequence[Mapping[str, Any]], entropy_target: float | None) -> str:
     """Return the SVG of these rows, one per step, in order."""
-    stages = [row for row in rows if "stage/index" in row]
-    boundaries = {
-        int(row["step"]) - 0.5: f"T {row['stage/max_response_tokens']:g}"
-        for earlier, row in pairwise(stages)
-        if row["stage/index"] != earlier["stage/index"]
-    }
+    metrics = pd.DataFrame(rows).set_index("step")
+    begins = _stage_begins(metrics)
+    stages = pd.Series(np.searchsorted(list(begins), metrics.index, side="right"), metrics.index)
     figure, axes = panels(len(_PANELS))
     if entropy_target is not None:
         axes[1].axhline(entropy_target, color="black", linewidth=1, linestyle="--", label=f"target {entropy_target:g}")
@@ -96,34 +85,33 @@ def picture(rows: Sequence[Mapping[str, Any]], entropy_target: float | None) -> 
         if panel.per_cent:
             axis.yaxis.set_major_formatter(PercentFormatter(1))
         for curve in panel.curves:
-            _draw(axis, curve, rows, list(boundaries))
+            if curve.metric in metrics:
+                _draw(axis, curve, metrics[curve.metric].astype(float).dropna(), stages)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
         axis.set_ylim(0, max(panel.top, axis.get_ylim()[1]))
-        for step, label in boundaries.items():
-            axis.axvline(step, color=GREY, linewidth=1, linestyle=":")
-            axis.text(step, 0.02, f" {label}", color=GREY, transform=axis.get_xaxis_transform())
+        for step, label in begins.items():
+            axis.axvline(step - 0.5, color=GREY, linewidth=1, linestyle=":")
+            axis.text(step - 0.5, 0.02, f" {label}", color=GREY, transform=axis.get_xaxis_transform())
     return as_svg(figure)
 
 
-def _draw(axis: Axes, curve: Curve, rows: Iterable[Mapping[str, Any]], boundaries: Sequence[float]) -> None:
+def _stage_begins(metrics: pd.DataFrame) -> dict[int, str]:
+    """Return the first step of each stage after the first, and a label with its T."""
+    if "stage/index" not in metrics:
+        return {}
+    staged = metrics.dropna(subset="stage/index")
+    begun = staged[staged["stage/index"].diff() > 0]
+    return {int(step): f"T {limit:g}" for step, limit in begun["stage/max_response_tokens"].items()}
+
+
+def _draw(axis: Axes, curve: Curve, values: pd.Series, stages: pd.Series) -> None:
     """Draw the values where the metric was measured and finite; but for points, they are smoothed stage by stage."""
-    points = [(float(row["step"]), float(row[curve.metric])) for row in rows if row.get(curve.metric) is not None]
-    if not points:
+    if values.empty:
         return
-    steps, values = zip(*points, strict=True)
     if curve.points:
-        axis.plot(steps, values, "o-", color=curve.colour, label=curve.label, markersize=4)
+        axis.plot(values.index, values, "o-", color=curve.colour, label=curve.label, markersize=4)
         return
-    axis.plot(steps, values, color=curve.colour, linewidth=1, alpha=0.3)
-    stages = [sum(step > boundary for boundary in boundaries) for step in steps]
-    smooth: list[float] = []
-    for stage in sorted(set(stages)):
-        smooth += smoothed([value for value, index in zip(values, stages, strict=True) if index == stage])
-    axis.plot(steps, smooth, color=curve.colour, label=curve.label)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the centred mean over up to _SMOOTHED_STEPS values, fewer near the ends. 0, 3, 9 become 0, 4, 9."""
-    reaches = [min(_SMOOTHED_STEPS // 2, i, len(values) - 1 - i) for i in range(len(values))]
-    return [fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
+    axis.plot(values.index, values, color=curve.colour, linewidth=1, alpha=0.3)
+    smooth = values.groupby(stages).transform(lambda part: part.rolling(_SMOOTHED_STEPS, 1, center=True).mean())
+    axis.plot(smooth.index, smooth, color=curve.colour, label=curve.label)
