@@ -27,6 +27,10 @@ REMOVED: Final = {
         "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "
         "num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
     ),
+    "verify.max_pending": Removed(16384, "it bounded no memory; take the key out"),
+    "verify.worker_memory_bytes": Removed(
+        2 << 30, "the memory of verifier workers stays flat (docs/performance.md); take the key out"
+    ),
 }
 """By the dotted key without places in lists."""
 

@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_verify.config import VerifyConfig
-from or1_verify.pool.pool_process import Judged, VerifierSet
+from or1_verify.pool.pool_process import VerifierSet
 from or1_verify.pool.queue import WorkerLost
-from or1_verify.types import Attempt
+from or1_verify.types import Attempt, Verdict
 
 
 @ray.remote(num_cpus=0)
@@ -43,13 +43,13 @@ class RayWorker:
     async def ready(self) -> None:
         await _outcome(self._actor.ready.remote())
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
+    async def verify_batch(self, attempts: Sequence[Attempt]) -> list[Verdict]:
         answer = await _outcome(self._actor.verify_batch.remote(pack(list(attempts))))
         try:
-            judged: Judged = unpack(answer)
+            verdicts: list[Verdict] = unpack(answer)
         except MessageDamaged as error:
             raise WorkerLost(str(error)) from error
-        return judged
+        return verdicts
 
     async def close(self) -> None:
         await _outcome(self._actor.close.remote())

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from or1_verify.code.codec import decode
-
 FLOAT_TOLERANCE = 1e-6
 """The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
 
@@ -210,11 +208,6 @@ def as_json(encoded: Any, sets: bool = False) -> Any:
     if tag in ("tuple", "list_node", "tree_node") or (sets and tag in ("set", "frozenset")):
         return [as_json(item, sets) for item in value]
     raise TypeError(f"a {tag} is not a JSON value")
-
-
-def plain(encoded: Any) -> Any:
-    """Return an encoded value as exact built-in types, nodes as (tag, values). Raises as ``codec.decode`` does."""
-    return decode(encoded, nodes=False)
 
 
 def _key(value: Any) -> str:

@@ -24,16 +24,7 @@ from pydantic_core import from_json
 from or1_verify.code import livecodebench
 from or1_verify.code.asserts import assert_tests, check_tests
 from or1_verify.code.checkers import Checker, parse_checker
-from or1_verify.code.tests import (
-    CallTest,
-    CodeTest,
-    CodeTests,
-    Comparison,
-    RowLimits,
-    StdinTest,
-    call_request,
-    is_call_name,
-)
+from or1_verify.code.tests import CallTest, CodeTest, CodeTests, RowLimits, StdinTest, is_call_name
 
 _KINDS = (
     "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
@@ -153,21 +144,20 @@ def _text(side: str, value: Any, number: int) -> str:
 
 
 def _call_test(number: int, given: Any, wanted: Any, fn_name: str, checker: Checker) -> CallTest:
-    comparison: Comparison = "json"
+    wrapped = False
     if isinstance(given, str):  # one JSON value per line; the output is JSON text too
         arguments = [_json(f"inputs[{number}]", line) for line in given.split("\n") if line.strip()]
         expected = _json(f"outputs[{number}]", wanted)
     elif isinstance(given, list):
         arguments, expected = given, wanted
-        if checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1:
-            comparison = "wrapped"
+        wrapped = checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1
     else:
         raise ValueError(
             f"inputs[{number}]: found a {type(given).__name__}, expected arguments as a list or as JSON lines"
         )
     if checker.kind == "any_of":
         _check_several(number, expected)
-    return CallTest(f"test {number}", call_request(fn_name, arguments, {}, typed=True), expected, comparison)
+    return CallTest(f"test {number}", fn_name, arguments, expected, wrapped)
 
 
 def _json(where: str, text: Any) -> Any:

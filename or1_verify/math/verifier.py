@@ -2,8 +2,7 @@ r"""The math verifier: compares the last box after the reasoning with the golds,
 
 The text after ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
 0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
-(docs/math_verifier.md). Where these cannot read a side, Math-Verify 0.9.0 compares them, each wrapped in ``\boxed{}``.
-Without any box Math-Verify's own extraction finds the answer.
+(docs/math_verifier.md). Without any box Math-Verify's extraction finds the answer.
 
 Plain integers and fractions are decided here (``math.exact``); everything else in a child process that is killed
 and replaced at its time limit.
@@ -19,8 +18,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
-from or1_verify.child_process import ChildDied, ChildProcess, ChildTimeout
-from or1_verify.errors import Or1Error
+from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess
 from or1_verify.math.exact import decide
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
@@ -32,26 +30,17 @@ _BOX_CHARS = 4000
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
-
-_WORKER = "or1_verify.math.math_process"
-
-
 Judge = Literal["own", "math_verify"]
 """Whose rules decide (``verify.math.judge``): ours, or those of the released code's verifier."""
 
 
-class _Exhausted(Or1Error):
-    """The child ran out of the memory that it may use, and was replaced."""
-
-
 class MathVerifier:
-    """``types.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
+    """``types.Verifier`` for ability "math". The child process that compares starts when first needed."""
 
     def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
-        self._timeout_s = timeout_s
         self._judge = judge
         self._rounding = rounding
-        self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+        self._process = ChildProcess("or1_verify.math.math_process", timeout_s=timeout_s, stderr=subprocess.DEVNULL)
         self._golds: tuple[str, list[str]] = ("", [])
 
     @property
@@ -116,13 +105,13 @@ class MathVerifier:
     ) -> Verdict:
         """Return the child's verdict. ``box`` is the answer to report where the child gives none."""
         try:
-            reply = self._ask(request)
-        except ChildTimeout:
-            return verdict("timeout", box, f"the comparison took more than {self._timeout_s} s")
-        except _Exhausted as error:
-            return verdict("timeout", box, f"the comparison needed {error}")
+            reply = self._process.ask(request)
+        except ChildLimit as error:
+            return verdict("timeout", box, f"the comparison: {error}")
         except ChildDied as error:
-            return verdict("error", box, f"Math-Verify: {error}")
+            return verdict("error", box, f"the comparison: {error}")
+        if "raised" in reply:
+            return verdict("error", box, f"the comparison raised {reply['raised']}")
         if not reply["answer"]:
             return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
         if reply.get("unreadable"):
@@ -132,14 +121,6 @@ class MathVerifier:
     def close(self) -> None:
         """End the child process. The next request starts another."""
         self._process.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = self._process.ask(request)
-        if "exhausted" in reply:  # it is about to end; its successor is started now
-            self._process.close()
-            self._process.start()
-            raise _Exhausted(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")
-        return reply
 
     def _golds_of(self, problem: Problem) -> list[str]:
         if self._golds[0] != problem.ground_truth:  # a group's responses come in a row

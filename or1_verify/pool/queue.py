@@ -15,7 +15,6 @@ from typing import Protocol
 
 from or1_verify.config import VerifyConfig
 from or1_verify.errors import Or1Error
-from or1_verify.pool.pool_process import Judged
 from or1_verify.types import Attempt, Problem, Verdict
 
 MAX_BATCH = 16
@@ -40,7 +39,7 @@ class Worker(Protocol):
         """Return when the verifiers are built. WorkerLost says why they could not be."""
         ...
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged: ...
+    async def verify_batch(self, attempts: Sequence[Attempt]) -> list[Verdict]: ...
 
     async def close(self) -> None:
         """End cleanly what the verifiers have started. Only ``kill`` may follow."""
@@ -67,8 +66,7 @@ class VerifierPool:
     A worker that dies is replaced, and so is one that takes longer than ``call_timeout_s`` (None: ``config.budget_s``
     and a minute for each sample of the call). Its samples are tried once more, each alone and by another worker where
     there is one, so that a sample that kills its verifier takes no other with it. A sample that fails twice gets status
-    ``error``. ``retries`` counts the second tries. A worker that has grown beyond ``config.worker_memory_bytes`` is
-    replaced between two calls; ``recycled`` counts those.
+    ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class VerifierPool:
         call_timeout_s: float | None = None,
     ) -> None:
         self.retries = 0
-        self.recycled = 0
         self._config = config
         self._abilities = abilities
         self._make_worker = make_worker
@@ -87,7 +84,6 @@ class VerifierPool:
         self._samples: list[_Pending] = []
         self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, also those not decoded yet
         self._mean_s: dict[str, float] = {}  # by ability: the mean time of one verdict
-        self._room = asyncio.Semaphore(config.max_pending)
         self._wake = asyncio.Condition()
         self._workers = [make_worker() for _ in range(config.workers)]
         self._unready = set(range(config.workers))  # slots whose worker has not been waited for
@@ -110,8 +106,7 @@ class VerifierPool:
     ) -> Verdict:
         """Return the verdict on one response. Never raises because of what the response holds or does.
 
-        Samples whose ``group`` lacks the fewest verdicts of its ``group_size`` go first. Blocks while
-        ``config.max_pending`` others wait.
+        Samples whose ``group`` lacks the fewest verdicts of its ``group_size`` go first.
         """
         if problem.ability not in self._abilities:
             raise ValueError(
@@ -120,15 +115,14 @@ class VerifierPool:
         self._start_feeders()
         if group is not None and group not in self._missing:
             self._missing[group] = group_size
-        async with self._room:
-            future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-            await self._put(_Pending((problem, response, truncated), future, group))
-            try:
-                return await future
-            finally:
-                self._missing[group] -= 1
-                if self._missing[group] <= 0:
-                    del self._missing[group]
+        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        await self._put(_Pending((problem, response, truncated), future, group))
+        try:
+            return await future
+        finally:
+            self._missing[group] -= 1
+            if self._missing[group] <= 0:
+                del self._missing[group]
 
     @property
     def pending(self) -> int:
@@ -202,7 +196,7 @@ class VerifierPool:
                     self._unready.discard(slot)
                 attempts = [sample.attempt for sample in batch]
                 async with asyncio.timeout(limit_s):
-                    verdicts, resident_bytes = await self._workers[slot].verify_batch(attempts)
+                    verdicts = await self._workers[slot].verify_batch(attempts)
             except asyncio.CancelledError:
                 for sample in batch:
                     sample.verdict.cancel()
@@ -214,9 +208,6 @@ class VerifierPool:
                 for sample, verdict in zip(batch, verdicts, strict=True):
                     self._time(sample.attempt[0].ability, verdict.wall_s)
                     _settle(sample, verdict)
-                if resident_bytes > self._config.worker_memory_bytes:
-                    self.recycled += 1
-                    await self._retire(slot)
 
     def _time(self, ability: str, wall_s: float) -> None:
         mean_s = self._mean_s.get(ability, wall_s)
@@ -226,15 +217,6 @@ class VerifierPool:
         self._workers[slot].kill()
         self._workers[slot] = self._make_worker()
         self._unready.add(slot)
-
-    async def _retire(self, slot: int) -> None:
-        """Replace an idle worker. It is closed first, to end what its verifiers have started."""
-        try:
-            async with asyncio.timeout(_GRACE_S):
-                await self._workers[slot].close()
-        except (WorkerLost, TimeoutError):  # it is killed next
-            pass
-        self._replace(slot)
 
     async def _again(self, slot: int, batch: Sequence[_Pending], error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".strip()[:1000]

@@ -139,38 +139,32 @@ def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_expectation_is_in_what_the_submission_gets() -> None:
     """The expected values are rare numbers: none occurs in the request, the input or the prefix of any test."""
-    truths = [
-        {"inputs": ["1\n"], "outputs": ["918273"]},
-        {"inputs": [[1]], "outputs": [918273], "fn_name": "f"},
-        {"assert_case": ["assert f(1) == 918273", "assert 918273 == f(1)"]},
-        CHECK,
-    ]
-    for truth in truths:
+    for truth in ({"inputs": ["1\n"], "outputs": ["918273"]}, {"inputs": [[1]], "outputs": [918273], "fn_name": "f"}):
         tests = parsed(truth)
-        assert tests.tests
-        for test in tests.tests:
-            assert "918273" in str(test.expected)
-            given = json.dumps(test.request) if isinstance(test, CallTest) else test.stdin.decode()
-            assert "918273" not in given + tests.prefix + tests.starter
+        (test,) = tests.tests
+        assert "918273" in str(test.expected)
+        given = json.dumps(test.request()) if isinstance(test, CallTest) else test.stdin.decode()
+        assert "918273" not in given + tests.prefix + tests.starter
+    for truth in ({"assert_case": ["assert f(1) == 918273"]}, CHECK):
+        tests = parsed(truth)
+        assert "918273" in tests.tests[0].program and "918273" not in tests.prefix + tests.starter
 
 
-def test_plain_asserts_are_split_and_others_are_programs() -> None:
-    kinds = {
-        "assert f(1) == 2\nassert not g([1, 'a'], k=(2,))": (CallTest, CallTest),
-        "assert C().f(1) is None": (CallTest,),
-        "assert f(1) == 2\nx = 3\nassert f(x) == 4": (ProgramTest,),
-        "assert abs(f(1) - 2) < 1e-6": (ProgramTest,),
-        "assert decode(encode('x')) == 'x'": (ProgramTest,),
-        "assert math.isclose(f(1), 2)": (ProgramTest,),
-        "for n in [2, 3]:\n    assert is_prime(n)": (ProgramTest,),
-        "assert all(is_prime(n) for n in (2, 3))": (ProgramTest,),
-        "x = f(1)\nassert x == 2 and g(3) == x": (ProgramTest,),
+def test_asserts_are_a_program_whose_unbound_names_are_the_submissions() -> None:
+    names = {
+        "assert f(1) == 2\nassert not g([1, 'a'], k=(2,))": {"f", "g"},
+        "assert C().f(1) is None": {"C"},
+        "assert abs(f(1) - 2) < 1e-6": {"f"},
+        "assert math.isclose(f(1), 2)": {"f"},
+        "for n in [2, 3]:\n    assert is_prime(n)": {"is_prime"},
+        "def wanted(f): return f + 1\nassert f(2) == wanted(2)": {"f"},
+        "assert is_same_list(f(list_node([1])), list_node([2]))": {"f"},
     }
-    for program, expected in kinds.items():
-        assert tuple(map(type, parsed({"assert_case": [program]}).tests)) == expected, program
+    for program, expected in names.items():
+        assert set(parsed({"assert_case": [program]}).tests[0].stand_ins) == expected, program
     assert parsed({"assert_case": ["assert math.isclose(f(1), 2)"]}).tests[0].program.startswith("import math\n")
     both = parsed({**STDIN, "assert_case": ["assert f() == 1"]}).tests
-    assert tuple(map(type, both)) == (StdinTest, CallTest)
+    assert tuple(map(type, both)) == (StdinTest, ProgramTest)
 
 
 @pytest.mark.parametrize("name", [{}, {"fn_name": "f"}])

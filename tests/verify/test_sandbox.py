@@ -23,9 +23,15 @@ from or1_verify.config import VerifyConfig
 from or1_verify.sandbox import launched as launched_module
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.launched import Launched
-from or1_verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.program import (
+    Program,
+    SandboxFailure,
+    SandboxLimits,
+    SandboxTier,
+    SandboxUnavailable,
+    SessionEnded,
+)
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
-from or1_verify.sandbox.session import SessionEnded
 from or1_verify.verifiers import build_verifiers
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)

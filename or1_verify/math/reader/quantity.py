@@ -2,6 +2,7 @@ r"""Reads one value and what stands around it: a unit, a currency, a percent sig
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -151,20 +152,16 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
-    texts = [token.text for token in items[at : at + 4]]
+    """Return the power that stands at a place, and the place behind it: ``^2``, ``^{-1}``, squared."""
+    texts = [token.text for token in items[at : at + 5]]
     if texts[:1] in (["squared"], ["cubed"]):
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
-    if texts[:1] == ["^"]:
-        if len(texts) > 1 and texts[1] in ("2", "3"):
-            return int(texts[1]), at + 2
-        if texts[1:2] == ["{"] and texts[3:4] == ["}"] and texts[2] in ("2", "3"):
-            return int(texts[2]), at + 4
-        if texts[1:3] == ["{", "-"] and texts[3:4] and texts[3] in ("1", "2", "3") and items[at + 4 : at + 5]:
-            return -int(texts[3]), at + 5
-        if texts[1:2] == ["-"] and texts[2:3] and texts[2] in ("1", "2", "3"):
-            return -int(texts[2]), at + 3
+    if texts[:1] != ["^"]:
+        return 1, at
+    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?(1) })", " ".join(texts))
+    if written is None:
         raise Unreadable("a unit to a power")
-    return 1, at
+    return int(written[2].replace(" ", "")), at + len(written[0].split())
 
 
 def read_compound(items: list[Token]) -> Quantity | None:
