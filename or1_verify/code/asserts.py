@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from or1_verify.code.imports import MODULES, has_unknown_star, names_of
@@ -40,7 +40,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
-    """Return the tests of ``{entry_point, import_prefix, test_code, helpers?}``. Raises ValueError."""
+    """Return the tests of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -52,38 +52,15 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
     if len(checks) != 1 or [argument.arg for argument in checks[0].args.args] != ["candidate"]:
         raise ValueError("test_code: expected it to define one function check(candidate)")
     entry_point = decoded["entry_point"].rpartition(".")[2]
-    given = names_of(decoded["import_prefix"])[1] - {entry_point}  # a prompt may hold its first lines
-    helpers = _helpers(decoded.get("helpers"), decoded["test_code"], given, has_unknown_star(prefix))
-    _check_program("test_code", module, {"candidate", *helpers})
-    _check_helpers(module, {"candidate", entry_point}, set(helpers))
+    unbound = [name for name in names_of(decoded["test_code"])[0] if not hasattr(builtins, name)]
+    given = _HELPERS | names_of(decoded["import_prefix"])[1] | {entry_point}
+    wrong = [f"{name!r} is not defined: expected in import_prefix" for name in unbound if name not in given]
+    if wrong and not has_unknown_star(prefix) and not has_unknown_star(module):
+        raise ValueError(f"test_code: {'; '.join(wrong)}")
+    tested = {"candidate"} | {entry_point} & set(unbound)  # some tests call it by its own name, too
+    _check_program("test_code", module, tested)
     program = decoded["test_code"] + "\ncheck(candidate)"
-    stand_ins = {name: name for name in helpers} | {"candidate": decoded["entry_point"]}
-    return (ProgramTest("check", program, stand_ins),)
-
-
-def _helpers(listed: Any, test_code: str, given: set[str], any_given: bool) -> list[str]:
-    """Return the submission's functions that the row lists for ``test_code``. ``given``: the names that the prefix
-    binds; ``any_given``: the prefix may bind any other.
-
-    Raises ValueError, naming all of them, for names that are bound or unused, and for used ones that nothing binds.
-    """
-    if listed is None:
-        listed = []
-    if not isinstance(listed, list) or not all(isinstance(name, str) and name.isidentifier() for name in listed):
-        raise ValueError(f"helpers: found {listed!r:.100}, expected a list of names of functions")
-    unbound = [name for name in names_of(test_code)[0] if not hasattr(builtins, name) and name not in _HELPERS]
-    wrong = []
-    for name in listed:
-        if name in given:
-            wrong.append(f"helpers: {name!r} is defined in import_prefix, and that is what test_code uses: not listed")
-        elif name not in unbound:
-            wrong.append(f"helpers: {name!r} is not a name that test_code uses without defining it")
-    for name in () if any_given or has_unknown_star(ast.parse(test_code)) else unbound:
-        if name not in given and name not in listed:
-            wrong.append(f"test_code: {name!r} is not defined: expected in import_prefix, or listed in helpers")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return list(listed)
+    return (ProgramTest("check", program, dict.fromkeys(tested, decoded["entry_point"])),)
 
 
 def _owners(module: ast.Module) -> set[str]:
@@ -103,7 +80,7 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     """Raise ValueError when the program calls no submission, or would let it judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
-    results = _results(module, lambda value, known: _has_result(value, remote, known))
+    results = _results(module, remote)
     for node in ast.walk(module):
         if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
             raise ValueError(
@@ -112,74 +89,15 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
             )
 
 
-def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None:
-    """Raise ValueError where a helper, which is the submission's, may judge what the entry point returns.
-
-    A helper must be called by its name in ``check`` itself, on nothing that the entry point returned or was given to
-    change, and an assert must not compare the two. A helper's results may be the entry point's arguments.
-
-    Args:
-        own: the names of the entry point.
-        helpers: those that the row lists.
-    """
-    judges, called = helpers - own, [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    asserts = [node for node in ast.walk(module) if isinstance(node, ast.Assert)]
-    tested = {id(part) for node in asserts for part in ast.walk(node)}
-    changed = {
-        item.id
-        for node in called
-        if _is_remote(node.func, own) and id(node) not in tested
-        for item in _arguments(node)
-        if isinstance(item, ast.Name)
-    }
-    results = _results(module, lambda value, known: _has_result(value, own, known), changed)
-    judged = _results(module, lambda value, known: _is_judged(value, own, judges, known))
-    nested = {id(part) for node in ast.walk(module) if _is_nested(node) for part in ast.walk(node)}
-    safe = {
-        id(node.func)
-        for node in called
-        if id(node) not in nested and not any(_has_result(item, own, results) for item in _arguments(node))
-    }
-    wrong = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in judges]
-    judging = [node.id for node in wrong if id(node) not in safe]
-    judging += [
-        ast.unparse(node.test)[:200]
-        for node in asserts
-        if _has_result(node.test, own, results) and _is_judged(node.test, own, judges, judged)
-    ]
-    if judging:
-        raise ValueError(
-            f"helpers: '{judging[0]}': a function of the submission would judge the entry point's result; expected "
-            "import_prefix to define what test_code judges by, and helpers that only make the entry point's arguments"
-        )
-
-
-def _is_nested(node: ast.AST) -> bool:
-    """Whether ``node`` is a function or class besides ``check``: what its parameters hold is not known."""
-    if isinstance(node, ast.FunctionDef):
-        return node.name != "check"
-    return isinstance(node, ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
-
-
-def _is_judged(node: ast.AST, own: set[str], judges: set[str], known: set[str]) -> bool:
-    """Whether a value holds a helper's result, other than in the entry point's arguments."""
-    if isinstance(node, ast.Call) and _is_remote(node.func, own):
-        return False
-    if isinstance(node, ast.Name):
-        return node.id in judges | known
-    return any(_is_judged(part, own, judges, known) for part in ast.iter_child_nodes(node))
-
-
-def _results(module: ast.Module, holds: Callable[[ast.expr, set[str]], bool], known: Collection[str] = ()) -> set[str]:
-    """Return ``known`` and the variables to which the module assigns, whole or in part, a value that ``holds``
-    something. The value may hold it through a variable of the result."""
-    variables = set(known)
+def _results(module: ast.Module, remote: set[str]) -> set[str]:
+    """Return the variables to which the module assigns, whole or in part, a result of the submission."""
+    variables: set[str] = set()
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
         more = {
             part.id
             for target, value in bindings
-            if holds(value, variables)
+            if _has_result(value, remote, variables)
             for part in ast.walk(target)
             if isinstance(part, ast.Name)
         }

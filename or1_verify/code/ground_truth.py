@@ -9,8 +9,7 @@ A ground truth is one JSON object (RECIPE section 7; docs/code_verifier.md):
 
 Optional beside them: ``checker`` (see ``code.checkers``); ``tolerance`` of the float checker;
 ``starter_code``, whose annotations say which arguments are linked lists or trees when the submission's do not;
-``limits`` {time_s?, memory_bytes?} of each test; and beside ``test_code`` ``helpers``, the submission's other functions
-that it calls.
+``limits`` {time_s?, memory_bytes?} of each test.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
 
 def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if "public_test_cases" in decoded or "private_test_cases" in decoded:
-        kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits", "helpers")}
+        kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits")}
         decoded = {**livecodebench.as_input_output(decoded), **kept}
     if decoded.get("tolerance") is not None:
         if decoded.get("checker") is not None:
@@ -59,8 +58,6 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if "test_code" in decoded:
         _no_checker(decoded)
         return CodeTests(check_tests(decoded), Checker("json"), decoded["import_prefix"], limits=limits)
-    if decoded.get("helpers") is not None:
-        raise ValueError("helpers: found beside tests that have no names of their own; expected them beside test_code")
     if "inputs" not in decoded and "assert_case" not in decoded:
         raise ValueError(f"unknown kind: an object with keys {sorted(decoded)}; {_KINDS}")
     tests: tuple[CodeTest, ...] = ()

@@ -91,6 +91,7 @@ WHOLE: list[tuple[list[str], str, bool, str]] = [
 ]
 
 HANGS: list[tuple[list[str], str]] = [
-    (["z"], r"\boxed{z" + "(" * 3000 + "}"),  # nothing that can be read; Math-Verify's patterns take minutes
+    (["z"], r"\boxed{z" + "(" * 3000 + "}"),
     ([r"\oint f"], r"\boxed{f" + "(" * 2500 + "}"),
 ]
+"""For the judge ``math_verify``, whose patterns take minutes."""

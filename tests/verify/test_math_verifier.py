@@ -60,7 +60,7 @@ def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) 
 
 
 def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
-    verifier = MathVerifier(timeout_s=2.0)
+    verifier = MathVerifier(timeout_s=2.0, judge="math_verify")
     try:
         for golds, answer in HANGS:
             verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
@@ -110,7 +110,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         "import json, threading, time\n"
         "from or1_verify.types import Message, Problem\n"
         "from or1_verify.math.verifier import MathVerifier\n"
-        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0})\n"
+        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0}, judge='math_verify')\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "def judge():\n"
         "    v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"

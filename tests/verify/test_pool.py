@@ -38,7 +38,9 @@ PROCESS = {"local": "or1_verify.pool.pool_process", "ray": "VerifierActor"}
 MATH = "or1_verify.math.math_process"
 
 HANG = "</think>" + HANGS[0][1]
-"""Against the gold z: it keeps the verifier busy until its time is up."""
+"""Against the gold z, with ``MATH_VERIFY``: it keeps the verifier busy until its time is up."""
+
+MATH_VERIFY = {"judge": "math_verify"}
 
 RIGHT = r"</think>\boxed{1}"
 """Against the gold 1."""
@@ -225,7 +227,7 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
         verdict = await pool.verify(problem("z"), HANG, False)
         assert verdict.status == "error" and "TimeoutError" in verdict.detail
 
-    with_pool(body, workers=1, call_timeout_s=1.0)
+    with_pool(body, workers=1, call_timeout_s=1.0, math=MATH_VERIFY)
 
 
 def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path: Path) -> None:
@@ -333,7 +335,7 @@ def test_nothing_outlives_a_pool_that_is_killed() -> None:
         "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), HANG, False))\n"
         "    await until(lambda: len(processes_of(MATH)) == 2)\n    await until(busy_one)\n"
         "    print(*(p.pid for p in processes_of('-m or1_verify')), flush=True)\n"
-        "    await busy\nwith_pool(body)\n"
+        "    await busy\nwith_pool(body, math=MATH_VERIFY)\n"
     )
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=place)

@@ -85,11 +85,7 @@ class Submission:
             if operation == "attribute":
                 return {"value": self.encode(getattr(owner, call["name"]), keep)}
             return {"value": self.encode(len(owner) if operation == "length" else list(owner), keep)}
-        if "object" in call:
-            function = self.objects[call["object"]]
-            function = getattr(function, call["name"]) if call["name"] else function
-        else:
-            function = self.find(call["name"])
+        function = self.objects[call["object"]] if "object" in call else self.find(call["name"])
         arguments = [self.decode(item) for item in call["arguments"]]
         keywords = {name: self.decode(item) for name, item in call["keywords"].items()}
         back = None if keep else self.nodes_from_annotations(function, call["name"], arguments)
