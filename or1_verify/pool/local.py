@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -30,10 +30,9 @@ class LocalWorker:
     async def ready(self) -> None:
         await self._on_thread(self._exchange)
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> list[Verdict]:
-        given = [(asdict(problem), response, truncated) for problem, response, truncated in attempts]
-        answer = await self._on_thread(self._exchange, given)
-        return [Verdict(*fields) for fields in answer["verdicts"]]
+    async def verify(self, attempt: Attempt) -> Verdict:
+        problem, response, truncated = attempt
+        return Verdict(**await self._on_thread(self._exchange, (asdict(problem), response, truncated)))
 
     async def close(self) -> None:
         await self._on_thread(self._end)

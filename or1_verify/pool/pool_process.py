@@ -1,7 +1,7 @@
-"""A worker of the pool: a verifier for each ability, and the program that judges batches in a process of its own.
+"""A worker of the pool: a verifier for each ability, and the program that judges in a process of its own.
 
 ``pool.local`` starts this file as a program. Its first argument is the JSON of its configuration, its second that of
-the abilities. A request is a batch of attempts, a reply what ``verify_batch`` returns.
+the abilities. A request is an attempt, a reply its verdict.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from or1_verify.child_process import serve
@@ -27,8 +27,8 @@ class VerifierSet:
         for verifier in self._verifiers.values():
             verifier.start()
 
-    def verify_batch(self, attempts: Sequence[Attempt]) -> list[Verdict]:
-        return [self._verifiers[problem.ability].verify(problem, text, cut) for problem, text, cut in attempts]
+    def verify(self, attempt: Attempt) -> Verdict:
+        return self._verifiers[attempt[0].ability].verify(*attempt)
 
     def close(self) -> None:
         """End the processes that the verifiers have started."""
@@ -36,16 +36,11 @@ class VerifierSet:
             verifier.close()
 
 
-def _ready() -> Callable[[Any], Any]:
+def _ready() -> Callable[[Any], dict[str, Any]]:
     config = VerifyConfig.model_validate_json(sys.argv[1])
     verifiers = VerifierSet(config, frozenset(json.loads(sys.argv[2])))
     atexit.register(verifiers.close)
-
-    def judge(attempts: list[Any]) -> Any:
-        verdicts = verifiers.verify_batch([(problem_of(fields), text, cut) for fields, text, cut in attempts])
-        return {"verdicts": list(map(astuple, verdicts))}
-
-    return judge
+    return lambda attempt: asdict(verifiers.verify((problem_of(attempt[0]), attempt[1], attempt[2])))
 
 
 if __name__ == "__main__":

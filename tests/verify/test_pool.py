@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,16 +206,15 @@ def test_a_killed_verifier_is_replaced_and_its_samples_retried(
 
 
 def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along(deadly: dict[str, str]) -> None:
-    """It kills its worker both times; its batch-mates are judged."""
+    """It kills its worker both times; the others are judged."""
 
     async def body(pool: VerifierPool) -> None:
-        await pool.verify(problem("1"), RIGHT, False)  # so that math is known to be quick, and shares a call
         said = [("deadly", "kill"), ("math", RIGHT), ("math", r"</think>\boxed{2}"), ("math", RIGHT)]
         verdicts = await asyncio.gather(*(pool.verify(problem("1", ability), text, False) for ability, text in said))
         assert [verdict.status for verdict in verdicts] == ["error", "right", "wrong", "right"]
         assert verdicts[0].reward == 0.0
         assert "failed twice: WorkerLost: the verifier's process ended" in verdicts[0].detail
-        assert 2 <= pool.retries <= 4  # at least one was in its call
+        assert pool.retries == 1
 
     with_pool(body, workers=1, custom=deadly)
 
@@ -285,11 +284,11 @@ class Gated:
     async def ready(self) -> None:
         await self.pass_gate("ready")
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> list[Verdict]:
+    async def verify(self, attempt: Attempt) -> Verdict:
         if self.is_first:
             raise WorkerLost("it is gone")
-        await self.pass_gate("verify_batch")
-        return [Verdict(1.0, "right", "", "", 0.0) for _ in attempts]
+        await self.pass_gate("verify")
+        return Verdict(1.0, "right", "", "", 0.0)
 
     async def close(self) -> None:
         pass
@@ -298,7 +297,7 @@ class Gated:
         pass
 
 
-@pytest.mark.parametrize("at", ["ready", "verify_batch"])
+@pytest.mark.parametrize("at", ["ready", "verify"])
 def test_close_ends_whatever_answer_comes_just_then(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``close`` begins some turns of the event loop after a worker has become ready or has judged.
 
