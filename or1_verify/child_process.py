@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from or1_verify.errors import Or1Error
+from or1_verify.types import VerdictStatus
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 120.0
@@ -203,6 +204,18 @@ class ChildProcess:
                 if isinstance(error, ChildLimit):
                     raise
                 raise ChildDied(f"its process died: {ending}") from None
+
+    def judge(self, request: dict[str, Any]) -> tuple[VerdictStatus, str, str]:
+        """Return (status, answer, detail) from a child that judges; ``timeout`` or ``error`` where it fails."""
+        try:
+            reply = self.ask(request)
+        except ChildLimit as error:
+            return "timeout", "", str(error)
+        except ChildDied as error:
+            return "error", "", str(error)
+        if "raised" in reply:
+            return "error", "", reply["raised"]
+        return reply["status"], reply["answer"], reply["detail"]
 
     def close(self) -> None:
         """End the child. The next request starts another."""

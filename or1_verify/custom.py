@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
 from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess, ChildUnusable
 from or1_verify.errors import UserError
@@ -42,8 +41,8 @@ class CustomVerifier:
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError with the verifier's objection, if it has one."""
         try:
-            reply = self._ask({"operation": "check", "problem": dataclasses.asdict(problem)})
-        except (ChildLimit, ChildDied) as error:
+            reply = self._child.ask({"operation": "check", "problem": dataclasses.asdict(problem)})
+        except (ChildLimit, ChildDied, ChildUnusable) as error:
             raise VerifierBroken(f"{self._name}: check_ground_truth: {error}") from None
         if "raised" in reply:
             raise ValueError(f"{self._name}: {reply['raised']}")
@@ -55,21 +54,13 @@ class CustomVerifier:
             return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)
         request = {"operation": "verify", "problem": dataclasses.asdict(problem), "response": response}
         try:
-            reply = self._ask(request)
-        except (ChildLimit, ChildDied) as error:
-            status: Any = "timeout" if isinstance(error, ChildLimit) else "error"
-            return Verdict(0.0, status, "", f"{self._name}: {error}", time.perf_counter() - started_s)
-        wall_s = time.perf_counter() - started_s
-        if "raised" in reply:
-            return Verdict(0.0, "error", "", f"{self._name}: {reply['raised']}", wall_s)
-        return Verdict(reply["reward"], reply["status"], reply["answer"], reply["detail"], wall_s)
+            status, answer, detail = self._child.judge(request)
+        except ChildUnusable as error:
+            raise VerifierBroken(f"{self._name}: {error}") from None
+        if status in ("timeout", "error"):
+            detail = f"{self._name}: {detail}"
+        return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
 
     def close(self) -> None:
         """End the child."""
         self._child.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return self._child.ask(request)
-        except ChildUnusable as error:
-            raise VerifierBroken(f"{self._name}: {error}") from None

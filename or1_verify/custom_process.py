@@ -33,14 +33,14 @@ def load(path: str) -> Any:
 
 
 def checked(result: Any) -> dict[str, Any]:
-    """Return a verdict's fields. Raises TypeError or ValueError for anything that is no verdict."""
+    """Return a verdict for ``ChildProcess.judge``. Raises TypeError or ValueError for anything that is no verdict."""
     if isinstance(result, bool | int | float) and result in (0, 1):
-        return {"reward": float(result), "status": "right" if result else "wrong", "answer": "", "detail": ""}
+        return {"status": "right" if result else "wrong", "answer": "", "detail": ""}
     if not isinstance(result, Verdict):
         raise TypeError(f"returned {result!r:.200}, expected a Verdict, or a reward of 0 or 1")
     if result.status not in get_args(VerdictStatus) or result.reward != float(result.status == "right"):
         raise ValueError(f"returned status '{result.status}' with reward {result.reward}; only 'right' has reward 1")
-    return {"reward": result.reward, "status": result.status, "answer": result.answer, "detail": result.detail}
+    return {"status": result.status, "answer": result.answer, "detail": result.detail}
 
 
 def answer(verifier: Any, request: dict[str, Any]) -> dict[str, Any]:

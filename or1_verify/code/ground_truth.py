@@ -1,15 +1,6 @@
 """Reads the ground truths of code problems, validates them and turns them into tests that hide what they expect.
 
-A ground truth is one JSON object (RECIPE section 7; docs/code_verifier.md):
-
-- ``{inputs, outputs}``: standard input and output; with ``fn_name``, arguments and results of a call.
-- ``{assert_case}``: statements, most of them asserts, that use the submission's names.
-- ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
-- ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
-
-Optional beside them: ``checker`` (see ``code.checkers``); ``tolerance`` of the float checker;
-``starter_code``, whose annotations say which arguments are linked lists or trees when the submission's do not;
-``limits`` {time_s?, memory_bytes?} of each test.
+A ground truth is one JSON object (RECIPE section 7); docs/code_verifier.md lists its keys.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@ r"""The child process that judges answers for ``MathVerifier``. Nothing else imp
 ``math.reader`` reads an answer and compares it. Math-Verify finds the answer in a text without a box, and judges as the
 released code does where ``verify.math.judge`` says so.
 
-``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool, "rounding": bool}`` is answered by ``{"right": bool,
-"answer": str, "how": str}``, with ``"unreadable": true`` where no gold could be read; ``{"op": "released", "golds":
-[...], "answer": text}`` alike, as the released code judges.
+Requests are ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool, "rounding": bool}``, and for the released
+code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from or1_verify.child_process import serve
-from or1_verify.math.reader.judge import Judgement, is_readable, judge
+from or1_verify.math.reader.judge import is_readable, judge
 from or1_verify.math.reader.text import Unreadable
+from or1_verify.types import VerdictStatus
 
 _CHILD_MEMORY_BYTES = 4 << 30
 
@@ -28,28 +28,33 @@ def _ready() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda request: _OPERATIONS[request["op"]](request)
 
 
+def _said(status: VerdictStatus, answer: str, detail: str) -> dict[str, Any]:
+    return {"status": status, "answer": answer, "detail": detail}
+
+
 def _verify(request: dict[str, Any]) -> dict[str, Any]:
     golds: list[str] = request["golds"]
     answer: str = request["answer"]
     text = answer if request["boxed"] else _text_of(_parse(answer))
     if not text:
-        return {"right": False, "answer": "", "how": "no answer found"}
+        return _said("no_answer", "", "no box, and Math-Verify found no answer in the text")
     if text in golds:
-        return {"right": True, "answer": text, "how": "the same text"}
-    hows = []
+        return _said("right", text, "the same text")
+    how = ""
     for gold in golds:
         try:
-            said = judge(gold, text, request["rounding"])
+            judgement = judge(gold, text, request["rounding"])
         except (Unreadable, RecursionError):
-            said = Judgement(False, "the answer cannot be read as what the gold is")
-        if said.right:
-            return {"right": True, "answer": text, "how": said.how}
-        hows.append(said.how)
+            how = "the answer cannot be read as what the gold is"
+            continue
+        how = judgement.how
+        if judgement.right:
+            return _said("right", text, how)
     if not any(map(is_readable, golds)):
         if "".join(text.split()) in ("".join(gold.split()) for gold in golds):
-            return {"right": True, "answer": text, "how": "the same text"}
-        return {"right": False, "answer": text, "how": "the gold cannot be read", "unreadable": True}
-    return {"right": False, "answer": text, "how": hows[-1]}
+            return _said("right", text, "the same text")
+        return _said("unreadable", text, "the gold cannot be read")
+    return _said("wrong", text, how)
 
 
 def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
@@ -61,10 +66,10 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
 
     extracted = _parse(request["answer"])
     if len(extracted) < 2:
-        return {"right": False, "answer": "", "how": "no answer found"}
+        return _said("no_answer", "", "Math-Verify found no answer in the text")
     answer = _text_of(extracted) or str(extracted[-1])
     if extracted[1] in request["golds"]:
-        return {"right": True, "answer": answer, "how": "the same text, by Math-Verify's extraction"}
+        return _said("right", answer, "the same text, by Math-Verify's extraction")
     for gold in request["golds"]:
         try:
             right = verify(list(_parse_boxed(gold)), list(extracted), timeout_seconds=None)
@@ -73,8 +78,8 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
         except Exception:  # the released verifier goes on with the next gold
             continue
         if right:
-            return {"right": True, "answer": answer, "how": "compared by Math-Verify"}
-    return {"right": False, "answer": answer, "how": "compared by Math-Verify"}
+            return _said("right", answer, "compared by Math-Verify")
+    return _said("wrong", answer, "compared by Math-Verify")
 
 
 @lru_cache(maxsize=512)  # the M responses to a problem share its golds

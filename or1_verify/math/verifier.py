@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
-from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess
+from or1_verify.child_process import ChildProcess
 from or1_verify.math.exact import decide
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
@@ -66,13 +65,11 @@ class MathVerifier:
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
-            reward = 1.0 if status == "right" else 0.0
-            return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
+            return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
 
         if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
             whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            released = {"op": "released", "golds": self._golds_of(problem), "answer": whole}
-            return self._verdict_of_child(released, "", verdict)
+            return verdict(*self._process.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -98,25 +95,8 @@ class MathVerifier:
             "boxed": box is not None,
             "rounding": self._rounding,
         }
-        return self._verdict_of_child(request, box or "", verdict)
-
-    def _verdict_of_child(
-        self, request: dict[str, Any], box: str, verdict: Callable[[VerdictStatus, str, str], Verdict]
-    ) -> Verdict:
-        """Return the child's verdict. ``box`` is the answer to report where the child gives none."""
-        try:
-            reply = self._process.ask(request)
-        except ChildLimit as error:
-            return verdict("timeout", box, f"the comparison: {error}")
-        except ChildDied as error:
-            return verdict("error", box, f"the comparison: {error}")
-        if "raised" in reply:
-            return verdict("error", box, f"the comparison raised {reply['raised']}")
-        if not reply["answer"]:
-            return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
-        if reply.get("unreadable"):
-            return verdict("unreadable", reply["answer"], reply["how"])
-        return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
+        status, read, detail = self._process.judge(request)
+        return verdict(status, read or box or "", detail)
 
     def close(self) -> None:
         """End the child process. The next request starts another."""

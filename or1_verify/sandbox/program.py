@@ -10,10 +10,6 @@ OSError), because nothing is then known about the program. Several threads may c
 processes, files and scratch space, and nothing of it is left when ``run`` returns.
 
 ``with sandbox.open(program) as session: session.ask(b"line")`` keeps one program running and talks to it line by line.
-
-A compiled program is an executable file: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
-executable={"check"})``. A compiler is a program of ours with ``tool=True`` that writes its product to standard output:
-``Program({"a.cpp": source}, ("/bin/sh", "-c", "g++ -o a.out {box}/a.cpp && cat a.out"), tool=True)``.
 """
 
 from __future__ import annotations
