@@ -95,8 +95,8 @@ def _no_checker(decoded: Mapping[str, Any]) -> None:
 def _input_output(decoded: Mapping[str, Any], checker: Checker) -> tuple[CodeTest, ...]:
     inputs, outputs, fn_name = decoded.get("inputs", []), decoded.get("outputs", []), decoded.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        found = f"{type(inputs).__name__} and {type(outputs).__name__}"
-        raise ValueError(f"inputs and outputs: found {found}, expected two lists")
+        types = f"{type(inputs).__name__} and {type(outputs).__name__}"
+        raise ValueError(f"inputs and outputs: found {types}, expected two lists")
     if len(inputs) != len(outputs):
         raise ValueError(f"mismatched: {len(inputs)} inputs, {len(outputs)} outputs; expected as many of each")
     if fn_name and not (isinstance(fn_name, str) and is_call_name(fn_name)):

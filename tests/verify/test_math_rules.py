@@ -108,13 +108,13 @@ def test_random_equal_and_unequal_rationals() -> None:
 
 def spellings(value: Fraction) -> list[str]:
     sign, top = ("-" if value < 0 else ""), abs(value.numerator)
-    found = [rf"{sign}\frac{{{top}}}{{{value.denominator}}}", f"{sign}{2 * top}/{2 * value.denominator}"]
+    spelled = [rf"{sign}\frac{{{top}}}{{{value.denominator}}}", f"{sign}{2 * top}/{2 * value.denominator}"]
     whole, rest = divmod(top, value.denominator)
     if whole and rest:
-        found.append(rf"{sign}{whole}\frac{{{rest}}}{{{value.denominator}}}")
+        spelled.append(rf"{sign}{whole}\frac{{{rest}}}{{{value.denominator}}}")
     if value.denominator not in (3, 7):
-        found.append(f"{float(value):.4f}")
-    return found
+        spelled.append(f"{float(value):.4f}")
+    return spelled
 
 
 def test_random_expressions_against_sympy() -> None:

@@ -103,14 +103,14 @@ def with_pool(
 
 def processes_of(word: str) -> list[psutil.Process]:
     """Living descendants of this process with this word in their command line."""
-    found = []
+    results = []
     for process in psutil.Process().children(recursive=True):
         try:
             if word in " ".join(process.cmdline()):
-                found.append(process)
+                results.append(process)
         except psutil.Error:  # gone, or a zombie, since the listing
             continue
-    return found
+    return results
 
 
 def still_alive(processes: list[psutil.Process]) -> list[psutil.Process]:

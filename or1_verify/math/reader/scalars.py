@@ -5,18 +5,16 @@ from __future__ import annotations
 from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.rounding import rounds_to
+from or1_verify.math.reader.text import FUNCTION_FAMILIES
 from or1_verify.math.reader.tree import Node, number_node
 from or1_verify.math.reader.units import OTHER_NUMBERS, UNITS
 from or1_verify.math.reader.value import operations, real, same, symbols
 
 _FAMILIES = (
-    frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan"}),
-    frozenset({"sinh", "cosh", "tanh"}),
-    frozenset({"ln", "log", "lg"}),
+    *FUNCTION_FAMILIES,
     frozenset({"factorial", "binom", "perm"}),
     frozenset({"sum", "prod"}),
     frozenset({"floor", "ceil"}),
-    frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
 )
 
 
