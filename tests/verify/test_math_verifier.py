@@ -180,13 +180,11 @@ def as_released(response: str, golds: list[str]) -> float:
     from math_verify import parse, verify
 
     parts = response.split("</think>")
-    extracted = parse(parts[1] if len(parts) > 1 else response, parsing_timeout=None)
-    if len(extracted) < 2:
+    read = parse(parts[1] if len(parts) > 1 else response, parsing_timeout=None)
+    if len(read) < 2:
         return 0.0
-    equal = (
-        verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), extracted, timeout_seconds=None) for gold in golds
-    )
-    return float(extracted[1] in golds or any(equal))
+    equal = (verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), read, timeout_seconds=None) for gold in golds)
+    return float(read[1] in golds or any(equal))
 
 
 def test_the_released_judge_gives_the_released_verdicts() -> None:

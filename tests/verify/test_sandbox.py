@@ -243,8 +243,8 @@ def test_without_cgroups_each_worker_has_its_share_of_the_budget(monkeypatch: py
 def test_limits_come_from_the_configuration() -> None:
     """The defaults as well: a sandbox made without a configuration has those of the section ``verify``."""
     with open_sandbox(VerifyConfig(timeout_s=3.0, memory_bytes=1 << 30, processes=7)) as sandbox:
-        results = sandbox.limits
-    assert (results.cpu_s, results.wall_s, results.memory_bytes, results.processes) == (3.0, 6.0, 1 << 30, 7)
+        made = sandbox.limits
+    assert (made.cpu_s, made.wall_s, made.memory_bytes, made.processes) == (3.0, 6.0, 1 << 30, 7)
     default, limits = VerifyConfig(), SandboxLimits()
     assert (limits.cpu_s, limits.memory_bytes, limits.processes) == (
         default.timeout_s,
