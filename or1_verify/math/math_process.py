@@ -1,7 +1,7 @@
-r"""The child process that judges answers for ``MathVerifier``. Nothing else imports this file.
+r"""The child processes that judge answers for ``MathVerifier``. Nothing else imports this file.
 
-``math.reader`` reads an answer and compares it. Math-Verify finds the answer in a text without a box, and judges as the
-released code does where ``verify.math.judge`` says so.
+``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` imports Math-Verify
+too, which finds the answer in a text without a box, and judges as the released code does.
 
 Requests are ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool, "rounding": bool}``, and for the released
 code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
@@ -10,6 +10,7 @@ code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,7 +25,8 @@ _CHILD_MEMORY_BYTES = 4 << 30
 
 def _ready() -> Callable[[dict[str, Any]], dict[str, Any]]:
     logging.disable(logging.CRITICAL)
-    _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
+    if sys.argv[1] == "math_verify":
+        _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
     return lambda request: _OPERATIONS[request["op"]](request)
 
 

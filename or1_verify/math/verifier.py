@@ -4,8 +4,8 @@ The text after ``</think>`` is the answer text; a truncated response, or one tha
 0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
 (docs/math_verifier.md). Without any box Math-Verify's extraction finds the answer.
 
-Plain integers and fractions are decided here (``math.exact``); everything else in a child process that is killed
-and replaced at its time limit.
+An answer is compared in a child process that is killed and replaced at its time limit. Math-Verify, which takes long to
+import, has another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
 from or1_verify.child_process import ChildProcess
-from or1_verify.math.exact import decide
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
@@ -34,21 +33,25 @@ Judge = Literal["own", "math_verify"]
 
 
 class MathVerifier:
-    """``types.Verifier`` for ability "math". The child process that compares starts when first needed."""
+    """``types.Verifier`` for ability "math". Its child processes start when they are first needed."""
 
     def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
         self._judge = judge
         self._rounding = rounding
-        self._process = ChildProcess("or1_verify.math.math_process", timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+        self._reader, self._math_verify = (
+            ChildProcess("or1_verify.math.math_process", what, timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+            for what in ("reader", "math_verify")
+        )
+        self._main = self._reader if judge == "own" else self._math_verify
         self._golds: tuple[str, list[str]] = ("", [])
 
     @property
     def worker_pid(self) -> int | None:
-        return self._process.pid
+        return self._main.pid
 
     def start(self) -> None:
-        """Start the child process, without waiting for it."""
-        self._process.start()
+        """Start the child process of the judge, without waiting for it."""
+        self._main.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError unless the ground truth is a JSON list of answers.
@@ -69,7 +72,7 @@ class MathVerifier:
 
         if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
             whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            return verdict(*self._process.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
+            return verdict(*self._main.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -81,12 +84,10 @@ class MathVerifier:
         box = last_box(text)
         if box == "":
             return verdict("no_answer", "", "the last box is empty or never closes")
-        if box is not None:
-            decided = decide(golds, box)
-            if decided is not None:
-                return verdict("right" if decided else "wrong", box, "compared exactly")
-            if len(box) > _BOX_CHARS:
-                return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
+        if box in golds:
+            return verdict("right", box or "", "the same text")
+        if box is not None and len(box) > _BOX_CHARS:
+            return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
         request = {
             "op": "verify",
@@ -95,12 +96,14 @@ class MathVerifier:
             "boxed": box is not None,
             "rounding": self._rounding,
         }
-        status, read, detail = self._process.judge(request)
+        child = self._math_verify if box is None else self._reader
+        status, read, detail = child.judge(request)
         return verdict(status, read or box or "", detail)
 
     def close(self) -> None:
-        """End the child process. The next request starts another."""
-        self._process.close()
+        """End the child processes. The next request starts another."""
+        self._reader.close()
+        self._math_verify.close()
 
     def _golds_of(self, problem: Problem) -> list[str]:
         if self._golds[0] != problem.ground_truth:  # a group's responses come in a row

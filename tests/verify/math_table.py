@@ -7,7 +7,7 @@ is known to judge well; its known errors are not recorded here as if they were r
 from __future__ import annotations
 
 AFTER_THINK: list[tuple[list[str], str, str]] = [
-    # plain integers and fractions: decided without Math-Verify
+    # plain integers and fractions
     (["42"], r"The answer is $\boxed{42}$.", "right"),
     (["42"], r"\boxed{43}", "wrong"),
     (["42"], r"\boxed{-42}", "wrong"),

@@ -114,7 +114,7 @@ def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
     for token in items:
         if token.kind not in ("word", "symbol") and token.text not in ("(", ")", "-", "'"):
             raise Unreadable("something behind a word")
-        if token.text in HEDGES or token.text in NUMBER_WORDS:
+        if token.text in HEDGES:
             raise Unreadable(f"the word {token.text!r}")
     return None, " ".join(token.text for token in items if token.kind in ("word", "symbol"))
 

@@ -162,16 +162,6 @@ HEDGES = frozenset(
         "squared",
         "cubed",
         "factorial",
-        "hundred",
-        "hundreds",
-        "thousand",
-        "thousands",
-        "million",
-        "millions",
-        "billion",
-        "billions",
-        "dozen",
-        "dozens",
         "percent",
         "pct",
         "percents",
@@ -189,7 +179,7 @@ HEDGES = frozenset(
         "infinitely",
         "none",
     ]
-) | set(NUMBER_WORDS)
+) | {*NUMBER_WORDS, *MULTIPLIERS}
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
 OTHER_NUMBERS = frozenset(
