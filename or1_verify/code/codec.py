@@ -151,6 +151,6 @@ def walk_tree(root: Any) -> list[Any]:
 def complaint(error: BaseException) -> str:
     """Return an exception in words."""
     try:
-        return (type(error).__name__ + ": " + str(error))[:300]
+        return (type(error).__name__ + ": " + str(error))[:300].removesuffix(": ")
     except Exception:  # raised by its own __str__
         return type(error).__name__
