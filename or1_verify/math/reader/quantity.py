@@ -20,6 +20,7 @@ from or1_verify.math.reader.units import (
     SYMBOL_UNITS,
     UNITS,
 )
+from or1_verify.math.reader.value import real
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,28 @@ class Quantity:
 
     def approximate(self) -> Quantity:
         return replace(self, approximated=True)
+
+
+def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
+    """Return the factors by which the answer's number may be the gold's: of its unit, or of a percent sign.
+
+    A unit that one side alone has is the question's. A plain gold below 1 is a share, so ``0.25`` is not ``0.25%``.
+    """
+    if gold.percent or answer.percent:
+        if gold.unit or answer.unit:
+            return ()
+        if gold.percent:
+            return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
+        value = real(gold.tree)
+        plain = value is not None and abs(value) > 1
+        return (Fraction(1, 100), Fraction(1)) if plain else (Fraction(1, 100),)
+    if gold.unit and answer.unit:
+        return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
+    return (Fraction(1),)
+
+
+def scaled(tree: Node, factor: Fraction) -> Node:
+    return tree if factor == 1 else Node("mul", (tree, number_node(factor)))
 
 
 def read_quantity(items: list[Token]) -> Quantity:

@@ -166,7 +166,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     """
     text = raw.translate(_TRANSLATION)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
-    text = text.replace("&nbsp;", " ")
+    text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")
     text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
     text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
     text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
