@@ -1,16 +1,11 @@
 r"""Rule-based verifiers of math and code: responses in, verdicts out. They need no torch, Ray, engine or trainer.
 
-    from or1_verify import Message, Problem, VerifyConfig, verify, verify_file, verify_many
+    from or1_verify import verify
 
     verify("math", '["12"]', r"... </think> \boxed{12}").status  # "right"
-    verify("code", '{"inputs": ["1\\n"], "outputs": ["2"]}', "</think>\n```python\nprint(2)\n```").reward  # 1.0
 
-    problem = Problem("p1", "mine", "math", (Message("user", "1 + 1?"),), '["2"]', {}, "mine.jsonl:1")
-    verdicts = list(verify_many([(problem, r"</think> \boxed{2}", False)], VerifyConfig(workers=8)))
-    verify_file(Path("responses.jsonl"), Path("verdicts.jsonl"), VerifyConfig())  # what the command or1-verify does
-
-``build_verifiers`` gives the verifiers themselves, for whoever keeps them between verdicts. Verifiers of your own:
-``VerifyConfig(custom={"chemistry": "package.module:name"})``.
+``verify_many`` judges many, ``verify_file`` a file; ``build_verifiers`` gives the verifiers themselves, for whoever
+keeps them between verdicts (README.md).
 
 What takes long to import comes when it is first used: the verifiers' child processes import this file too.
 """

@@ -52,8 +52,3 @@ def closing_brace(text: str, start: int) -> int | None:
         if depth == 0 and match[0] == "}":
             return match.start()
     return None
-
-
-def braces_balance(text: str) -> bool:
-    """Whether every brace of ``text`` has its partner, so that the text can be put into a box."""
-    return closing_brace("{" + text + "}", 0) == len(text) + 1

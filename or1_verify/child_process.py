@@ -1,29 +1,38 @@
-"""Runs our Python modules as child processes, which are bounded in time and replaced when they hang or die."""
+"""Runs our Python modules as child processes, which are bounded in time and replaced when they hang or die.
+
+Requests and replies are JSON, one message per line behind its CRC-32. The first line out is {} when the child is ready,
+or {"raised": words}. Every request is then answered by its reply, by {"raised": words}, or by {"exhausted": bytes},
+after which the child ends. The end of its input ends it too. ``serve`` is the child's side.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from or1_verify.errors import Or1Error
+from or1_verify.types import VerdictStatus
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 120.0
+_GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
-class ChildTimeout(Or1Error):
-    """The child did not answer within the limit, and was replaced."""
+class ChildLimit(Or1Error):
+    """The child met its limit of time or memory, and was replaced. The message says which."""
 
 
 class ChildDied(Or1Error):
@@ -85,17 +94,73 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         os.kill(os.getpid(), sig)
 
 
-class ChildProcess:
-    """One child at a time, which answers JSON objects, one per line. Thread-safe: one request at a time.
+def send(pipe: BinaryIO, message: Any) -> None:
+    content = json.dumps(message).encode()
+    pipe.write(b"%08x %s\n" % (zlib.crc32(content), content))
+    pipe.flush()
 
-    The child's first line is {} when it is ready, or {"raised": words}. The child must end when its input closes. Its
-    last argument is our pid, for ``die_with_parent``; 0 when a thread starts the child, lest it die with the thread.
+
+def unpack(line: bytes) -> Any:
+    """Return a line's message. Raises EOFError for a line without an end, ValueError when its bits have changed."""
+    if not line.endswith(b"\n"):
+        raise EOFError("the other end is gone")
+    if line[:8] != b"%08x" % zlib.crc32(line[9:-1]):
+        raise ValueError(
+            f"a message of {len(line)} bytes arrived with other bits than it was sent with: look at the memory"
+        )
+    return json.loads(line[9:-1])
+
+
+def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = None) -> None:
+    """Answer requests by what ``make`` returns, until the input ends.
+
+    The last two arguments of the process are the time limit of a request, 0 for none, and the pid of the parent for
+    ``die_with_parent``, 0 for none. ``memory_bytes`` limits the address space.
+
+    A request with a time limit arms a real-time timer whose default action is death, so that a child in one endless
+    operation is gone soon after its limit even when nobody is left to kill it. (Python's signal handlers and threads do
+    not run during such an operation, and a child that a thread started cannot die with its parent.)
     """
+    timeout_s, parent = float(sys.argv[-2]), int(sys.argv[-1])
+    if parent:
+        die_with_parent(parent)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what somebody prints must not look like a reply
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
+    try:
+        try:
+            answer = make()
+        except Exception as error:  # of a user's module, too
+            send(replies, {"raised": f"{type(error).__name__}: {error}"})
+            return
+        send(replies, {})
+        for line in requests:
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S if timeout_s else 0)
+            try:
+                reply = answer(unpack(line))
+            except Exception as error:
+                if memory_bytes and isinstance(error, MemoryError):
+                    send(replies, {"exhausted": memory_bytes})
+                    return  # a fresh process is better than what is left of this heap
+                reply = {"raised": f"{type(error).__name__}: {error}"[:1000]}
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            send(replies, reply)
+    except BrokenPipeError:  # the parent is gone
+        return
+
+
+class ChildProcess:
+    """One child at a time, whose module calls ``serve``. Thread-safe: one request at a time."""
 
     def __init__(
         self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
     ) -> None:
         self._module, self._timeout_s = module, timeout_s
+        arguments = (*arguments, str(timeout_s))
         self._start = lambda parent: start_module(module, *arguments, str(parent), path=path, stderr=stderr)
         self._lock = threading.Lock()
         self._child: Any = None
@@ -121,22 +186,36 @@ class ChildProcess:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and return the answer.
 
-        Raises ChildTimeout after ``timeout_s``, or ChildDied; the child's successor starts at once, so the next request
-        works. Raises ChildUnusable when no child starts.
+        Raises ChildLimit after ``timeout_s`` and when the child is out of memory, and ChildDied; the child's successor
+        starts at once, so the next request works. Raises ChildUnusable when no child starts.
         """
         with self._lock:
             self._launch()
             self._wait_until_ready()
             try:
-                self._child.stdin.write(json.dumps(request).encode() + b"\n")
-                self._child.stdin.flush()
-                return self._reply(self._timeout_s)
-            except (ChildTimeout, ChildDied, BrokenPipeError) as error:
+                send(self._child.stdin, request)
+                reply = self._reply(self._timeout_s)
+                if "exhausted" in reply:
+                    raise ChildLimit(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")
+                return reply
+            except (ChildLimit, ChildDied, BrokenPipeError) as error:
                 ending = self._stop()
                 self._launch()
-                if isinstance(error, ChildTimeout):
+                if isinstance(error, ChildLimit):
                     raise
                 raise ChildDied(f"its process died: {ending}") from None
+
+    def judge(self, request: dict[str, Any]) -> tuple[VerdictStatus, str, str]:
+        """Return (status, answer, detail) from a child that judges; ``timeout`` or ``error`` where it fails."""
+        try:
+            reply = self.ask(request)
+        except ChildLimit as error:
+            return "timeout", "", str(error)
+        except ChildDied as error:
+            return "error", "", str(error)
+        if "raised" in reply:
+            return "error", "", reply["raised"]
+        return reply["status"], reply["answer"], reply["detail"]
 
     def close(self) -> None:
         """End the child. The next request starts another."""
@@ -160,7 +239,7 @@ class ChildProcess:
             return
         try:
             reply = self._reply(_START_TIMEOUT_S)
-        except (ChildTimeout, ChildDied) as error:
+        except (ChildLimit, ChildDied) as error:
             reply = {"raised": f"`python -m {self._module}` did not start: {error}; {self._stop()}"}
         if "raised" in reply:
             self._stop()
@@ -186,11 +265,14 @@ class ChildProcess:
         while b"\n" not in self._buffer:
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-                raise ChildTimeout(f"no answer within {limit_s:g} s")
+                raise ChildLimit(f"no answer within {limit_s:g} s")
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
                 raise ChildDied("it ended")
             self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
+        line, end, self._buffer = self._buffer.partition(b"\n")
+        try:
+            reply: dict[str, Any] = unpack(line + end)
+        except ValueError as error:
+            raise ChildDied(str(error)) from None
         return reply

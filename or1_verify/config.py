@@ -53,7 +53,7 @@ class VerifyConfig(_Section):
     max_error_fraction: Annotated[float, Field(gt=0, le=1)] = 0.05
     """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Verifiers of your own by ability: package.module:name, or an entry point of group or1_verify.verifiers."""
+    """Verifiers of your own by ability: package.module:name."""
     early_stop: bool = True
     """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
     budget_s: PositiveFloat = 120.0
@@ -71,10 +71,6 @@ class VerifyConfig(_Section):
     the worker's share of it. Unset: half of the node's memory."""
     processes: PositiveInt = 64
     """Processes and threads of one untrusted program. Unit: processes."""
-    max_pending: PositiveInt = 16384
-    """Responses that wait for a verifier; further ones wait until some have their verdict. Unit: responses."""
-    worker_memory_bytes: PositiveInt = 2 << 30
-    """A verifier worker whose memory has grown beyond this is replaced by a fresh one."""
 
 
 def read_config(path: Path | None) -> VerifyConfig:

@@ -1,9 +1,9 @@
 """A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
 
-``verify.custom`` maps an ability to ``package.module:name``, or to an entry point of group ``or1_verify.verifiers``.
-The path names a class (made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is
-required, or a function of (problem, response, truncated). Class and function return a Verdict, or just the reward: 0, 1
-or a bool. Truncated responses are refused before the verifier is asked, as everywhere (RECIPE section 3).
+``verify.custom`` maps an ability to ``package.module:name``, which names a class (made without arguments) with the
+methods of ``types.Verifier``, of which only ``verify`` is required, or a function of (problem, response, truncated).
+Class and function return a Verdict, or just the reward: 0, 1 or a bool. Truncated responses are refused before the
+verifier is asked, as everywhere (RECIPE section 3).
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
-from or1_verify.child_process import ChildDied, ChildProcess, ChildTimeout, ChildUnusable
+from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess, ChildUnusable
 from or1_verify.errors import UserError
 from or1_verify.types import Problem, Verdict
-
-ENTRY_POINTS = "or1_verify.verifiers"
 
 
 class VerifierBroken(UserError, ValueError):
@@ -36,7 +33,7 @@ class CustomVerifier:
         try:
             self._child.start(wait=True)
         except ChildUnusable as error:
-            raise VerifierBroken(f"{self._name}: {error}") from None
+            raise VerifierBroken(f"{self._name}: cannot be loaded: {error}") from None
 
     def start(self) -> None:
         """Do nothing: the child runs already."""
@@ -44,8 +41,8 @@ class CustomVerifier:
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError with the verifier's objection, if it has one."""
         try:
-            reply = self._ask({"operation": "check", "problem": dataclasses.asdict(problem)})
-        except (ChildTimeout, ChildDied) as error:
+            reply = self._child.ask({"operation": "check", "problem": dataclasses.asdict(problem)})
+        except (ChildLimit, ChildDied, ChildUnusable) as error:
             raise VerifierBroken(f"{self._name}: check_ground_truth: {error}") from None
         if "raised" in reply:
             raise ValueError(f"{self._name}: {reply['raised']}")
@@ -57,21 +54,13 @@ class CustomVerifier:
             return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)
         request = {"operation": "verify", "problem": dataclasses.asdict(problem), "response": response}
         try:
-            reply = self._ask(request)
-        except (ChildTimeout, ChildDied) as error:
-            status: Any = "timeout" if isinstance(error, ChildTimeout) else "error"
-            return Verdict(0.0, status, "", f"{self._name}: {error}", time.perf_counter() - started_s)
-        wall_s = time.perf_counter() - started_s
-        if "raised" in reply:
-            return Verdict(0.0, "error", "", f"{self._name}: {reply['raised']}", wall_s)
-        return Verdict(reply["reward"], reply["status"], reply["answer"], reply["detail"], wall_s)
+            status, answer, detail = self._child.judge(request)
+        except ChildUnusable as error:
+            raise VerifierBroken(f"{self._name}: {error}") from None
+        if status in ("timeout", "error"):
+            detail = f"{self._name}: {detail}"
+        return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
 
     def close(self) -> None:
         """End the child."""
         self._child.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return self._child.ask(request)
-        except ChildUnusable as error:
-            raise VerifierBroken(f"{self._name}: {error}") from None

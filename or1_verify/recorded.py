@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from or1_verify.config import VerifyConfig
 from or1_verify.problems.problem import check_ground_truth, no_verifier, read_problem
 from or1_verify.problems.rows import DataError, RowError, parquet_rows, shown
 from or1_verify.problems.unusable import Policy, UnusableRows
-from or1_verify.types import Problem, Verdict, VerdictStatus
+from or1_verify.types import Attempt, Problem, Verdict, VerdictStatus
 from or1_verify.verifier_threads import VerifierThreads, judged
 from or1_verify.verifiers import build_verifiers, known_abilities
 
@@ -26,27 +26,16 @@ _ADDED = ("reward", "status", "detail")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none."""
+    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none.
+
+    It has what a verifier needs of it, or ``error``, which says why it cannot be judged.
+    """
 
     row: Mapping[str, Any]
     origin: str
     source: str
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedResponse(RecordedRow):
-    """A row with what a verifier needs of it."""
-
-    problem: Problem
-    response: str
-    truncated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UnusableRow(RecordedRow):
-    """A row that cannot be judged."""
-
-    error: RowError
+    attempt: Attempt | None = None
+    error: RowError | None = None
 
 
 def verify_file(
@@ -73,13 +62,13 @@ def verify_file(
     rows = list(read_recorded(path, known_abilities(config)))
     if not rows:
         raise DataError(f"{path}: holds no rows; expected problems with a 'response' each")
-    abilities = {row.problem.ability for row in rows if isinstance(row, RecordedResponse)}
+    abilities = {row.attempt[0].ability for row in rows if row.attempt}
     tally: dict[str, Counter[str]] = {}
     with closing(_KeepGoing(partial(build_verifiers, config, abilities), config.workers)) as threads:
         rows = _checked(rows, threads)
         faults = UnusableRows()
         for row in rows:
-            if isinstance(row, UnusableRow):
+            if row.error:
                 faults.add(row.error)
         faults.settle(unusable, out.with_name(f"{out.stem}.unusable_rows.jsonl"), "--unusable drop")
         done = _resumed(out, rows)
@@ -104,17 +93,17 @@ def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
     """
     for origin, raw in _rows(path):
         try:
-            row = _recorded(raw, origin, path.stem)
-            if row.problem.ability not in known:
-                raise no_verifier(row.problem, known)
-            yield row
+            problem, response, truncated = _attempt(raw, origin, path.stem)
+            if problem.ability not in known:
+                raise no_verifier(problem, known)
+            yield RecordedRow(raw, origin, problem.source, (problem, response, truncated))
         except RowError as error:
             given = raw if isinstance(raw, dict) else {"not_json": str(error) if isinstance(raw, RowError) else raw}
             source = given.get("data_source") or given.get("source")
-            yield UnusableRow(given, origin, source if isinstance(source, str) else path.stem, error)
+            yield RecordedRow(given, origin, source if isinstance(source, str) else path.stem, error=error)
 
 
-def _recorded(row: Any, origin: str, default_source: str) -> RecordedResponse:
+def _attempt(row: Any, origin: str, default_source: str) -> Attempt:
     problem = read_problem(row, origin, default_source)
     response, truncated = row.get("response"), row.get("truncated", False)
     if not isinstance(response, str):
@@ -123,7 +112,7 @@ def _recorded(row: Any, origin: str, default_source: str) -> RecordedResponse:
     if not isinstance(truncated, bool | None):
         detail = f"field 'truncated': found {shown(truncated)}, expected true or false"
         raise RowError(origin, "field 'truncated' has a wrong type", detail)
-    return RecordedResponse(row, origin, problem.source, problem, response, bool(truncated))
+    return problem, response, bool(truncated)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -150,9 +139,8 @@ class _KeepGoing(VerifierThreads):
     """Gives every row a verdict, whatever its verifier raises, so that one row never ends the rest."""
 
     def start_row(self, row: RecordedRow) -> Future[Verdict]:
-        if isinstance(row, RecordedResponse):
-            return self.verdict(row.problem, row.response, row.truncated)
-        assert isinstance(row, UnusableRow)
+        if row.attempt:
+            return self.verdict(*row.attempt)
         verdict: Future[Verdict] = Future()
         verdict.set_result(Verdict(0.0, "error", "", str(row.error), 0.0))
         return verdict
@@ -170,16 +158,17 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
     checked: list[RecordedRow] = []
     with threads.borrowed() as verifiers:
         for row in rows:
-            if isinstance(row, RecordedResponse):
-                key = row.problem.ability, row.problem.ground_truth
+            if row.attempt:
+                problem = row.attempt[0]
+                key = problem.ability, problem.ground_truth
                 if key not in faults:
                     faults[key] = None
                     try:
-                        check_ground_truth(row.problem, verifiers)
+                        check_ground_truth(problem, verifiers)
                     except RowError as error:
                         faults[key] = error
                 if (fault := faults[key]) is not None:
-                    row = UnusableRow(row.row, row.origin, row.source, fault.at(row.origin))
+                    row = replace(row, attempt=None, error=fault.at(row.origin))
             checked.append(row)
     return checked
 

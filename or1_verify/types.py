@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
 """How a verdict came about. Only ``right`` has reward 1. ``unreadable``: no gold can be read, and the answer is another
@@ -49,6 +49,11 @@ class Problem:
     ground_truth: str
     difficulty: Mapping[str, int]
     origin: str
+
+
+def problem_of(fields: Mapping[str, Any]) -> Problem:
+    """Return the problem whose fields ``dataclasses.asdict`` gave."""
+    return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 
 @pickled_by_fields

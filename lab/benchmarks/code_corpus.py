@@ -127,14 +127,13 @@ THIRDS = {  # as HumanEval/33: the test calls the function by its own name, too
     "import_prefix": "",
     "test_code": "def check(candidate):\n    assert tuple(candidate([1, 2, 3])) == tuple(sort_third([1, 2, 3]))\n"
     "    assert tuple(candidate([5, 6, 3, 4, 8, 9, 2])) == (2, 6, 3, 4, 8, 9, 5)\n",
-    "helpers": ["sort_third"],
 }
 SHIFT = {  # as HumanEval/50
     "entry_point": "decode_shift",
-    "import_prefix": "",
+    "import_prefix": "def encode_shift(s):\n"
+    "    return ''.join(chr((ord(ch) + 5 - ord('a')) % 26 + ord('a')) for ch in s)\n",
     "test_code": "def check(candidate):\n    assert encode_shift('az') == 'fe'\n    for text in ('', 'abc', 'xyz'):\n"
     "        encoded = encode_shift(text)\n        assert candidate(encoded) == text\n",
-    "helpers": ["encode_shift"],
 }
 QUICK = {**SUM, "limits": {"time_s": 3, "memory_bytes": 200 << 20}}
 COUNTDOWN = {"inputs": ["3\n"], "outputs": ["3\n2\n1\n"], "checker": "exact"}

@@ -9,7 +9,8 @@ within each class, golds are ordered by their SHA-256, and the first of every th
 in one file, so that no rule can be tuned on a frozen gold's other answers. Two sets of rarer notations (tuning_2.txt
 and frozen_2.txt, tuning_3.txt and frozen_3.txt) are split alike, with the first of every two frozen, and so is one of
 everyday notations with near misses (tuning_4.txt and frozen_4.txt). So is the set for
-``verify.math.rounding`` (tuning_rounding.txt, frozen_rounding.txt), whose labels hold with that rule on.
+``verify.math.rounding`` (tuning_rounding.txt, frozen_rounding.txt), whose labels hold with that rule on. rules.txt is
+no sample: it holds the near misses by which each rule was tried, and what must stay right beside them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Part = Literal[
     "frozen_4",
     "tuning_rounding",
     "frozen_rounding",
+    "rules",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_verify.config import VerifyConfig
-from or1_verify.pool.pool_process import Judged, VerifierSet
+from or1_verify.pool.pool_process import VerifierSet
 from or1_verify.pool.queue import WorkerLost
-from or1_verify.types import Attempt
+from or1_verify.types import Attempt, Verdict
 
 
 @ray.remote(num_cpus=0)
@@ -27,8 +27,8 @@ class VerifierActor:
         """Return when construction succeeded; raise what it raised otherwise."""
         return True
 
-    def verify_batch(self, attempts: bytes) -> bytes:
-        return pack(self._verifiers.verify_batch(unpack(attempts)))
+    def verify(self, attempt: bytes) -> bytes:
+        return pack(self._verifiers.verify(unpack(attempt)))
 
     def close(self) -> None:
         self._verifiers.close()
@@ -43,13 +43,13 @@ class RayWorker:
     async def ready(self) -> None:
         await _outcome(self._actor.ready.remote())
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
-        answer = await _outcome(self._actor.verify_batch.remote(pack(list(attempts))))
+    async def verify(self, attempt: Attempt) -> Verdict:
+        answer = await _outcome(self._actor.verify.remote(pack(attempt)))
         try:
-            judged: Judged = unpack(answer)
+            verdict: Verdict = unpack(answer)
         except MessageDamaged as error:
             raise WorkerLost(str(error)) from error
-        return judged
+        return verdict
 
     async def close(self) -> None:
         await _outcome(self._actor.close.remote())

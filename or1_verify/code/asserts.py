@@ -1,9 +1,7 @@
 """Tests written as Python: asserts over the submission's names, and LeetCode's ``check(candidate)``.
 
-They never run beside the submission, which could read what they expect. An assert that compares one call of literals
-with a literal becomes a ``CallTest``: the arguments go in, the result comes out. If any statement of a row is something
-else, the whole row is a ``ProgramTest``: the program runs in a sandbox of its own, and its calls travel to the
-submission's as data (``code.in_sandbox.program_runner``).
+They never run beside the submission, which could read what they expect. The statements of a row are one program, which
+runs in a sandbox of its own, and its calls travel to the submission's as data (``code.in_sandbox.program_runner``).
 
 Tests by which a submission could judge itself are refused when the data is loaded, such as ``assert same(f(1), [2])``
 with ``same`` defined nowhere: a function of the submission would judge a result of the submission.
@@ -13,18 +11,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from or1_verify.code.codec import build_list, build_tree, encode
-from or1_verify.code.imports import has_unknown_star, module_imports, names_of, unbound_names
-from or1_verify.code.tests import CallTest, CodeTest, Comparison, ProgramTest, call_request, is_call_name
+from or1_verify.code.imports import MODULES, has_unknown_star, names_of
+from or1_verify.code.tests import ProgramTest, is_call_name
 
 _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
-_SAME = {"is_same_list": "list_node", "is_same_tree": "tree_node"}
 
 
-def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
+def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
     """Return the tests of an ``assert_case``. Raises ValueError."""
     if isinstance(cases, str):
         cases = [cases]
@@ -33,18 +29,18 @@ def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
     statements = [node for n, case in enumerate(cases) for node in _parse(f"assert_case[{n}]", case).body]
     if not statements:
         return ()
-    split = _split_all(statements, None)
-    if split is not None:
-        return split
     module = ast.Module(statements, [])
-    remote = _remote_names(module)
+    program = ast.unparse(module)
+    unbound = [name for name in names_of(program)[0] if not hasattr(builtins, name) and name not in _HELPERS]
+    modules = [name for name in unbound if name in MODULES and name in _owners(module)]
+    remote = set(unbound) - set(modules)
     _check_program("assert_case", module, remote)
-    program = "\n".join(ast.unparse(statement) for statement in statements)
-    return (ProgramTest("asserts", module_imports(module) + program, {name: name for name in sorted(remote)}),)
+    imports = "".join(f"import {name}\n" for name in modules)
+    return (ProgramTest("asserts", imports + program, {name: name for name in sorted(remote)}),)
 
 
-def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
-    """Return the tests of ``{entry_point, import_prefix, test_code, helpers?}``. Raises ValueError."""
+def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
+    """Return the tests of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -55,46 +51,22 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
     checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(checks) != 1 or [argument.arg for argument in checks[0].args.args] != ["candidate"]:
         raise ValueError("test_code: expected it to define one function check(candidate)")
-    given = names_of(prefix)[1] - {decoded["entry_point"].rpartition(".")[2]}  # a prompt may hold its first lines
-    helpers = _helpers(decoded.get("helpers"), decoded["test_code"], given, has_unknown_star(prefix))
-    statements = [node for node in checks[0].body if not _is_docstring(node)]
-    split = _split_all(statements, decoded["entry_point"]) if len(module.body) == 1 else None
-    if split:
-        return split
-    _check_program("test_code", module, {"candidate", *helpers})
-    _check_helpers(module, {"candidate", decoded["entry_point"].rpartition(".")[2]}, set(helpers))
+    entry_point = decoded["entry_point"].rpartition(".")[2]
+    unbound = [name for name in names_of(decoded["test_code"])[0] if not hasattr(builtins, name)]
+    given = _HELPERS | names_of(decoded["import_prefix"])[1] | {entry_point}
+    wrong = [f"{name!r} is not defined: expected in import_prefix" for name in unbound if name not in given]
+    if wrong and not has_unknown_star(prefix) and not has_unknown_star(module):
+        raise ValueError(f"test_code: {'; '.join(wrong)}")
+    tested = {"candidate"} | {entry_point} & set(unbound)  # some tests call it by its own name, too
+    _check_program("test_code", module, tested)
     program = decoded["test_code"] + "\ncheck(candidate)"
-    stand_ins = {name: name for name in helpers} | {"candidate": decoded["entry_point"]}
-    return (ProgramTest("check", program, stand_ins),)
+    return (ProgramTest("check", program, dict.fromkeys(tested, decoded["entry_point"])),)
 
 
-def _helpers(listed: Any, test_code: str, given: set[str], any_given: bool) -> list[str]:
-    """Return the submission's functions that the row lists for ``test_code``. ``given``: the names that the prefix
-    binds; ``any_given``: the prefix may bind any other.
-
-    Raises ValueError, naming all of them, for names that are bound or unused, and for used ones that nothing binds.
-    """
-    if listed is None:
-        listed = []
-    if not isinstance(listed, list) or not all(isinstance(name, str) and name.isidentifier() for name in listed):
-        raise ValueError(f"helpers: found {listed!r:.100}, expected a list of names of functions")
-    unbound = [name for name in unbound_names(test_code) if not hasattr(builtins, name) and name not in _HELPERS]
-    wrong = []
-    for name in listed:
-        if name in given:
-            wrong.append(f"helpers: {name!r} is defined in import_prefix, and that is what test_code uses: not listed")
-        elif name not in unbound:
-            wrong.append(f"helpers: {name!r} is not a name that test_code uses without defining it")
-    for name in () if any_given or has_unknown_star(ast.parse(test_code)) else unbound:
-        if name not in given and name not in listed:
-            wrong.append(f"test_code: {name!r} is not defined: expected in import_prefix, or listed in helpers")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return list(listed)
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _owners(module: ast.Module) -> set[str]:
+    """Return the names whose attributes a program uses."""
+    attributes = (node.value for node in ast.walk(module) if isinstance(node, ast.Attribute))
+    return {value.id for value in attributes if isinstance(value, ast.Name)}
 
 
 def _parse(where: str, source: str) -> ast.Module:
@@ -104,91 +76,11 @@ def _parse(where: str, source: str) -> ast.Module:
         raise ValueError(f"{where}: not Python ({error})") from None
 
 
-def _split_all(statements: Sequence[ast.stmt], entry_point: str | None) -> tuple[CodeTest, ...] | None:
-    tests = []
-    for number, node in enumerate(statements):
-        split = _split(node.test, entry_point) if isinstance(node, ast.Assert) else None
-        if split is None:
-            return None
-        request, expected, comparison = split
-        tests.append(CallTest(f"assert {number}", request, expected, comparison))
-    return tuple(tests)
-
-
-def _split(test: ast.expr, entry_point: str | None) -> tuple[Mapping[str, Any], Any, Comparison] | None:
-    """Return (call, expected value, how to compare), or None when the assert does not compare a call with a literal."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        call = _call(test.operand, entry_point)
-        return None if call is None else (call, False, "truth")
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _SAME and len(test.args) == 2:
-        call, wanted = _call(test.args[0], entry_point), _literal(test.args[1])
-        made = test.args[1].func if isinstance(test.args[1], ast.Call) else None
-        if call is None or wanted is None or not isinstance(made, ast.Name) or made.id != _SAME[test.func.id]:
-            return None
-        return call, wanted[0], "python"
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        left, right = test.left, test.comparators[0]
-        for asked, wanted_node in ((left, right), (right, left)):
-            call, wanted = _call(asked, entry_point), _literal(wanted_node)
-            if call is not None and wanted is not None:
-                if isinstance(test.ops[0], ast.Eq):
-                    return call, wanted[0], "python"
-                constant = wanted[0] is None or isinstance(wanted[0], bool)
-                return (call, wanted[0], "identity") if constant and isinstance(test.ops[0], ast.Is) else None
-    call = _call(test, entry_point)
-    return None if call is None else (call, True, "truth")
-
-
-def _call(node: ast.expr, entry_point: str | None) -> Mapping[str, Any] | None:
-    """Return the request for a call of the submission with literal arguments; None for any other expression."""
-    if not isinstance(node, ast.Call) or any(keyword.arg is None for keyword in node.keywords):
-        return None
-    name = ast.unparse(node.func)
-    if entry_point is not None:
-        if name != "candidate":
-            return None
-        name = entry_point
-    elif not is_call_name(name) or hasattr(builtins, name) or name in _HELPERS:
-        return None
-    arguments = [_literal(item) for item in node.args]
-    keywords = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-    if None in arguments or None in keywords.values():
-        return None
-    given = {key: item[0] for key, item in keywords.items() if item is not None}
-    return call_request(name, [item[0] for item in arguments if item is not None], given, typed=False)
-
-
-def _literal(node: ast.expr) -> tuple[Any] | None:
-    """Return a literal's value in a tuple (since the value may be None); None for anything else.
-
-    ``list_node([...])`` and ``tree_node([...])`` are literals too. Values that cannot be encoded are not.
-    """
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and not node.keywords:
-        builder = {"list_node": build_list, "tree_node": build_tree}.get(node.func.id)
-        values = _literal(node.args[0])
-        if builder is None or values is None or not isinstance(values[0], list):
-            return None
-        return (builder(values[0]),)
-    try:
-        value = ast.literal_eval(node)
-        encode(value)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-    return (value,)
-
-
-def _remote_names(module: ast.Module) -> set[str]:
-    """Return the names that a test program uses but neither binds nor is given: the submission's."""
-    used, bound = names_of(module)
-    modules = {line.removeprefix("import ") for line in module_imports(module).strip().split("; ") if line}
-    return {name for name in used if name not in bound | _HELPERS | modules and not hasattr(builtins, name)}
-
-
 def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     """Raise ValueError when the program calls no submission, or would let it judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
-    results = _results(module, lambda value, known: _has_result(value, remote, known))
+    results = _results(module, remote)
     for node in ast.walk(module):
         if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
             raise ValueError(
@@ -197,74 +89,15 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
             )
 
 
-def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None:
-    """Raise ValueError where a helper, which is the submission's, may judge what the entry point returns.
-
-    A helper must be called by its name in ``check`` itself, on nothing that the entry point returned or was given to
-    change, and an assert must not compare the two. A helper's results may be the entry point's arguments.
-
-    Args:
-        own: the names of the entry point.
-        helpers: those that the row lists.
-    """
-    judges, called = helpers - own, [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    asserts = [node for node in ast.walk(module) if isinstance(node, ast.Assert)]
-    tested = {id(part) for node in asserts for part in ast.walk(node)}
-    changed = {
-        item.id
-        for node in called
-        if _is_remote(node.func, own) and id(node) not in tested
-        for item in _arguments(node)
-        if isinstance(item, ast.Name)
-    }
-    results = _results(module, lambda value, known: _has_result(value, own, known), changed)
-    judged = _results(module, lambda value, known: _is_judged(value, own, judges, known))
-    nested = {id(part) for node in ast.walk(module) if _is_nested(node) for part in ast.walk(node)}
-    safe = {
-        id(node.func)
-        for node in called
-        if id(node) not in nested and not any(_has_result(item, own, results) for item in _arguments(node))
-    }
-    wrong = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in judges]
-    judging = [node.id for node in wrong if id(node) not in safe]
-    judging += [
-        ast.unparse(node.test)[:200]
-        for node in asserts
-        if _has_result(node.test, own, results) and _is_judged(node.test, own, judges, judged)
-    ]
-    if judging:
-        raise ValueError(
-            f"helpers: '{judging[0]}': a function of the submission would judge the entry point's result; expected "
-            "import_prefix to define what test_code judges by, and helpers that only make the entry point's arguments"
-        )
-
-
-def _is_nested(node: ast.AST) -> bool:
-    """Whether ``node`` is a function or class besides ``check``: what its parameters hold is not known."""
-    if isinstance(node, ast.FunctionDef):
-        return node.name != "check"
-    return isinstance(node, ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
-
-
-def _is_judged(node: ast.AST, own: set[str], judges: set[str], known: set[str]) -> bool:
-    """Whether a value holds a helper's result, other than in the entry point's arguments."""
-    if isinstance(node, ast.Call) and _is_remote(node.func, own):
-        return False
-    if isinstance(node, ast.Name):
-        return node.id in judges | known
-    return any(_is_judged(part, own, judges, known) for part in ast.iter_child_nodes(node))
-
-
-def _results(module: ast.Module, holds: Callable[[ast.expr, set[str]], bool], known: Collection[str] = ()) -> set[str]:
-    """Return ``known`` and the variables to which the module assigns, whole or in part, a value that ``holds``
-    something. The value may hold it through a variable of the result."""
-    variables = set(known)
+def _results(module: ast.Module, remote: set[str]) -> set[str]:
+    """Return the variables to which the module assigns, whole or in part, a result of the submission."""
+    variables: set[str] = set()
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
         more = {
             part.id
             for target, value in bindings
-            if holds(value, variables)
+            if _has_result(value, remote, variables)
             for part in ast.walk(target)
             if isinstance(part, ast.Name)
         }

@@ -1,17 +1,8 @@
 """Runs checkers that are programs, for problems with several valid outputs: Python functions and testlib's binaries.
 
-Both come from the data, not from the submission, and still run in a sandbox. They get the submission's output as data,
-after its process has ended.
-
-- ``python``: source that defines ``check(input, output, answer) -> bool``. It gets texts for standard input and output,
-  and for calls the argument list, the result and the expected value. An exception refuses the output, which could not
-  be read; but a missing name, a module's missing attribute, or a source that does not run means that the checker is
-  broken.
-- ``testlib``: C++ that is compiled when the data is loaded (cached by hash), or a ready binary in base64, called as
-  ``checker input output answer``. Exit status 0 accepts; 1, 2 and 7 (wrong, badly formed, partial) refuse; any other
-  means that the checker failed.
-
-A checker that meets a limit refuses the output, if it copes with the expected one in its place; else it failed.
+Both come from the data, not from the submission, and still run in a sandbox (docs/code_verifier.md says how they are
+called). They get the submission's output as data, after its process has ended. A checker that meets a limit refuses the
+output, if it copes with the expected one in its place; else it failed.
 """
 
 from __future__ import annotations
@@ -39,7 +30,7 @@ _COMPILE_LIMITS = SandboxLimits(
     cpu_s=60.0, wall_s=180.0, file_bytes=256 << 20, scratch_bytes=512 << 20, output_bytes=64 << 20
 )
 _COMPILE = "g++ -std=c++17 -O2"
-_ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})
+_ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})  # testlib's: wrong, badly formed, partial
 
 
 class CheckerFailed(Or1Error):

@@ -1,15 +1,7 @@
 """Compares an output with the expected one, outside the sandbox: pure functions, which the row names.
 
-A ground truth's key ``checker`` is one of these names, or an object with ``kind`` and its parameters:
-
-- ``lines`` (default): see ``lines_match``; ``exact``: the same text; ``tokens``: white space does not matter.
-- ``float`` {tolerance, absolute, relative}: tokens, where numbers may differ by a tolerance.
-- ``unordered_lines``, ``unordered_tokens``: in any order, each as often as expected.
-- ``any_of`` {of}: each expected output is a list of accepted ones, judged by the checker ``of``.
-- ``unordered`` (calls): a list in any order. ``nested_unordered``: also the lists in it.
-- ``python`` {source}, ``testlib`` {source or binary, files}: a program, in ``code.checker_programs``.
-
-A sandbox gives bytes or plain data. Anything that cannot be read is not equal.
+docs/code_verifier.md lists what a ground truth's key ``checker`` may hold; those that are programs run in
+``code.checker_programs``. A sandbox gives bytes or plain data. Anything that cannot be read is not equal.
 """
 
 from __future__ import annotations
@@ -20,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
-
-from or1_verify.code.codec import decode
 
 FLOAT_TOLERANCE = 1e-6
 """The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
@@ -210,11 +200,6 @@ def as_json(encoded: Any, sets: bool = False) -> Any:
     if tag in ("tuple", "list_node", "tree_node") or (sets and tag in ("set", "frozenset")):
         return [as_json(item, sets) for item in value]
     raise TypeError(f"a {tag} is not a JSON value")
-
-
-def plain(encoded: Any) -> Any:
-    """Return an encoded value as exact built-in types, nodes as (tag, values). Raises as ``codec.decode`` does."""
-    return decode(encoded, nodes=False)
 
 
 def _key(value: Any) -> str:

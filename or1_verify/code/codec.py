@@ -71,11 +71,11 @@ def encode(value: Any, iterators: bool = False) -> Any:
     raise TypeError("a value of type " + type(value).__name__ + " is not data")
 
 
-def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode, nodes: bool = True) -> Any:
-    """Decode a value. ``list_node`` and ``tree_node`` make the nodes; without ``nodes``, a structure becomes the pair
-    (tag, values). Raises ValueError or TypeError for anything that was not encoded."""
+def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode) -> Any:
+    """Decode a value. ``list_node`` and ``tree_node`` make the nodes. Raises ValueError or TypeError for anything that
+    was not encoded."""
     if isinstance(encoded, list):
-        return [decode(item, list_node, tree_node, nodes) for item in encoded]
+        return [decode(item, list_node, tree_node) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     if len(encoded) != 1:
@@ -85,9 +85,7 @@ def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode, n
         return int(content, 16)
     if tag == "bytes":
         return bytes.fromhex(content)
-    items = decode(content, list_node, tree_node, nodes)
-    if tag in ("list_node", "tree_node") and not nodes:
-        return (tag, items)
+    items = decode(content, list_node, tree_node)
     if tag == "dict":
         return dict(items)
     if tag == "list_node":
@@ -153,6 +151,6 @@ def walk_tree(root: Any) -> list[Any]:
 def complaint(error: BaseException) -> str:
     """Return an exception in words."""
     try:
-        return (type(error).__name__ + ": " + str(error))[:300]
+        return (type(error).__name__ + ": " + str(error))[:300].removesuffix(": ")
     except Exception:  # raised by its own __str__
         return type(error).__name__

@@ -1,16 +1,6 @@
 """Reads the ground truths of code problems, validates them and turns them into tests that hide what they expect.
 
-A ground truth is one JSON object (RECIPE section 7; docs/code_verifier.md):
-
-- ``{inputs, outputs}``: standard input and output; with ``fn_name``, arguments and results of a call.
-- ``{assert_case}``: statements, most of them asserts, that use the submission's names.
-- ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
-- ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
-
-Optional beside them: ``checker`` (see ``code.checkers``); ``tolerance`` of the float checker;
-``starter_code``, whose annotations say which arguments are linked lists or trees when the submission's do not;
-``limits`` {time_s?, memory_bytes?} of each test; and beside ``test_code`` ``helpers``, the submission's other functions
-that it calls.
+A ground truth is one JSON object (RECIPE section 7); docs/code_verifier.md lists its keys.
 """
 
 from __future__ import annotations
@@ -24,16 +14,7 @@ from pydantic_core import from_json
 from or1_verify.code import livecodebench
 from or1_verify.code.asserts import assert_tests, check_tests
 from or1_verify.code.checkers import Checker, parse_checker
-from or1_verify.code.tests import (
-    CallTest,
-    CodeTest,
-    CodeTests,
-    Comparison,
-    RowLimits,
-    StdinTest,
-    call_request,
-    is_call_name,
-)
+from or1_verify.code.tests import CallTest, CodeTest, CodeTests, RowLimits, StdinTest, is_call_name
 
 _KINDS = (
     "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
@@ -58,7 +39,7 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
 
 def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if "public_test_cases" in decoded or "private_test_cases" in decoded:
-        kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits", "helpers")}
+        kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits")}
         decoded = {**livecodebench.as_input_output(decoded), **kept}
     if decoded.get("tolerance") is not None:
         if decoded.get("checker") is not None:
@@ -68,8 +49,6 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if "test_code" in decoded:
         _no_checker(decoded)
         return CodeTests(check_tests(decoded), Checker("json"), decoded["import_prefix"], limits=limits)
-    if decoded.get("helpers") is not None:
-        raise ValueError("helpers: found beside tests that have no names of their own; expected them beside test_code")
     if "inputs" not in decoded and "assert_case" not in decoded:
         raise ValueError(f"unknown kind: an object with keys {sorted(decoded)}; {_KINDS}")
     tests: tuple[CodeTest, ...] = ()
@@ -116,8 +95,8 @@ def _no_checker(decoded: Mapping[str, Any]) -> None:
 def _input_output(decoded: Mapping[str, Any], checker: Checker) -> tuple[CodeTest, ...]:
     inputs, outputs, fn_name = decoded.get("inputs", []), decoded.get("outputs", []), decoded.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        found = f"{type(inputs).__name__} and {type(outputs).__name__}"
-        raise ValueError(f"inputs and outputs: found {found}, expected two lists")
+        types = f"{type(inputs).__name__} and {type(outputs).__name__}"
+        raise ValueError(f"inputs and outputs: found {types}, expected two lists")
     if len(inputs) != len(outputs):
         raise ValueError(f"mismatched: {len(inputs)} inputs, {len(outputs)} outputs; expected as many of each")
     if fn_name and not (isinstance(fn_name, str) and is_call_name(fn_name)):
@@ -153,21 +132,20 @@ def _text(side: str, value: Any, number: int) -> str:
 
 
 def _call_test(number: int, given: Any, wanted: Any, fn_name: str, checker: Checker) -> CallTest:
-    comparison: Comparison = "json"
+    wrapped = False
     if isinstance(given, str):  # one JSON value per line; the output is JSON text too
         arguments = [_json(f"inputs[{number}]", line) for line in given.split("\n") if line.strip()]
         expected = _json(f"outputs[{number}]", wanted)
     elif isinstance(given, list):
         arguments, expected = given, wanted
-        if checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1:
-            comparison = "wrapped"
+        wrapped = checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1
     else:
         raise ValueError(
             f"inputs[{number}]: found a {type(given).__name__}, expected arguments as a list or as JSON lines"
         )
     if checker.kind == "any_of":
         _check_several(number, expected)
-    return CallTest(f"test {number}", call_request(fn_name, arguments, {}, typed=True), expected, comparison)
+    return CallTest(f"test {number}", fn_name, arguments, expected, wrapped)
 
 
 def _json(where: str, text: Any) -> Any:

@@ -11,13 +11,13 @@ import ast
 import builtins
 import importlib
 import symtable
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import cache
 
 RECURSION_LIMIT = 50_000
 """The recursion limit of LiveCodeBench's harness."""
 
-_MODULES = (
+MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
@@ -28,33 +28,23 @@ _MODULES = (
 def _statements() -> Mapping[str, str]:
     """Return, for each name, the statement that imports it."""
     statements: dict[str, str] = {}
-    for module_name in _MODULES:
+    for module_name in MODULES:
         module = importlib.import_module(module_name)
         public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         statements |= {name: f"from {module_name} import {name}" for name in public if not hasattr(builtins, name)}
-    return statements | {name: f"import {name}" for name in _MODULES}
+    return statements | {name: f"import {name}" for name in MODULES}
 
 
-def missing_imports(source: str, given: Set[str] = frozenset()) -> str:
-    """Return import statements, on one line, for the well-known names that ``source`` uses and never binds.
+def names_of(source: str) -> tuple[list[str], set[str]]:
+    """Return (the names that ``source`` looks up in its module and never binds there, in order; those that it binds).
 
-    ``given`` are names that are bound elsewhere. Returns "" for a source that does not compile.
-    """
-    return "; ".join(
-        _statements()[name] for name in unbound_names(source) if name in _statements() and name not in given
-    )
-
-
-def unbound_names(source: str) -> list[str]:
-    """Return the names that ``source`` looks up in its module, but that no statement of it binds there.
-
-    Built-in ones are among them. Names of methods and local variables bind nothing in the module. Names from star
-    imports count as bound where the module is a well-known one.
+    Built-in ones are among the first. Names of methods and local variables bind nothing in the module. Names from star
+    imports count as bound where the module is a well-known one. Both are empty for a source that does not compile.
     """
     try:
         module = symtable.symtable(source, "source", "exec")
     except (SyntaxError, RecursionError):
-        return []
+        return [], set()
     used: dict[str, None] = {}
     bound: set[str] = set()
     if "*" in source:
@@ -68,19 +58,7 @@ def unbound_names(source: str) -> list[str]:
                 bound.add(symbol.get_name())
             elif symbol.is_referenced() and (in_module or symbol.is_global()):
                 used[symbol.get_name()] = None
-    return [name for name in used if name not in bound]
-
-
-def module_imports(tree: ast.Module) -> str:
-    """Return, on one line, imports of well-known modules that ``tree`` uses as ``module.name`` but does not import."""
-    _, bound = names_of(tree)
-    used = {
-        node.value.id: None
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    statements = [f"import {name}" for name in used if name in _MODULES and name not in bound]
-    return "; ".join(statements) + "\n" if statements else ""
+    return [name for name in used if name not in bound], bound
 
 
 def with_imports(source: str, prefix: str = "") -> str:
@@ -90,10 +68,10 @@ def with_imports(source: str, prefix: str = "") -> str:
     SyntaxError.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
-    given = names_of(ast.parse(prefix))[1] if prefix else frozenset()
-    added = "; ".join(
-        filter(None, (f"__import__('sys').setrecursionlimit({RECURSION_LIMIT})", missing_imports(source, given)))
-    )
+    given, statements = names_of(prefix)[1], _statements()
+    missing = [name for name in names_of(source)[0] if name in statements and name not in given]
+    limit = f"__import__('sys').setrecursionlimit({RECURSION_LIMIT})"
+    added = "; ".join((limit, *(statements[name] for name in missing)))
     first = [node for number, node in enumerate(ast.parse(source).body) if _must_come_first(node, number)]
     if not first:
         return f"{added}\n{source}"
@@ -108,29 +86,6 @@ def _must_come_first(node: ast.stmt, number: int) -> bool:
         return node.module == "__future__"
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return is_text and number == 0
-
-
-def names_of(tree: ast.AST) -> tuple[list[str], set[str]]:
-    """Return (the names that are read, in order; the names that are bound, also by star imports)."""
-    used: dict[str, None] = {}
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                used[node.id] = None
-            else:
-                bound.add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif star := _star_names(node):
-            bound |= star
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return list(used), bound
 
 
 def has_unknown_star(tree: ast.AST) -> bool:

@@ -16,20 +16,19 @@ from typing import Any
 
 from or1_verify.child_process import describe_exit
 from or1_verify.code.checker_programs import CheckerPrograms
-from or1_verify.code.checkers import plain, text_matches, value_matches
+from or1_verify.code.checkers import text_matches, value_matches
 from or1_verify.code.codec import encode
 from or1_verify.code.imports import with_imports
 from or1_verify.code.in_sandbox import own_program
 from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
-from or1_verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits
+from or1_verify.sandbox.launched import Launched
+from or1_verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox
-from or1_verify.sandbox.session import Session, SessionEnded
 
 _CALL_SERVER = own_program("call_server")
 _PROGRAM_RUNNER = own_program("program_runner")
 _SHOWN_CHARS = 80
 _OUT_OF_TURN = "wrote to the channel out of turn"
-_PROGRAM_CPU_TIMES = 4  # a test program makes many calls: each has the wall time limit, all have this many CPU limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class CodeRun:
 
     def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str | None:
         try:
-            answer = calls.ask(test.request)
+            answer = calls.ask(test.request())
         except SessionEnded as error:
             return str(error)
         if "raised" in answer:
@@ -104,20 +103,19 @@ class CodeRun:
         if "died" in answer:
             return calls.describe_death(answer)
         value = answer["value"]
-        if test.comparison not in ("json", "wrapped"):
-            right = _compares(value, test)
-        elif tests.checker.is_program:
-            right = self._checkers.accepts(tests.checker, _given(test), value, test.expected)
+        if tests.checker.is_program:
+            right = self._checkers.accepts(tests.checker, test.arguments, value, test.expected)
         else:
-            wanted = [test.expected, *(test.expected if test.comparison == "wrapped" else ())]
+            wanted = [test.expected, *(test.expected if test.wrapped else ())]
             right = any(value_matches(value, one, tests.checker) for one in wanted)
         return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
-        """Carry lines between the test program's sandbox and the submission's."""
-        limits = replace(limits, cpu_s=_PROGRAM_CPU_TIMES * limits.cpu_s)
-        if key := limits.keys.get("cpu_time"):
-            limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
+        """Carry lines between the test program's sandbox and the submission's.
+
+        It makes many calls, so each has the wall time limit, and all together have the budget as CPU time.
+        """
+        limits = replace(limits, cpu_s=self._budget_s, keys={**limits.keys, "cpu_time": "verify.budget_s"})
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
         calls = _Calls(self._sandbox, tests, source, limits, for_program=True)
         setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
@@ -168,7 +166,7 @@ class _Calls:
         self._sandbox, self._tests, self._source = sandbox, tests, source
         self._limits, self._for_program = limits, for_program
         self._forks = False  # until the call server says that it can
-        self._session: Session | None = None
+        self._session: Launched | None = None
 
     def load(self) -> None:
         """Load the submission. Raises SessionEnded when that fails."""
@@ -222,7 +220,7 @@ class _Calls:
         return answer
 
 
-def _from_program(judge: Session, line: bytes, asked: int) -> bytes:
+def _from_program(judge: Launched, line: bytes, asked: int) -> bytes:
     """Return the test program's next line. Once it has had an answer, the submission is to blame when it ends."""
     try:
         return judge.ask(line)
@@ -248,37 +246,6 @@ def _object(line: bytes) -> Mapping[str, Any]:
     if not isinstance(answer, dict):
         raise SessionEnded(_OUT_OF_TURN)
     return answer
-
-
-def _compares(result: Any, test: CallTest) -> bool:
-    expected = encode(test.expected)
-    try:
-        if test.comparison == "python" and not _same_size(result, expected):
-            return False
-        value = plain(result)
-        if test.comparison == "truth":
-            return bool(value) is test.expected
-        if test.comparison == "identity":
-            return value is test.expected
-        return bool(value == plain(expected))
-    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
-        return False
-
-
-def _same_size(result: Any, expected: Any) -> bool:
-    """Whether two encoded values have equally many items at every level, and so may be equal.
-
-    Only then are they decoded: a set of a hundred thousand integers with one hash would take minutes.
-    """
-    if isinstance(result, dict) and isinstance(expected, dict):
-        ((_, result),), ((_, expected),) = result.items(), expected.items()
-    if isinstance(result, list) and isinstance(expected, list):
-        return len(result) == len(expected) and all(map(_same_size, result, expected))
-    return not isinstance(result, list | dict) and not isinstance(expected, list | dict)
-
-
-def _given(test: CallTest) -> list[Any]:
-    return [plain(item) for item in test.request["arguments"]]
 
 
 def _shown(value: Any) -> str:

@@ -6,15 +6,10 @@ import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from or1_verify.code.checkers import Checker
 from or1_verify.code.codec import encode
-
-Comparison = Literal["json", "wrapped", "python", "identity", "truth"]
-"""How a call's result is judged. json: by the row's checker. wrapped: likewise, but the expected list's one item is
-accepted too (data whose outputs are lists, not texts, often wrap the one result). python: by ``==`` of decoded built-in
-values. identity: by ``is`` with True, False or None. truth: by its truth value."""
 
 _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
@@ -30,12 +25,22 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """One call. ``request`` is all that the submission's process sees of it."""
+    """One call of a function or method, whose result the row's checker judges.
+
+    ``wrapped``: the one item of the expected list is accepted too. Data whose outputs are lists, not texts, often wrap
+    the one result.
+    """
 
     name: str
-    request: Mapping[str, Any]
+    function: str
+    arguments: list[Any]
     expected: Any
-    comparison: Comparison
+    wrapped: bool = False
+
+    def request(self) -> Mapping[str, Any]:
+        """Return all that the submission's process sees of the test."""
+        arguments = [encode(item) for item in self.arguments]
+        return {"operation": "call", "name": self.function, "arguments": arguments, "keywords": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,6 @@ class CodeTests:
     prefix: str = ""
     starter: str = ""
     limits: RowLimits = RowLimits()
-
-
-def call_request(name: str, arguments: list[Any], keywords: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
-    """Return the request for a call. ``typed``: level-order lists become nodes where the annotations say so."""
-    return {
-        "operation": "call",
-        "name": name,
-        "arguments": [encode(item) for item in arguments],
-        "keywords": {key: encode(item) for key, item in keywords.items()},
-        "typed": typed,
-    }
 
 
 def is_call_name(text: str) -> bool:

@@ -2,26 +2,22 @@ r"""The math verifier: compares the last box after the reasoning with the golds,
 
 The text after ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
 0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
-(docs/math_verifier.md). Where these cannot read a side, Math-Verify 0.9.0 compares them, each wrapped in ``\boxed{}``.
-Without any box Math-Verify's own extraction finds the answer.
+(docs/math_verifier.md). Without any box Math-Verify's extraction finds the answer.
 
-Plain integers and fractions are decided here (``math.exact``); everything else in a child process that is killed
-and replaced at its time limit.
+An answer is compared in a child process that is killed and replaced at its time limit. Math-Verify, which takes long to
+import, has another one.
 """
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
-from or1_verify.child_process import ChildDied, ChildProcess, ChildTimeout
-from or1_verify.errors import Or1Error
-from or1_verify.math.exact import decide
+from or1_verify.child_process import ChildProcess
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
@@ -32,35 +28,30 @@ _BOX_CHARS = 4000
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
-
-_WORKER = "or1_verify.math.math_process"
-
-
 Judge = Literal["own", "math_verify"]
 """Whose rules decide (``verify.math.judge``): ours, or those of the released code's verifier."""
 
 
-class _Exhausted(Or1Error):
-    """The child ran out of the memory that it may use, and was replaced."""
-
-
 class MathVerifier:
-    """``types.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
+    """``types.Verifier`` for ability "math". Its child processes start when they are first needed."""
 
     def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
-        self._timeout_s = timeout_s
         self._judge = judge
         self._rounding = rounding
-        self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+        self._reader, self._math_verify = (
+            ChildProcess("or1_verify.math.math_process", what, timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+            for what in ("reader", "math_verify")
+        )
+        self._main = self._reader if judge == "own" else self._math_verify
         self._golds: tuple[str, list[str]] = ("", [])
 
     @property
     def worker_pid(self) -> int | None:
-        return self._process.pid
+        return self._main.pid
 
     def start(self) -> None:
-        """Start the child process, without waiting for it."""
-        self._process.start()
+        """Start the child process of the judge, without waiting for it."""
+        self._main.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError unless the ground truth is a JSON list of answers.
@@ -77,13 +68,11 @@ class MathVerifier:
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
-            reward = 1.0 if status == "right" else 0.0
-            return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
+            return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
 
         if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
             whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            released = {"op": "released", "golds": self._golds_of(problem), "answer": whole}
-            return self._verdict_of_child(released, "", verdict)
+            return verdict(*self._main.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -95,12 +84,10 @@ class MathVerifier:
         box = last_box(text)
         if box == "":
             return verdict("no_answer", "", "the last box is empty or never closes")
-        if box is not None:
-            decided = decide(golds, box)
-            if decided is not None:
-                return verdict("right" if decided else "wrong", box, "compared exactly")
-            if len(box) > _BOX_CHARS:
-                return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
+        if box in golds:
+            return verdict("right", box or "", "the same text")
+        if box is not None and len(box) > _BOX_CHARS:
+            return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
         request = {
             "op": "verify",
@@ -109,37 +96,14 @@ class MathVerifier:
             "boxed": box is not None,
             "rounding": self._rounding,
         }
-        return self._verdict_of_child(request, box or "", verdict)
-
-    def _verdict_of_child(
-        self, request: dict[str, Any], box: str, verdict: Callable[[VerdictStatus, str, str], Verdict]
-    ) -> Verdict:
-        """Return the child's verdict. ``box`` is the answer to report where the child gives none."""
-        try:
-            reply = self._ask(request)
-        except ChildTimeout:
-            return verdict("timeout", box, f"the comparison took more than {self._timeout_s} s")
-        except _Exhausted as error:
-            return verdict("timeout", box, f"the comparison needed {error}")
-        except ChildDied as error:
-            return verdict("error", box, f"Math-Verify: {error}")
-        if not reply["answer"]:
-            return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
-        if reply.get("unreadable"):
-            return verdict("unreadable", reply["answer"], reply["how"])
-        return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
+        child = self._math_verify if box is None else self._reader
+        status, read, detail = child.judge(request)
+        return verdict(status, read or box or "", detail)
 
     def close(self) -> None:
-        """End the child process. The next request starts another."""
-        self._process.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = self._process.ask(request)
-        if "exhausted" in reply:  # it is about to end; its successor is started now
-            self._process.close()
-            self._process.start()
-            raise _Exhausted(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")
-        return reply
+        """End the child processes. The next request starts another."""
+        self._reader.close()
+        self._math_verify.close()
 
     def _golds_of(self, problem: Problem) -> list[str]:
         if self._golds[0] != problem.ground_truth:  # a group's responses come in a row

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
-from or1_verify.child_process import close_pipes, describe_exit, start_module
+from or1_verify.child_process import close_pipes, describe_exit, send, start_module, unpack
 from or1_verify.config import VerifyConfig
-from or1_verify.pool.pool_process import Judged, receive, send
 from or1_verify.pool.queue import WorkerLost
-from or1_verify.types import Attempt
+from or1_verify.types import Attempt, Verdict
 
 
 class LocalWorker:
@@ -22,16 +23,16 @@ class LocalWorker:
     """
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
-        self._child = start_module("or1_verify.pool.pool_process")
-        self._setup = (config, abilities, os.getpid())
+        setup = (config.model_dump_json(), json.dumps(sorted(abilities)))
+        self._child = start_module("or1_verify.pool.pool_process", *setup, "0", str(os.getpid()))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verifier")
 
     async def ready(self) -> None:
-        await self._on_thread(self._exchange, self._setup)
+        await self._on_thread(self._exchange)
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
-        judged: Judged = await self._on_thread(self._exchange, list(attempts))
-        return judged
+    async def verify(self, attempt: Attempt) -> Verdict:
+        problem, response, truncated = attempt
+        return Verdict(**await self._on_thread(self._exchange, (asdict(problem), response, truncated)))
 
     async def close(self) -> None:
         await self._on_thread(self._end)
@@ -45,16 +46,18 @@ class LocalWorker:
     async def _on_thread(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.wrap_future(self._thread.submit(do, *arguments))
 
-    def _exchange(self, message: Any) -> Any:
+    def _exchange(self, message: Any = None) -> Any:
+        """Send a message, if one is given, and return the next one that comes."""
         try:
-            send(self._child.stdin, message)
-            answer = receive(self._child.stdout)
+            if message is not None:
+                send(self._child.stdin, message)
+            answer = unpack(self._child.stdout.readline())
         except (OSError, EOFError, ValueError) as error:
             status = self._child.poll()
             how = "its pipe broke" if status is None else describe_exit(status)
             raise WorkerLost(f"the verifier's process ended ({how}; {type(error).__name__}: {error})") from None
-        if isinstance(answer, Exception):
-            raise WorkerLost(str(answer))
+        if "raised" in answer:
+            raise WorkerLost(answer["raised"])
         return answer
 
     def _end(self) -> None:

@@ -10,7 +10,6 @@ MATH as first published (hendrycks/math), whose answers are boxed in the solutio
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -269,11 +268,9 @@ def _livecodebench(row: Columns) -> Published:
 
 
 def _humaneval(row: Columns) -> Published:
-    """The statement is the beginning of a program; some tests call its function by its own name too (HumanEval/33)."""
+    """The statement is the beginning of a program."""
     program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
-    truth: dict[str, Any] = {"entry_point": entry, "import_prefix": program, "test_code": test}
-    if re.search(rf"(?<!def )\b{re.escape(entry)}\(", test):
-        truth["helpers"] = [entry]
+    truth = {"entry_point": entry, "import_prefix": program, "test_code": test}
     return Published(
         "code",
         program,

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from or1_verify.sandbox.cgroups import Cgroup, CgroupPool, Events
-from or1_verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult
+from or1_verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult, SessionEnded
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
 PYTHON_OPTIONS = ("-I", "-S", "-B")
@@ -147,10 +147,22 @@ class Launched:
         """Let the runner become the program."""
         self.gate.send(b"g")
 
-    def run(self) -> SandboxResult:
-        """Release the program and return its result; every process has then ended."""
-        self.release()
-        return self.finish(self.read() or "exited")
+    def ask(self, line: bytes) -> bytes:
+        """Send one line to a released program and return the next line that it writes, both without their ends.
+
+        The answer must come within the wall time limit; CPU time and memory are limited as in any run. Raises
+        SessionEnded, after which the sandbox can only be closed, and SandboxFailure as ``finish`` does.
+        """
+        stopped = self.read(line)
+        if stopped is not None:
+            raise SessionEnded(self.finish(stopped).failure or "it ended with exit status 0")
+        answer, _, self.output = self.output.partition(b"\n")
+        return bytes(answer)
+
+    def describe_death(self, status: int, cpu_s: float) -> str:
+        """Say why a child of the program died, by its exit status (128 + n for signal n) and its CPU time."""
+        met = self.limit_met(cpu_s)
+        return self.limits.failure("exited" if met == "processes" else met, status, "", met == "processes")
 
     def read(self, line: bytes | None = None) -> Ending | None:
         """Read what the program writes until it ends, or, after sending ``line``, until it has written a line.
@@ -244,6 +256,12 @@ class Launched:
         self.process.returncode = os.waitstatus_to_exitcode(status)
         self._spent_s = usage.ru_utime + usage.ru_stime
         return self._spent_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.end()

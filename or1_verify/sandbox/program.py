@@ -9,12 +9,7 @@ Whatever the program does gives a SandboxResult. When the sandbox itself fails, 
 OSError), because nothing is then known about the program. Several threads may call ``run``. Every run gets fresh
 processes, files and scratch space, and nothing of it is left when ``run`` returns.
 
-``with sandbox.open(program) as session: session.ask(b"line")`` keeps one program running and talks to it line by line;
-see ``sandbox.session``.
-
-A compiled program is an executable file: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
-executable={"check"})``. A compiler is a program of ours with ``tool=True`` that writes its product to standard output:
-``Program({"a.cpp": source}, ("/bin/sh", "-c", "g++ -o a.out {box}/a.cpp && cat a.out"), tool=True)``.
+``with sandbox.open(program) as session: session.ask(b"line")`` keeps one program running and talks to it line by line.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from typing import Literal
 
 from or1_verify.child_process import describe_exit
 from or1_verify.config import VerifyConfig
-from or1_verify.errors import UserError
+from or1_verify.errors import Or1Error, UserError
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 """exited: it ended by itself or by a signal. The others: it was killed for exceeding that limit."""
@@ -53,6 +48,10 @@ class SandboxUnavailable(UserError, RuntimeError):
 
 class SandboxFailure(UserError, OSError):
     """The sandbox of one run failed: it did not start, or the machine, not the program, ran out of something."""
+
+
+class SessionEnded(Or1Error):
+    """A program that answers line by line gave no answer: it ended or met a limit. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)

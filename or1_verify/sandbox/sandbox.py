@@ -29,7 +29,6 @@ from or1_verify.sandbox.program import (
     SandboxTier,
     SandboxUnavailable,
 )
-from or1_verify.sandbox.session import Session
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
 _PROBE_LIMITS = SandboxLimits(cpu_s=30.0, wall_s=60.0)
@@ -81,15 +80,17 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
         """Run the program once, with ``limits`` or the sandbox's own. Thread-safe. Raises SandboxFailure."""
-        launched = self._launch(program, stdin, limits or self.limits)
-        try:
-            return launched.run()
-        finally:
-            launched.close()
+        with self._launch(program, stdin, limits or self.limits) as launched:
+            launched.release()
+            return launched.finish(launched.read() or "exited")
 
-    def open(self, program: Program, limits: SandboxLimits | None = None) -> Session:
-        """Start a program that answers line by line. Raises SandboxFailure."""
-        return Session(self._launch(program, None, limits or self.limits))
+    def open(self, program: Program, limits: SandboxLimits | None = None) -> Launched:
+        """Start a program that stays in its sandbox and answers line by line. Raises SandboxFailure."""
+        launched = self._launch(program, None, limits or self.limits)
+        assert launched.process.stdin is not None
+        os.set_blocking(launched.process.stdin.fileno(), False)
+        launched.release()
+        return launched
 
     @property
     def cgroups(self) -> int:

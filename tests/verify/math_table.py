@@ -1,13 +1,14 @@
 r"""Hand-labelled (gold, what follows the reasoning, status). ``right`` is the only status with reward 1.
 
 Each row was labelled from the mathematics before the verifier saw it. The rows stay within what Math-Verify 0.9.0
-is known to judge well; its known errors are not recorded here as if they were right.
+is known to judge well; its known errors are not recorded here as if they were right. Answers of other kinds are in
+tests/data/math_pairs.
 """
 
 from __future__ import annotations
 
 AFTER_THINK: list[tuple[list[str], str, str]] = [
-    # plain integers and fractions: decided without Math-Verify
+    # plain integers and fractions
     (["42"], r"The answer is $\boxed{42}$.", "right"),
     (["42"], r"\boxed{43}", "wrong"),
     (["42"], r"\boxed{-42}", "wrong"),
@@ -40,33 +41,6 @@ AFTER_THINK: list[tuple[list[str], str, str]] = [
     (["5"], r"\boxed{\boxed{5}}", "right"),
     (["5"], r"\boxed {5}", "right"),
     (["5"], r"$$\boxed{x = 5}$$", "right"),
-    # decimals
-    ([r"\frac{1}{2}"], r"\boxed{0.5}", "right"),
-    (["0.25"], r"\boxed{\frac{1}{4}}", "right"),
-    (["0.25"], r"\boxed{0.26}", "wrong"),
-    # roots, powers, constants
-    ([r"2\sqrt{3}"], r"\boxed{\sqrt{12}}", "right"),
-    ([r"2\sqrt{3}"], r"\boxed{3\sqrt{2}}", "wrong"),
-    ([r"\frac{\pi}{4}"], r"\boxed{\pi/4}", "right"),
-    ([r"\frac{\pi}{4}"], r"\boxed{\frac{\pi}{2}}", "wrong"),
-    (["1024"], r"\boxed{2^{10}}", "wrong"),  # left to be worked out
-    (["1024"], r"\boxed{2^{9}}", "wrong"),
-    ([r"\frac{\sqrt{2}}{2}"], r"\boxed{\frac{1}{\sqrt{2}}}", "right"),
-    # expressions
-    (["x^2+2x+1"], r"\boxed{(x+1)^2}", "right"),
-    (["x^2+2x+1"], r"\boxed{(x-1)^2}", "wrong"),
-    (["n(n+1)"], r"\boxed{n^2+n}", "right"),
-    # tuples, sets, intervals
-    (["(1,2)"], r"\boxed{(1, 2)}", "right"),
-    (["(1,2)"], r"\boxed{(2, 1)}", "wrong"),
-    ([r"\{1,2\}"], r"\boxed{\{2, 1\}}", "right"),
-    ([r"[0,1)"], r"\boxed{[0,1)}", "right"),
-    ([r"[0,1)"], r"\boxed{[0,1]}", "wrong"),
-    # words
-    (["Tuesday"], r"\boxed{\text{Tuesday}}", "right"),
-    (["Tuesday"], r"\boxed{\text{Monday}}", "wrong"),
-    (["B"], r"\boxed{B}", "right"),
-    (["B"], r"\boxed{C}", "wrong"),
     # no box: Math-Verify's own extraction
     (["5"], "The final answer is 5.", "right"),
     (["5"], "The final answer is 6.", "wrong"),
@@ -91,6 +65,7 @@ WHOLE: list[tuple[list[str], str, bool, str]] = [
 ]
 
 HANGS: list[tuple[list[str], str]] = [
-    (["z"], r"\boxed{z" + "(" * 3000 + "}"),  # nothing that can be read; Math-Verify's patterns take minutes
+    (["z"], r"\boxed{z" + "(" * 3000 + "}"),
     ([r"\oint f"], r"\boxed{f" + "(" * 2500 + "}"),
 ]
+"""For the judge ``math_verify``, whose patterns take minutes."""

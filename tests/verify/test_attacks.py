@@ -84,12 +84,12 @@ def verdicts(sandbox: Sandbox, sources: dict[str, str], output: str) -> dict[str
 
 
 def test_no_attack_is_accepted_and_each_leaves_the_sandbox_working(sandbox: Sandbox, before: list[str]) -> None:
-    found = verdicts(sandbox, READING, SECRET) | verdicts(sandbox, ATTACKS, "42")
+    results = verdicts(sandbox, READING, SECRET) | verdicts(sandbox, ATTACKS, "42")
     assert verdicts(sandbox, {"honest": HONEST, "told": f"print({SECRET})"}, SECRET) == {
         "honest": "wrong",
         "told": "right",
     }
-    assert {name: status for name, status in found.items() if status != "wrong"} == {}
+    assert {name: status for name, status in results.items() if status != "wrong"} == {}
     assert left_behind() == before
 
 
@@ -184,6 +184,6 @@ def test_the_sandbox_of_an_ordinary_user(tmp_path: Path) -> None:
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", AS_AN_ORDINARY_USER, str(secret)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=place)
-    found = json.loads(done.stdout or "null")
+    results = json.loads(done.stdout or "null")
     expected = {"cgroups": 0, "odd": {"honest": "right"}}
-    assert found == dict.fromkeys(TIERS, expected), (found, done.stderr[-2000:])
+    assert results == dict.fromkeys(TIERS, expected), (results, done.stderr[-2000:])

@@ -99,8 +99,8 @@ def test_texts(row: int) -> None:
 
 @pytest.mark.parametrize("row", range(len(VALUES)))
 def test_values(row: int) -> None:
-    checker, found, expected, accepted = VALUES[row]
-    crossed = json.loads(json.dumps(encode(found)))
+    checker, result, expected, accepted = VALUES[row]
+    crossed = json.loads(json.dumps(encode(result)))
     assert value_matches(crossed, expected, parse_checker(checker, calls=True)) is accepted, VALUES[row]
 
 

@@ -41,13 +41,13 @@ def misjudged(tier: SandboxTier, cases: list[Case]) -> list[tuple[str, ...]]:
 
     def some(cases: list[Case]) -> list[tuple[str, ...]]:
         verifier = CodeVerifier(VerifyConfig(sandbox=tier))
-        found = []
+        results = []
         for name, expected, style, source in cases:
             verdict = verifier.verify(problem(name), f"</think>\n```python\n{source}\n```", truncated=False)
             if (verdict.status, verdict.reward) != (expected, float(expected == "right")):
-                found.append((name, expected, style, verdict.status, verdict.detail, source))
+                results.append((name, expected, style, verdict.status, verdict.detail, source))
         verifier.close()
-        return found
+        return results
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(some, (cases[::2], cases[1::2]))

@@ -1,6 +1,7 @@
 """The code verifier with real sandboxes. Hand-written programs of each kind, right, wrong and hostile.
 
-The hostile ones are the classic attacks on graders and resources, not a proof that there are no others.
+The hostile ones are the classic attacks on graders, not a proof that there are no others; test_attacks has those on
+resources and on the sandbox.
 """
 
 from __future__ import annotations
@@ -117,18 +118,6 @@ HOSTILE = {
         "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        frame = frame.f_back\n"
         "    return open('/box/request.json').read()",
     ),
-    "output flood": (DOUBLE, "while True: print('x' * 10000)"),
-    "stderr flood": (DOUBLE, "import sys\nwhile True: sys.stderr.write('x' * 10000)"),
-    "memory": (DOUBLE, "x = bytearray(1 << 36)"),
-    "files": (DOUBLE, "for n in range(10**6): open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 22))"),
-    "kill all": (DOUBLE, "import os\nos.kill(-1, 9)"),
-    "network": (DOUBLE, "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\nprint(42)"),
-    "closed pipes": (DOUBLE, "import os\nos.close(1); os.close(2)\nwhile True: pass"),
-    "signals ignored": (
-        DOUBLE,
-        "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
-    ),
-    "daemon": (DOUBLE, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)"),
     "one hash for all": (
         {"assert_case": ["assert f(1) == {1, 2}"]},
         "class H(int):\n    def __hash__(self): return id(self)\n"
@@ -140,7 +129,6 @@ HOSTILE = {
     ),
     "huge integer": (ADD, "def add(a, b): return 10 ** 100000"),
     "deep result": (ADD, "def add(a, b):\n    x = []\n    for _ in range(50000): x = [x]\n    return x"),
-    "host files": (DOUBLE, "import os\nprint(42 if os.path.exists('/etc/passwd') or os.path.exists('/proc/1') else 0)"),
 }
 
 

@@ -72,8 +72,8 @@ def test_no_hostile_result_is_taken_or_ends_the_verifier(verifier: CodeVerifier)
     cases = {(kind, name): source for kind in KINDS for name, source in DEEP.items()}
     cases |= {("call", name): source for name, source in FORGED.items()}
     cases |= {("program", name): FORGED[name] for name in ("object of nobody's", "equal list", "lying about its class")}
-    found = {case: judged(verifier, KINDS[case[0]], source).status for case, source in cases.items()}
-    assert {case: status for case, status in found.items() if status != "wrong"} == {}
+    results = {case: judged(verifier, KINDS[case[0]], source).status for case, source in cases.items()}
+    assert {case: status for case, status in results.items() if status != "wrong"} == {}
     for truth in KINDS.values():
         assert judged(verifier, truth, "def f(x): return [1, 2, 3]").status == "right"
 

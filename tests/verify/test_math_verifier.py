@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from or1_verify.answer import after_reasoning, last_box
-from or1_verify.math.exact import decide, rational
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem
 
@@ -60,12 +59,12 @@ def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) 
 
 
 def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
-    verifier = MathVerifier(timeout_s=2.0)
+    verifier = MathVerifier(timeout_s=2.0, judge="math_verify")
     try:
         for golds, answer in HANGS:
             verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
             assert (verdict.status, verdict.reward) == ("timeout", 0.0)
-            assert "2.0 s" in verdict.detail
+            assert verdict.detail == "no answer within 2 s"
             after = verifier.verify(problem([r"\sqrt{8}"]), r"</think>\boxed{2\sqrt{2}}", truncated=False)
             assert after.status == "right"
     finally:
@@ -110,7 +109,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         "import json, threading, time\n"
         "from or1_verify.types import Message, Problem\n"
         "from or1_verify.math.verifier import MathVerifier\n"
-        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0})\n"
+        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0}, judge='math_verify')\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "def judge():\n"
         "    v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
@@ -155,15 +154,6 @@ def test_usable_ground_truths_are_taken(verifier: MathVerifier) -> None:
         verifier.check_ground_truth(problem(golds))
 
 
-def test_exact_comparison_decides_only_what_it_knows() -> None:
-    assert rational("12") == 12
-    for text in ("1,234", "1.0", "5%", "1/0", r"\frac{1}{0}", "٥", "1_000", "0x1", " 1", "+1", "9" * 301, ""):
-        assert rational(text) is None, text
-    assert decide(["x", "5"], "5") is True
-    assert decide(["x", "5"], "6") is None  # x might be 6 for all it knows
-    assert decide(["4", "5"], "6") is False
-
-
 def test_last_box_reads_balanced_braces() -> None:
     assert last_box(r"\boxed{\frac{1}{2}} ") == r"\frac{1}{2}"
     assert last_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
@@ -180,11 +170,11 @@ def as_released(response: str, golds: list[str]) -> float:
     from math_verify import parse, verify
 
     parts = response.split("</think>")
-    found = parse(parts[1] if len(parts) > 1 else response, parsing_timeout=None)
-    if len(found) < 2:
+    read = parse(parts[1] if len(parts) > 1 else response, parsing_timeout=None)
+    if len(read) < 2:
         return 0.0
-    equal = (verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), found, timeout_seconds=None) for gold in golds)
-    return float(found[1] in golds or any(equal))
+    equal = (verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), read, timeout_seconds=None) for gold in golds)
+    return float(read[1] in golds or any(equal))
 
 
 def test_the_released_judge_gives_the_released_verdicts() -> None:

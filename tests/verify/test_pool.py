@@ -8,14 +8,13 @@ depends on how fast the machine is. Not shown: that Ray notices a whole lost nod
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 import pytest
@@ -27,11 +26,9 @@ from waiting import PATIENCE_S
 from or1_megatron.rollout import verifier_actors
 from or1_megatron.rollout.client import ManagerActor
 from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
-from or1_megatron.runtime.message import unpack
 from or1_verify.config import VerifyConfig
-from or1_verify.pool import local, pool_process
+from or1_verify.pool import local
 from or1_verify.pool.local import local_workers
-from or1_verify.pool.pool_process import Judged
 from or1_verify.pool.queue import VerifierPool, WorkerLost
 from or1_verify.types import Attempt, Message, Problem, Verdict
 
@@ -41,7 +38,9 @@ PROCESS = {"local": "or1_verify.pool.pool_process", "ray": "VerifierActor"}
 MATH = "or1_verify.math.math_process"
 
 HANG = "</think>" + HANGS[0][1]
-"""Against the gold z: it keeps the verifier busy until its time is up."""
+"""Against the gold z, with ``MATH_VERIFY``: it keeps the verifier busy until its time is up."""
+
+MATH_VERIFY = {"judge": "math_verify"}
 
 RIGHT = r"</think>\boxed{1}"
 """Against the gold 1."""
@@ -104,14 +103,14 @@ def with_pool(
 
 def processes_of(word: str) -> list[psutil.Process]:
     """Living descendants of this process with this word in their command line."""
-    found = []
+    results = []
     for process in psutil.Process().children(recursive=True):
         try:
             if word in " ".join(process.cmdline()):
-                found.append(process)
+                results.append(process)
         except psutil.Error:  # gone, or a zombie, since the listing
             continue
-    return found
+    return results
 
 
 def still_alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -134,7 +133,7 @@ def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
         statuses[len(statuses)] = [verdict.status for verdict in await asyncio.gather(*calls)]
 
     for workers in (1, 2, 4):
-        options = {"memory_bytes": 512 << 20, "max_pending": 64, "processes": 32}
+        options = {"memory_bytes": 512 << 20, "processes": 32}
         with_pool(body, workers, 20.0, abilities=frozenset({"math", "code"}), **options)
     assert statuses[0] == statuses[1] == statuses[2]
     assert all(status in MAY_BE[sample(number)[3]] for number, status in enumerate(statuses[0]))
@@ -145,21 +144,11 @@ def test_damaged_verdicts_are_judged_again(kind: str, ray_cluster: None, monkeyp
     """A bit flips in the first message that arrives after the worker has started."""
     flipped = []
 
-    def flip(packed: bytes) -> Any:
+    def flip(packed: bytes) -> bytes:
         if started and not flipped:
             flipped.append(len(packed))
-            packed = packed[:-1] + bytes([packed[-1] ^ 4])
+            packed = packed[:-2] + bytes([packed[-2] ^ 4]) + packed[-1:]
         return packed
-
-    class Flipping(io.BytesIO):
-        """A pipe's next message, with a bit of its content flipped."""
-
-        def __init__(self, pipe: BinaryIO) -> None:
-            header = pipe.read(pool_process._HEADER.size)
-            super().__init__(header + flip(pipe.read(int.from_bytes(header[:8], "little"))))
-
-    def flip_then(read: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda message: read(wrap(message))
 
     async def body(pool: VerifierPool) -> None:
         started.append(True)
@@ -168,10 +157,8 @@ def test_damaged_verdicts_are_judged_again(kind: str, ray_cluster: None, monkeyp
         assert flipped and pool.retries == 1
 
     started: list[bool] = []
-    if kind == "ray":
-        monkeypatch.setattr(verifier_actors, "unpack", flip_then(unpack, flip))
-    else:
-        monkeypatch.setattr(local, "receive", flip_then(pool_process.receive, Flipping))
+    at, unpack = (verifier_actors, verifier_actors.unpack) if kind == "ray" else (local, local.unpack)
+    monkeypatch.setattr(at, "unpack", lambda packed: unpack(flip(packed)))
     with_pool(body, workers=1, kind=kind)
 
 
@@ -219,16 +206,15 @@ def test_a_killed_verifier_is_replaced_and_its_samples_retried(
 
 
 def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along(deadly: dict[str, str]) -> None:
-    """It kills its worker both times; its batch-mates are judged."""
+    """It kills its worker both times; the others are judged."""
 
     async def body(pool: VerifierPool) -> None:
-        await pool.verify(problem("1"), RIGHT, False)  # so that math is known to be quick, and shares a call
         said = [("deadly", "kill"), ("math", RIGHT), ("math", r"</think>\boxed{2}"), ("math", RIGHT)]
         verdicts = await asyncio.gather(*(pool.verify(problem("1", ability), text, False) for ability, text in said))
         assert [verdict.status for verdict in verdicts] == ["error", "right", "wrong", "right"]
         assert verdicts[0].reward == 0.0
         assert "failed twice: WorkerLost: the verifier's process ended" in verdicts[0].detail
-        assert 2 <= pool.retries <= 4  # at least one was in its call
+        assert pool.retries == 1
 
     with_pool(body, workers=1, custom=deadly)
 
@@ -240,7 +226,7 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
         verdict = await pool.verify(problem("z"), HANG, False)
         assert verdict.status == "error" and "TimeoutError" in verdict.detail
 
-    with_pool(body, workers=1, call_timeout_s=1.0)
+    with_pool(body, workers=1, call_timeout_s=1.0, math=MATH_VERIFY)
 
 
 def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path: Path) -> None:
@@ -264,26 +250,6 @@ def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path:
         assert order == ["least", "least", "middle", "middle", "most", "most"]
 
     with_pool(body, workers=1, custom=deadly)
-
-
-def test_more_than_may_wait_wait_outside() -> None:
-    async def body(pool: VerifierPool) -> None:
-        calls = [asyncio.create_task(pool.verify(problem("1"), RIGHT, False)) for _ in range(50)]
-        await asyncio.sleep(0)
-        assert pool.pending <= 4
-        assert {verdict.status for verdict in await asyncio.gather(*calls)} == {"right"}
-
-    with_pool(body, workers=1, max_pending=4)
-
-
-def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None:
-    async def body(pool: VerifierPool) -> None:
-        for _ in range(2):
-            assert (await pool.verify(problem("1"), RIGHT, False)).status == "right"
-        assert pool.recycled >= 1
-        assert pool.retries == 0
-
-    with_pool(body, workers=1, worker_memory_bytes=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,22 +284,22 @@ class Gated:
     async def ready(self) -> None:
         await self.pass_gate("ready")
 
-    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
+    async def verify(self, attempt: Attempt) -> Verdict:
         if self.is_first:
             raise WorkerLost("it is gone")
-        await self.pass_gate("verify_batch")
-        return [Verdict(1.0, "right", "", "", 0.0) for _ in attempts], 1 << 60  # so large that it is replaced
+        await self.pass_gate("verify")
+        return Verdict(1.0, "right", "", "", 0.0)
 
     async def close(self) -> None:
-        await self.pass_gate("close")
+        pass
 
     def kill(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("at", ["ready", "verify_batch", "close"])
+@pytest.mark.parametrize("at", ["ready", "verify"])
 def test_close_ends_whatever_answer_comes_just_then(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``close`` begins some turns of the event loop after a worker has become ready, has judged or has ended.
+    """``close`` begins some turns of the event loop after a worker has become ready or has judged.
 
     A ``close`` that hangs ends in TimeoutError.
     """
@@ -368,7 +334,7 @@ def test_nothing_outlives_a_pool_that_is_killed() -> None:
         "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), HANG, False))\n"
         "    await until(lambda: len(processes_of(MATH)) == 2)\n    await until(busy_one)\n"
         "    print(*(p.pid for p in processes_of('-m or1_verify')), flush=True)\n"
-        "    await busy\nwith_pool(body)\n"
+        "    await busy\nwith_pool(body, math=MATH_VERIFY)\n"
     )
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=place)

@@ -23,9 +23,15 @@ from or1_verify.config import VerifyConfig
 from or1_verify.sandbox import launched as launched_module
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.launched import Launched
-from or1_verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.program import (
+    Program,
+    SandboxFailure,
+    SandboxLimits,
+    SandboxTier,
+    SandboxUnavailable,
+    SessionEnded,
+)
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
-from or1_verify.sandbox.session import SessionEnded
 from or1_verify.verifiers import build_verifiers
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
@@ -227,18 +233,18 @@ def test_a_program_that_bubblewrap_has_just_reaped_is_ended_quietly() -> None:
 
 def test_without_cgroups_each_worker_has_its_share_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CgroupPool, "open", lambda node_memory_bytes: None)
-    found = {}
+    results = {}
     for workers in (1, 4):
         with open_sandbox(VerifyConfig(workers=workers, node_memory_bytes=1 << 30, memory_bytes=2 << 30)) as sandbox:
-            found[workers] = sandbox.run(python("x = bytearray(500 << 20)\nprint(len(x))"))
-    assert found[1].output == b"524288000\n" and "MemoryError" in found[4].errors, found
+            results[workers] = sandbox.run(python("x = bytearray(500 << 20)\nprint(len(x))"))
+    assert results[1].output == b"524288000\n" and "MemoryError" in results[4].errors, results
 
 
 def test_limits_come_from_the_configuration() -> None:
     """The defaults as well: a sandbox made without a configuration has those of the section ``verify``."""
     with open_sandbox(VerifyConfig(timeout_s=3.0, memory_bytes=1 << 30, processes=7)) as sandbox:
-        found = sandbox.limits
-    assert (found.cpu_s, found.wall_s, found.memory_bytes, found.processes) == (3.0, 6.0, 1 << 30, 7)
+        made = sandbox.limits
+    assert (made.cpu_s, made.wall_s, made.memory_bytes, made.processes) == (3.0, 6.0, 1 << 30, 7)
     default, limits = VerifyConfig(), SandboxLimits()
     assert (limits.cpu_s, limits.memory_bytes, limits.processes) == (
         default.timeout_s,

@@ -33,11 +33,11 @@ def test_what_came_before_a_failure_is_judged_and_in_order() -> None:
                 future.set_result(Verdict(1.0, "right", str(place), "", 0.0))
         return waiting[-1]
 
-    found = []
+    results = []
     with pytest.raises(ConnectionError, match="the engine died"):
         for number, verdict in judged(numbers(4), judge):
-            found.append((number, verdict.answer))
-    assert found == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
+            results.append((number, verdict.answer))
+    assert results == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
 
 
 def test_processes_start_before_the_first_verdict_and_one_serves_check_and_verdicts() -> None:

@@ -58,9 +58,9 @@ class Submission:
             return [self.decode(item) for item in encoded]
         return codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
 
-    def encode(self, value: Any, keep: bool, iterators: bool = False) -> Any:
+    def encode(self, value: Any, keep: bool) -> Any:
         try:
-            return codec.encode(value, iterators)
+            return codec.encode(value, iterators=not keep)
         except TypeError:
             if not keep:
                 raise
@@ -85,20 +85,14 @@ class Submission:
             if operation == "attribute":
                 return {"value": self.encode(getattr(owner, call["name"]), keep)}
             return {"value": self.encode(len(owner) if operation == "length" else list(owner), keep)}
-        if "object" in call:
-            function = self.objects[call["object"]]
-            function = getattr(function, call["name"]) if call["name"] else function
-        else:
-            function = self.find(call["name"])
+        function = self.objects[call["object"]] if "object" in call else self.find(call["name"])
         arguments = [self.decode(item) for item in call["arguments"]]
         keywords = {name: self.decode(item) for name, item in call["keywords"].items()}
-        back = None
-        if call.get("typed"):
-            back = self.nodes_from_annotations(function, call["name"], arguments)
+        back = None if keep else self.nodes_from_annotations(function, call["name"], arguments)
         value = function(*arguments, **keywords)
         if back is not None and value is None:  # an empty structure
             value = []
-        answer = {"value": self.encode(value, keep, bool(call.get("typed")))}
+        answer = {"value": self.encode(value, keep)}
         if keep:  # for tests that look at the arguments after the call
             answer["changed"] = [self.changed(item) for item in arguments]
             answer["changed_keywords"] = {name: self.changed(item) for name, item in keywords.items()}

@@ -62,7 +62,7 @@ class Channel:
 
     def decode(self, encoded: Any) -> Any:
         if isinstance(encoded, dict) and "object" in encoded:
-            return Remote(self, {"object": encoded["object"], "name": ""})
+            return Remote(self, {"object": encoded["object"]})
         return codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
 
     def ask(self, operation: dict[str, Any], arguments: tuple[Any, ...] = (), keywords: Any = None) -> Any:
@@ -102,8 +102,9 @@ class Channel:
             argument.__dict__.update(new.__dict__)
 
 
-class StandIn:
-    """Stands for something in the submission's process."""
+class Remote:
+    """Stands for a function, class or object in the submission's process. It can be called and looked into, but not
+    compared."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -119,14 +120,10 @@ class StandIn:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._channel.ask({"operation": "call", **self._operation}, arguments, keywords)
 
-
-class Remote(StandIn):
-    """Stands for a function, class or object. It can be called and looked into, but not compared."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Member(self._channel, {"object": self._object(), "name": name})
+        return self._channel.ask({"operation": "attribute", "object": self._object(), "name": name})
 
     def __len__(self) -> int:
         length = self._channel.ask({"operation": "length", "object": self._object()})
@@ -148,68 +145,12 @@ class Remote(StandIn):
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
 
 
-class Member(StandIn):
-    """Stands for ``object.name``, which is called as a method, or fetched at once (``fetch``) where it is not."""
-
-    def fetch(self) -> Any:
-        return self._channel.ask({"operation": "attribute", **self._operation})
-
-
-def fetch(value: Any) -> Any:
-    return value.fetch() if isinstance(value, Member) else value
-
-
-def get_attribute(owner: Any, name: str, *default: Any) -> Any:
-    """Replace ``getattr``, which would not ask whether the submission's object has the attribute."""
-    try:
-        return fetch(getattr(owner, name))
-    except AttributeError:
-        if not default:
-            raise
-        return default[0]
-
-
-def has_attribute(owner: Any, name: str) -> bool:
-    try:
-        get_attribute(owner, name)
-    except AttributeError:
-        return False
-    return True
-
-
 class Marker(ast.NodeTransformer):
-    """Tells the channel when an assert is being evaluated, and fetches attributes that are not called."""
+    """Tells the channel when an assert is being evaluated."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
-        self.generic_visit(node)
         begin, end = (ast.parse(name + "()").body[0] for name in ("__assert_begins__", "__assert_ends__"))
-        return located(ast.Try(body=[begin, node], handlers=[], orelse=[], finalbody=[end]), node)
-
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        if isinstance(node.func, ast.Attribute):
-            node.func.value = self.visit(node.func.value)
-        else:
-            node.func = self.visit(node.func)
-        node.args = [self.visit(item) for item in node.args]
-        node.keywords = [self.visit(item) for item in node.keywords]
-        return node
-
-    def visit_MatchValue(self, node: ast.MatchValue) -> ast.MatchValue:
-        return node  # a pattern can hold no call
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        self.generic_visit(node)
-        if not isinstance(node.ctx, ast.Load):
-            return node
-        return located(ast.Call(ast.Name("__fetch__", ast.Load()), [node], []), node)
-
-
-def located(made: Any, node: ast.AST) -> Any:
-    """Give every new part of ``made`` the line and column of ``node``, which ``made`` stands for."""
-    for part in ast.walk(made):
-        if hasattr(part, "_attributes") and not hasattr(part, "lineno"):
-            ast.copy_location(part, node)
-    return ast.fix_missing_locations(made)
+        return ast.copy_location(ast.Try(body=[begin, node], handlers=[], orelse=[], finalbody=[end]), node)
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -223,7 +164,6 @@ def run(setup: dict[str, Any]) -> None:
     names["tree_node"] = lambda values: codec.build_tree(values, names["TreeNode"])
     names["is_same_list"] = names["is_same_tree"] = is_same
     names.update(__assert_begins__=CHANNEL.assert_begins, __assert_ends__=CHANNEL.assert_ends)
-    names.update(__fetch__=fetch, getattr=get_attribute, hasattr=has_attribute)
     exec(compile(Marker().visit(ast.parse(setup["prefix"])), "prefix.py", "exec"), names)
     for name, of in setup["stand_ins"].items():
         names[name] = Remote(CHANNEL, {"name": of})

@@ -134,10 +134,10 @@ def _same_words(gold: Reading, answer: Reading) -> bool:
 
 
 def _word_key(text: str) -> tuple[str, ...]:
-    return tuple(sorted(" ".join(_told(part.split())) for part in re.split(r",|\band\b", text)))
+    return tuple(sorted(" ".join(_content(part.split())) for part in re.split(r",|\band\b", text)))
 
 
-def _told(words: list[str]) -> list[str]:
+def _content(words: list[str]) -> list[str]:
     return [_stem(word) for word in words if word not in ("a", "an", "the", "on")] or words
 
 

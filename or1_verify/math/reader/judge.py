@@ -7,27 +7,23 @@ raise ``Unreadable``; only equal texts are decided without reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.alike import alike
 from or1_verify.math.reader.compare import compare
-from or1_verify.math.reader.numerals import is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.reading import read
-from or1_verify.math.reader.records import Conditional, Reading, Words
+from or1_verify.math.reader.records import Reading
 from or1_verify.math.reader.rounding import as_rounded
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
-from or1_verify.math.reader.units import HEDGES
 
 _MAX_CHARS = 2000
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
-_MARK = re.compile(r"([^'∘]?)('+|∘+)")
-_MARKED_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*(?:\^?\{?\s*(?:\\prime\s*|\\circ|['°′″])+\}?)\s*")
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
@@ -64,56 +60,6 @@ def is_readable(gold: str) -> bool:
     except (Unreadable, RecursionError):
         return bool(notation.based(gold))
     return True
-
-
-def states_number_or_words(gold: str) -> bool:
-    """Whether the gold is a number written out, or words. An answer that cannot be read is neither."""
-    try:
-        reading = _reading(gold, True)
-    except (Unreadable, RecursionError):
-        return False
-    reading = reading.value if isinstance(reading, Conditional) else reading
-    return isinstance(reading, Words) or (isinstance(reading, Quantity) and is_numeral(reading.tree))
-
-
-def leaves_open(answer: str) -> bool:
-    """Whether an answer has struck-out parts, or words that hedge, negate or bound what stands beside them."""
-    try:
-        words = set(re.findall(r"[a-z]+", _cleaned(answer).lower()))
-    except Unreadable:
-        return True
-    return bool(words & HEDGES)
-
-
-def letters(text: str) -> frozenset[str]:
-    """Return the letters of a text that name something: not those of commands, words, or a name before ``=``."""
-    named = re.fullmatch(r"[^=+\-^]*=([^=]*)", text)
-    text = named[1] if named else text
-    bare = re.sub(r"\\[A-Za-z]+|«[^»]*»", " ", re.sub(r"\\text\w*\s*\{[^{}]*\}", " ", text))
-    return frozenset(re.findall(r"[A-Za-z]", bare))
-
-
-def marks_agree(gold: str, answer: str) -> bool:
-    """Whether two texts have the same primes and degree signs, behind the same characters; a lone unit may be left out.
-
-    Math-Verify does not look at them: it takes 20' for 20".
-    """
-    ours, theirs = _marks(gold), _marks(answer)
-    return ours == theirs or (not theirs and _MARKED_NUMBER.fullmatch(gold) is not None)
-
-
-def _marks(text: str) -> list[tuple[str, str]]:
-    for spelled, sign in (("°", "∘"), (r"\circ", "∘"), (r"\degree", "∘"), (r"\prime", "'"), ("′", "'"), ("″", "''")):
-        text = text.replace(spelled, sign)
-    return sorted(_MARK.findall(re.sub(r"[{}^\s$]|\\text\w*", "", text)))
-
-
-def one_changed(answer: str) -> Iterator[str]:
-    """Yield the answers that differ in one number, raised by one, or in one letter. Commands and words stay."""
-    for match in re.finditer(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+|([0-9]+)|([A-Za-z])", answer):
-        if match[1] or match[2]:
-            other = str(int(match[1]) + 1) if match[1] else "a" if match[2] in "zZ" else chr(ord(match[2]) + 1)
-            yield answer[: match.start()] + other + answer[match.end() :]
 
 
 def _same_value(gold: str, answer: str, rounding: bool) -> bool:

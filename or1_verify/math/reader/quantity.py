@@ -2,6 +2,7 @@ r"""Reads one value and what stands around it: a unit, a currency, a percent sig
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,6 +20,7 @@ from or1_verify.math.reader.units import (
     SYMBOL_UNITS,
     UNITS,
 )
+from or1_verify.math.reader.value import real
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,28 @@ class Quantity:
 
     def approximate(self) -> Quantity:
         return replace(self, approximated=True)
+
+
+def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
+    """Return the factors by which the answer's number may be the gold's: of its unit, or of a percent sign.
+
+    A unit that one side alone has is the question's. A plain gold below 1 is a share, so ``0.25`` is not ``0.25%``.
+    """
+    if gold.percent or answer.percent:
+        if gold.unit or answer.unit:
+            return ()
+        if gold.percent:
+            return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
+        value = real(gold.tree)
+        plain = value is not None and abs(value) > 1
+        return (Fraction(1, 100), Fraction(1)) if plain else (Fraction(1, 100),)
+    if gold.unit and answer.unit:
+        return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
+    return (Fraction(1),)
+
+
+def scaled(tree: Node, factor: Fraction) -> Node:
+    return tree if factor == 1 else Node("mul", (tree, number_node(factor)))
 
 
 def read_quantity(items: list[Token]) -> Quantity:
@@ -113,7 +137,7 @@ def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
     for token in items:
         if token.kind not in ("word", "symbol") and token.text not in ("(", ")", "-", "'"):
             raise Unreadable("something behind a word")
-        if token.text in HEDGES or token.text in NUMBER_WORDS:
+        if token.text in HEDGES:
             raise Unreadable(f"the word {token.text!r}")
     return None, " ".join(token.text for token in items if token.kind in ("word", "symbol"))
 
@@ -151,20 +175,16 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
-    texts = [token.text for token in items[at : at + 4]]
+    """Return the power that stands at a place, and the place behind it: ``^2``, ``^{-1}``, squared."""
+    texts = [token.text for token in items[at : at + 5]]
     if texts[:1] in (["squared"], ["cubed"]):
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
-    if texts[:1] == ["^"]:
-        if len(texts) > 1 and texts[1] in ("2", "3"):
-            return int(texts[1]), at + 2
-        if texts[1:2] == ["{"] and texts[3:4] == ["}"] and texts[2] in ("2", "3"):
-            return int(texts[2]), at + 4
-        if texts[1:3] == ["{", "-"] and texts[3:4] and texts[3] in ("1", "2", "3") and items[at + 4 : at + 5]:
-            return -int(texts[3]), at + 5
-        if texts[1:2] == ["-"] and texts[2:3] and texts[2] in ("1", "2", "3"):
-            return -int(texts[2]), at + 3
+    if texts[:1] != ["^"]:
+        return 1, at
+    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?(1) })", " ".join(texts))
+    if written is None:
         raise Unreadable("a unit to a power")
-    return 1, at
+    return int(written[2].replace(" ", "")), at + len(written[0].split())
 
 
 def read_compound(items: list[Token]) -> Quantity | None:

@@ -3,6 +3,7 @@ r"""Reads sets of real numbers in any notation: intervals and unions, inequaliti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,9 +35,8 @@ class Interval:
 
 _MAX_MEMBERS = 64
 _SHOWN = 3
-_EVERYTHING = Interval(_MINUS_INFINITY, _INFINITY, False, False)
 _NUMBER_SETS = {
-    "R": (_EVERYTHING,),
+    "R": (Interval(_MINUS_INFINITY, _INFINITY, False, False),),
     "R+": (Interval(_ZERO, _INFINITY, False, False),),
 }
 
@@ -162,21 +162,43 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """Return all intervals in order, with those that touch joined."""
+    """Return the intervals of all parts in order, with those that touch joined; as they are where ends are letters."""
+    spans = [span for part in parts if part is not None for span in part]
     if any(part is None for part in parts):
         return None
-    spans = [span for part in parts if part for span in part]
-    if any(real(span.low) is None for span in spans):
-        return tuple(spans)
-    ordered = sorted(spans, key=lambda span: _position(span.low))
-    merged = ordered[:1]
-    for span in ordered[1:]:
-        last = merged[-1]
-        if _same(last.high, span.low) and (last.high_closed or span.low_closed):
-            merged[-1] = Interval(last.low, span.high, last.low_closed, span.high_closed)
+    return _combined([(span,) for span in spans], lambda _, sets: set().union(*sets)) or tuple(spans)
+
+
+def _combined(
+    parts: Sequence[tuple[Interval, ...]], combine: Callable[[set[int], list[set[int]]], set[int]]
+) -> tuple[Interval, ...] | None:
+    """Return what ``combine`` makes of the whole line and of each part; None where an end is no real number.
+
+    The ends cut the line into points and gaps: the k-th end is the number 2k, and the gap behind it 2k + 1.
+    """
+    ends = [_MINUS_INFINITY]
+    sets: list[set[int]] = []
+    given = [end for spans in parts for span in spans for end in (span.low, span.high)]
+    if any(real(end) is None for end in given):
+        return None
+    for end in sorted((*given, _INFINITY), key=_position):
+        if not _same(ends[-1], end):
+            ends.append(end)
+    for spans in parts:
+        numbers: set[int] = set()
+        for span in spans:
+            low, high = (next(k for k, other in enumerate(ends) if _same(other, end)) for end in (span.low, span.high))
+            numbers.update(range(2 * low + (not span.low_closed), 2 * high + span.high_closed))
+        sets.append(numbers)
+    runs: list[list[int]] = []
+    for number in sorted(combine(set(range(1, 2 * len(ends) - 2)), sets)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            merged.append(span)
-    return tuple(merged)
+            runs.append([number, number])
+    return tuple(
+        Interval(ends[first // 2], ends[(last + 1) // 2], first % 2 == 0, last % 2 == 0) for first, last in runs
+    )
 
 
 def _bracketed(group: Several) -> tuple[Interval, ...] | None:
@@ -207,28 +229,10 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
     """Return where inequalities of one variable hold together: ``x > -3, x \\ne -1``. None where they never do."""
     parts = [_inequality(relation) for relation in relations]
-    if len(frozenset().union(*map(names_of, relations))) != 1:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len(frozenset().union(*map(names_of, relations))) != 1:
         return None
-    common: tuple[Interval, ...] = (_EVERYTHING,)
-    for part in parts:
-        if part is None or any(real(end) is None for span in part for end in (span.low, span.high)):
-            return None
-        common = tuple(both for one in common for other in part if (both := _overlap(one, other)) is not None)
-    return common or None
-
-
-def _overlap(one: Interval, other: Interval) -> Interval | None:
-    if one.low == other.low or _same(one.low, other.low):
-        low, low_closed = one.low, one.low_closed and other.low_closed
-    else:
-        later = max((one, other), key=lambda span: _position(span.low))
-        low, low_closed = later.low, later.low_closed
-    if one.high == other.high or _same(one.high, other.high):
-        high, high_closed = one.high, one.high_closed and other.high_closed
-    else:
-        earlier = min((one, other), key=lambda span: _position(span.high))
-        high, high_closed = earlier.high, earlier.high_closed
-    return Interval(low, high, low_closed, high_closed) if _position(low) < _position(high) else None
+    return _combined(known, lambda line, sets: line.intersection(*sets)) or None
 
 
 def _point(relation: Relation) -> tuple[Interval, ...] | None:
@@ -241,31 +245,9 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     """Return all numbers but the given ones, which are values or sets."""
-    sets = [covered(point) for point in points if not isinstance(point, Quantity)]
-    if len(sets) == len(points) == 1:
-        return _complement(sets[0])
-    values = [point.tree for point in points if isinstance(point, Quantity)]
-    if len(values) != len(points) or any(real(value) is None for value in values):
-        return None
-    spans, low = [], _MINUS_INFINITY
-    for point in sorted(values, key=_position):
-        spans.append(Interval(low, point, False, False))
-        low = point
-    return (*spans, Interval(low, _INFINITY, False, False))
-
-
-def _complement(spans: tuple[Interval, ...] | None) -> tuple[Interval, ...] | None:
-    if spans is None or any(real(end) is None for span in spans for end in (span.low, span.high)):
-        return None
-    gaps: list[Interval] = []
-    low, closed = _MINUS_INFINITY, False
-    for span in spans:
-        if _position(low) < _position(span.low):
-            gaps.append(Interval(low, span.low, closed, not span.low_closed))
-        low, closed = span.high, not span.high_closed
-    if real(low) != float("inf"):
-        gaps.append(Interval(low, _INFINITY, closed, False))
-    return tuple(gaps)
+    parts = [(Interval(p.tree, p.tree, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
+    known = [part for part in parts if part is not None]
+    return _combined(known, lambda line, sets: line.difference(*sets)) if len(known) == len(parts) else None
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:

@@ -15,7 +15,7 @@ from fractions import Fraction
 import mpmath
 
 from or1_verify.math.reader.numerals import decimals, is_numeral
-from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.quantity import Quantity, factors
 from or1_verify.math.reader.records import Conditional, Labelled, Reading, Relation, Several
 from or1_verify.math.reader.tree import Node
 from or1_verify.math.reader.units import UNITS
@@ -47,8 +47,11 @@ def rounds_to(answer: Quantity, gold: Quantity) -> bool:
     value, shown = _exact(answer.tree), rational(gold.tree)
     if value is None or shown is None:
         return False
+    one_unit = UNITS["degree"] in (gold.unit, answer.unit) and None in (gold.unit, answer.unit)
+    if (one_unit and "pi" in operations(answer.tree)) or (answer.percent and not gold.percent):
+        return False
     digits = decimals(gold.tree)
-    return any(_rounded(value * scale, digits) == shown for scale in _scales(answer, gold))
+    return any(_rounded(value * factor, digits) == shown for factor in factors(gold, answer))
 
 
 def _significant_digits(tree: Node) -> int:
@@ -71,19 +74,6 @@ def _has_decimals(tree: Node) -> bool:
     """Whether a finite decimal is in the tree. A repeating one, by a bar or dots, is exact."""
     finite = tree.op == "num" and re.match(r"\d*\.\d+(?![\d.\\])", tree.name) is not None
     return finite or any(map(_has_decimals, tree.args))
-
-
-def _scales(answer: Quantity, gold: Quantity) -> tuple[Fraction, ...]:
-    """Return the factors by which the answer's value may be the gold's: its unit's, or that of a percentage."""
-    one = Fraction(1)
-    if gold.percent and not answer.percent:
-        return () if answer.unit else (one, Fraction(100))
-    if answer.percent and not gold.percent:
-        return ()
-    if gold.unit and answer.unit:
-        return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
-    bare_angle = UNITS["degree"] in (gold.unit, answer.unit) and "pi" in operations(answer.tree)
-    return () if bare_angle else (one,)
 
 
 def _rounded(value: Fraction, digits: int) -> Fraction:

@@ -3,20 +3,18 @@ r"""Decides when two values are the same answer: equal numbers, worked out as fa
 from __future__ import annotations
 
 from or1_verify.math.reader.numerals import decimals, is_numeral
-from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
-from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.text import FUNCTION_FAMILIES
+from or1_verify.math.reader.tree import Node
 from or1_verify.math.reader.units import OTHER_NUMBERS, UNITS
 from or1_verify.math.reader.value import operations, real, same, symbols
 
 _FAMILIES = (
-    frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan"}),
-    frozenset({"sinh", "cosh", "tanh"}),
-    frozenset({"ln", "log", "lg"}),
+    *FUNCTION_FAMILIES,
     frozenset({"factorial", "binom", "perm"}),
     frozenset({"sum", "prod"}),
     frozenset({"floor", "ceil"}),
-    frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
 )
 
 
@@ -49,13 +47,15 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return False
     if gold.rounded and rounds_to(answer, gold):
         return True
-    if gold.percent or answer.percent:
-        return _same_percent(gold, answer)
-    if gold.approximated:
+    if gold.approximated and not (gold.percent or answer.percent):
         return _rounds_to(answer.tree, gold.tree)
-    if gold.unit is not None or answer.unit is not None:
-        return _same_with_units(gold, answer)
-    return is_worked_out(gold.tree, answer.tree) and same(gold.tree, answer.tree)
+    if UNITS["degree"] in (gold.unit, answer.unit) and None in (gold.unit, answer.unit):
+        bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)
+        if "pi" in operations(bare):  # radians
+            return same(bare, Node("degree", (other,)))
+    return is_worked_out(gold.tree, answer.tree) and any(
+        same(gold.tree, scaled(answer.tree, factor)) for factor in factors(gold, answer)
+    )
 
 
 def _noun(text: str) -> str:
@@ -67,35 +67,3 @@ def _rounds_to(answer: Node, gold: Node) -> bool:
     if ours is None or theirs is None or not is_numeral(gold):
         return same(gold, answer)
     return bool(abs(ours - theirs) <= (0.5 + 1e-9) * 10.0 ** -decimals(gold))
-
-
-def _same_percent(gold: Quantity, answer: Quantity) -> bool:
-    if not is_worked_out(gold.tree, answer.tree) or gold.unit or answer.unit:
-        return False
-    if same(gold.tree, answer.tree):
-        if gold.percent:
-            return True
-        value = real(gold.tree)
-        return value is not None and abs(value) > 1  # below 1 a plain gold is a share
-    hundredth = Node("div", (answer.tree if answer.percent else gold.tree, number_node(100)))
-    other = gold.tree if answer.percent else answer.tree
-    return gold.percent != answer.percent and same(hundredth, other)
-
-
-def _same_with_units(gold: Quantity, answer: Quantity) -> bool:
-    if gold.unit is None or answer.unit is None:
-        return _same_with_one_unit(gold, answer)
-    if not is_worked_out(gold.tree, answer.tree) or gold.unit[0] != answer.unit[0]:
-        return False
-    sizes = gold.unit[1], answer.unit[1]
-    return same(Node("mul", (gold.tree, number_node(sizes[0]))), Node("mul", (answer.tree, number_node(sizes[1]))))
-
-
-def _same_with_one_unit(gold: Quantity, answer: Quantity) -> bool:
-    """Compare where one side has no unit: it is the question's. For an angle it is degrees, or radians with a pi."""
-    unit = gold.unit or answer.unit
-    assert unit is not None
-    bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)
-    if unit == UNITS["degree"] and "pi" in operations(bare):
-        return same(bare, Node("degree", (other,)))
-    return is_worked_out(gold.tree, answer.tree) and same(gold.tree, answer.tree)

@@ -9,41 +9,11 @@ from fractions import Fraction
 from or1_verify.math.reader.text import Unreadable
 
 _MAX_DIGITS = 4000
-GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-    ]
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell"
 )
+GREEK = frozenset(_GREEK.split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,188 +83,49 @@ MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
 MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
-_SMALL = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-]
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL.split())}
+NUMBER_WORDS |= {word: 10 * n for n, word in enumerate(_TENS.split(), 2)}
 ORDINAL_WORDS = (
     *("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh"),
     *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth"),
     "twentieth",
 )
 ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
-NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)} | {"seventeen": 17, "eighteen": 18, "nineteen": 19}
-NUMBER_WORDS |= {
-    word: 10 * n
-    for n, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
-}
 
-HEDGES = frozenset(
-    [
-        "not",
-        "no",
-        "never",
-        "neither",
-        "nor",
-        "either",
-        "between",
-        "least",
-        "most",
-        "more",
-        "less",
-        "fewer",
-        "greater",
-        "above",
-        "below",
-        "under",
-        "over",
-        "about",
-        "around",
-        "approximately",
-        "approx",
-        "roughly",
-        "nearly",
-        "almost",
-        "except",
-        "than",
-        "wrong",
-        "incorrect",
-        "false",
-        "true",
-        "yes",
-        "unknown",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "to",
-        "from",
-        "up",
-        "times",
-        "twice",
-        "half",
-        "double",
-        "triple",
-        "squared",
-        "cubed",
-        "factorial",
-        "hundred",
-        "hundreds",
-        "thousand",
-        "thousands",
-        "million",
-        "millions",
-        "billion",
-        "billions",
-        "dozen",
-        "dozens",
-        "percent",
-        "pct",
-        "percents",
-        "other",
-        "any",
-        "negative",
-        "minus",
-        "plus",
-        "root",
-        "power",
-        "if",
-        "unless",
-        "undefined",
-        "infinite",
-        "infinitely",
-        "none",
-    ]
-) | set(NUMBER_WORDS)
+
+def _words(*groups: str) -> frozenset[str]:
+    return frozenset(" ".join(groups).split())
+
+
+HEDGES = _words(
+    "not no never neither nor wrong incorrect false none undefined except unless",  # denials
+    "between least most more less fewer greater above below under over than up from to",  # bounds
+    "about around approximately approx roughly nearly almost unknown maybe perhaps possibly either if any other",
+    "times twice half double triple squared cubed factorial percent pct percents",  # another value
+    "negative minus plus root power infinite infinitely",
+    "true yes",
+    *NUMBER_WORDS,
+    *MULTIPLIERS,
+)
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
-OTHER_NUMBERS = frozenset(
-    (
-        *("pi", "sqrt", "rooted", "imaginary", "mod", "gross", "lakh", "lakhs", "crore", "crores", "kilo", "mega"),
-        *("tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths"),
-        *("bound", "excluded", "presumably", "guess", "nope", "ish", "off", "short"),
-    )
+OTHER_NUMBERS = _words(
+    "pi sqrt rooted imaginary mod gross lakh lakhs crore crores kilo mega",
+    "tenth tenths hundredth hundredths thousandth thousandths",
+    "bound excluded presumably guess nope ish off short",
 )
 """Words behind a number that make another one of it, or take it back."""
 
-LEAD_INS = frozenset(
-    [
-        "the",
-        "answer",
-        "final",
-        "is",
-        "are",
-        "value",
-        "values",
-        "maximum",
-        "minimum",
-        "max",
-        "min",
-        "ratio",
-        "point",
-        "points",
-        "option",
-        "area",
-        "volume",
-        "length",
-        "width",
-        "height",
-        "perimeter",
-        "radius",
-        "total",
-        "equals",
-        "of",
-        "number",
-        "sum",
-        "probability",
-        "therefore",
-        "thus",
-        "so",
-        "hence",
-        "solution",
-        "solutions",
-        "result",
-        "distance",
-        "cost",
-        "price",
-        "speed",
-        "age",
-        "angle",
-        "a",
-        "an",
-        "we",
-        "have",
-        "get",
-        "it",
-        "its",
-        "that",
-        "and",
-        "expression",
-        "interval",
-        "range",
-        "set",
-        "function",
-        "equation",
-        "only",
-        "there",
-        "day",
-        "exist",
-        "exists",
-    ]
+LEAD_INS = _words(
+    "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
+    "answer final value values result solution solutions number option point points set interval range function",
+    "equation expression maximum minimum max min sum total ratio probability area volume length width height perimeter",
+    "radius distance angle cost price speed age",
 )
 JOINERS = frozenset({"and", "or"})
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})

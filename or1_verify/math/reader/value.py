@@ -320,14 +320,31 @@ def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mp
                 }
 
 
-def _real_values(left: Node, right: Node, point: Mapping[str, mpmath.mpf]) -> tuple[mpmath.mpf, mpmath.mpf] | None:
-    """Return both values; None where one is not real, undefined or too large."""
-    try:
-        with mpmath.workdps(_WIDE_DIGITS):
-            values = evaluate(left, point), evaluate(right, point)
-    except (Undefined, TooLarge):
-        return None
-    return None if any(abs(mpmath.im(value)) > 1e-30 for value in values) else values
+_NEAR_DIGITS = 40
+
+
+def _samples(left: Node, right: Node, names: list[str]) -> Iterator[tuple[mpmath.mpc, mpmath.mpc, bool, int]]:
+    """Yield both values at all points where they are defined, whether they count even where complex, and their digits.
+
+    Raises TooLarge where one is too large near 0.
+    """
+    for strict, point in _points(names):
+        try:
+            yield evaluate(left, point), evaluate(right, point), strict, _NEAR_DIGITS
+        except Undefined:
+            continue
+    for point in _wide_points(names, left, right):
+        try:
+            with mpmath.workdps(_WIDE_DIGITS):
+                values = evaluate(left, point), evaluate(right, point)
+        except (Undefined, TooLarge):
+            continue
+        if not any(map(_is_complex, values)):
+            yield (*values, False, 35)
+
+
+def _is_complex(value: mpmath.mpc) -> bool:
+    return bool(abs(mpmath.im(value)) > 1e-30)
 
 
 def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
@@ -335,20 +352,12 @@ def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
         return False
     seen = 0
     with mpmath.workdps(50):
-        for strict, point in _points(names):
-            try:
-                values = evaluate(left, point), evaluate(right, point)
-            except Undefined:
-                continue
-            if not strict and any(abs(mpmath.im(value)) > 1e-30 for value in values):
+        for ours, theirs, strict, digits in _samples(left, right, names):
+            if not strict and (_is_complex(ours) or _is_complex(theirs)):
                 continue  # branches of roots and logarithms of negative numbers say nothing
-            if not _close(*values, 40):
+            if not _close(ours, theirs, digits):
                 return False
-            seen += 1
-        for point in _wide_points(names, left, right):
-            both = _real_values(left, right, point)
-            if both is not None and not _close(*both, 35):
-                return False
+            seen += digits == _NEAR_DIGITS
     return seen >= 2
 
 
@@ -378,23 +387,13 @@ def proportional(left: Node, right: Node, positive: bool = False) -> bool:
     seen = 0
     try:
         with mpmath.workdps(50):
-            for _, point in _points(names):
-                try:
-                    over, under = evaluate(left, point), evaluate(right, point)
-                except Undefined:
-                    continue
+            for over, under, _, digits in _samples(left, right, names):
                 if abs(over) < 1e-30 or abs(under) < 1e-30:
                     continue
-                if ratio is not None and not _close(ratio, over / under, 40):
+                if ratio is not None and not _close(ratio, over / under, digits):
                     return False
                 ratio = over / under
-                seen += 1
-            for point in _wide_points(names, left, right):
-                both = _real_values(left, right, point)
-                if both is None or ratio is None or min(map(abs, both)) < 1e-30:
-                    continue
-                if not _close(ratio, both[0] / both[1], 35):
-                    return False
+                seen += digits == _NEAR_DIGITS
     except TooLarge:
         return False
     if ratio is None or seen < 2:
