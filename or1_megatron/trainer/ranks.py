@@ -29,7 +29,6 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.report.console.run import RunConsole, open_console
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
