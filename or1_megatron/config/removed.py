@@ -52,6 +52,7 @@ REMOVED: Final = {
         None,
         "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "
         "measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b (docs/recipe.md)",
+    ),
     "verify.max_pending": Removed(16384, "it bounded no memory; take the key out"),
     "verify.worker_memory_bytes": Removed(
         2 << 30, "the memory of verifier workers stays flat (docs/performance.md); take the key out"
