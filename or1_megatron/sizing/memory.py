@@ -232,7 +232,7 @@ def layer_numbers(
         return hidden
     attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
     experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate
     mlp = 3 * width / parallel.tensor if recompute == "none" else 0.0
     return 4 * hidden + attention + mlp + (3 * hidden + 4 * shape.head_dim if own else 0)
 

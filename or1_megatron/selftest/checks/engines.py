@@ -204,7 +204,7 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
         places = engine_places(config)  # on GPUs, where engines have places, collective: all ranks have looked by then
         if lead:
             cpu, model = not torch.cuda.is_available(), config.model
-            rest = (ENGINE_TOKENS, _RUN, cpu, places, config.handoff.backend)
+            rest = (ENGINE_TOKENS, _RUN, cpu, places)
             pool = EnginePool(config.rollout, model.hf, model.dtype, *rest)
             stack.callback(pool.close)
             pool.wait_ready()
