@@ -28,7 +28,7 @@ from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.divisor import RunningDivisor
-from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
+from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.metrics import (
     Filtered,
@@ -73,7 +73,6 @@ class Loop:
         self.evaluations = Evaluations(config.evaluation, self.schedule)
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
-        self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.divisor = RunningDivisor()
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
@@ -183,9 +182,7 @@ class Loop:
         if stage.restart_optimizer and self.steps_done > 0:
             self.ports.policy.restart_optimizer()
         if stage.restart_controller:
-            algorithm = self.config.algorithm
-            self.controller = EntropyController(algorithm.entropy)
-            self.clip_high = ClipHighController(algorithm.loss, algorithm.entropy.target)
+            self.controller = EntropyController(self.config.algorithm.entropy)
         return None if index == 0 else self.supply.leave_out(self.ledger, index - 1, stage)
 
     @stopping_verb
@@ -251,11 +248,10 @@ class Loop:
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
-        """Estimate e_k on the rollout buffer, and derive the step's coefficients from it."""
+        """Estimate e_k on the rollout buffer, and derive the step's coefficient from it."""
         of_kept = [group.group for group in kept]
         entropy, sampled = estimate(groups, of_kept, scored.entropies, self.config.algorithm.entropy)
-        alpha = self.controller.alpha(entropy)
-        return EntropyReading(entropy, sampled, alpha, self.controller.coefficient, self.clip_high.value)
+        return EntropyReading(entropy, sampled, self.controller.alpha(entropy), self.controller.coefficient)
 
     @stopping_verb
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
@@ -268,7 +264,7 @@ class Loop:
     def update(
         self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading, scored: Scored
     ) -> list[UpdateReport]:
-        """Make the SGD steps, all with the same coefficients. Raises TooManySkipped."""
+        """Make the SGD steps, all with the same coefficient. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
         shares = [1.0] * len(batches)
         if self.config.algorithm.loss.divisor == "running":
@@ -278,7 +274,6 @@ class Loop:
                 self.config.algorithm,
                 stage,
                 reading.alpha,
-                reading.clip_high,
                 stale=self._staleness > 0,
                 seed=step * stage.sgd_steps + i,
                 mean_length=batch.token_count / batch.sample_count,
@@ -290,9 +285,8 @@ class Loop:
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
-        """Advance c_k to c_{k+1}, and epsilon_high where it is controlled, once per rollout step."""
+        """Advance c_k to c_{k+1}, once per rollout step."""
         self.controller.advance(reading.entropy)
-        self.clip_high.advance(reading.entropy)
 
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
@@ -405,7 +399,6 @@ class Loop:
             "steps_done": self.steps_done,
             "schedule": self.schedule.state(),
             "controller": self.controller.state(),
-            "clip_high": self.clip_high.state(),
             "divisor": self.divisor.state(),
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
@@ -418,11 +411,10 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share"})
+        check_state(state, self.state().keys() - {"divisor", "rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
-        self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
         self.divisor.restore(state.get("divisor", []))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])

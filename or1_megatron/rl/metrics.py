@@ -98,7 +98,6 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
         "entropy/estimate": step.reading.entropy,
         "entropy/coefficient": step.reading.alpha,
         "entropy/controller": step.reading.controller,
-        "policy/clip_high": step.reading.clip_high,
         "rollout/staleness": step.staleness,
         **update_metrics(step.updates, step.stage.sgd_steps == 1 and step.staleness == 0),
         **handoff_metrics(step.handoff),

@@ -103,15 +103,13 @@ def _by_gpu(values: Mapping[str, str]) -> str:
 
 def _algorithm_rows(config: Config) -> Iterator[Row]:
     optimizer, algorithm = config.optimizer, config.algorithm
-    loss, steered, kl, correction = algorithm.loss, algorithm.loss.clip_high_control, algorithm.kl, algorithm.correction
+    loss, kl, correction = algorithm.loss, algorithm.kl, algorithm.correction
     rate = f"lr {optimizer.lr:g}"
     rate += f", rising over {optimizer.warmup_steps:,} SGD steps" if optimizer.warmup_steps else ""
     rate += f", falling to 0 at SGD step {optimizer.decay_steps:,}" if optimizer.decay_steps else ""
     adam = f"AdamW {optimizer.beta1:g}, {optimizer.beta2:g}, weight decay {optimizer.weight_decay:g}"
     yield "optimizer", f"{rate}; {adam}; gradient norm at most {optimizer.clip_grad:g}"
     clips = f"clip {loss.clip_low:g} low, {loss.clip_high:g} high"
-    if steered.delta > 0:
-        clips += f" steered by {steered.delta:g} within {steered.minimum:g} and {steered.maximum:g}"
     clips += "" if loss.dual_clip is None else f", dual {loss.dual_clip:g}"
     chosen = algorithm.objective
     own = "".join(f", {key} {value}" for key, value in chosen.args.items())
@@ -139,14 +137,11 @@ def _entropy_rows(entropy: EntropyConfig) -> Iterator[Row]:
     if entropy.mode in ("off", "fixed"):
         yield "entropy bonus", "off" if entropy.mode == "off" else f"fixed at {entropy.coefficient:g}"
         return
-    moves = f"delta {entropy.delta:g}"
-    if entropy.mode == "proportional_integral":
-        moves = f"gains {entropy.proportional_gain:g}, {entropy.integral_gain:g}"
     bounds = f"bounds {entropy.minimum:g}, {'none' if entropy.maximum is None else f'{entropy.maximum:g}'}"
-    begin = f"c from {entropy.coefficient:g}"
-    yield "entropy bonus", f"{entropy.mode}, target {entropy.target:g} nats per token, {moves}, {begin}, {bounds}"
+    moves = f"delta {entropy.delta:g}, c from {entropy.coefficient:g}"
+    yield "entropy bonus", f"{entropy.mode}, target {entropy.target:g} nats per token, {moves}, {bounds}"
     estimate = f"e_k {entropy.estimate}, of {entropy.measured_on} responses"
-    yield "", f"{estimate}; gate {entropy.gate}; on {entropy.bonus_on} tokens"
+    yield "", f"{estimate}; gate {entropy.gate}"
 
 
 def _data_rows(found: Plan) -> Iterator[Row]:

@@ -61,7 +61,6 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "was removed: drafts are vLLM's to configure; set rollout.engine_a",
         ),
         ("handoff.backend=nccl", "handoff.backend: found \"nccl\" (string), expected 'gloo' or 'shard'"),
-        ("algorithm.entropy.bonus_on=some", "expected 'all' or 'clipped'"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, override: str, expected: str) -> None:
@@ -70,10 +69,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, override: str, expected: str)
     assert f"--set {override.split('=')[0]}" in str(error.value) and expected in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["entropy.bonus_on=clipped", "loss.dual_clip=3.0", "loss.clip_high_control.delta=0.01", "objective.name=kl_cov"],
-)
+@pytest.mark.parametrize("setting", ["loss.dual_clip=3.0", "objective.name=kl_cov"])
 def test_what_works_on_clipped_tokens_needs_several_sgd_steps(tmp_path: Path, setting: str) -> None:
     key, value = setting.split("=")
     told = (f"algorithm.{setting}", *(["algorithm.objective.args={share: 0.1}"] if value == "kl_cov" else []))
@@ -140,11 +136,11 @@ def test_a_preset_given_nearer_replaces_what_it_stands_for(tmp_path: Path) -> No
     """The file spells its entropy control out, as the recipes do. On the command line, or in a file above, a preset
     takes its place, whatever the order; beside it in one place, another value is refused, and so is one above it."""
     spelled = tmp_path / "spelled.yaml"
-    spelled.write_text(BASE + "algorithm: {entropy: {mode: adaptive, target: 0.3, delta: 0.005, bonus_on: clipped}}\n")
+    spelled.write_text(BASE + "algorithm: {entropy: {mode: adaptive, target: 0.3, delta: 0.005, coefficient: 0.001}}\n")
     preset = "algorithm.entropy.preset=released-code"
     released = load_config(spelled, (preset,)).algorithm.entropy
     assert (released.target, released.delta, released.maximum, released.gate) == (0.2, 0.0001, 0.005, "late")
-    assert released.bonus_on == "clipped"  # no key of the preset
+    assert released.coefficient == 0.0
     above = tmp_path / "above.yaml"
     above.write_text("base: spelled.yaml\nalgorithm: {entropy: {preset: released-code}}\n")
     assert load_config(above).algorithm.entropy == released

@@ -29,8 +29,6 @@ class Surrogate:
     """rho, of the token or of its sequence."""
     clipped: Tensor
     """bool: a clip of the ratio took effect."""
-    stopped: Tensor
-    """bool: J has no gradient, by a clip or otherwise."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """More to report, summed over tokens."""
 
@@ -65,10 +63,6 @@ class PolicyGradientLoss(ABC):
     correction_cap: float = 2.0
     correction_floor: float | None = None
     correction_level: CorrectionLevel = "token"
-    bonus_on: Literal["all", "clipped"] = "all"
-    """clipped: only tokens whose J has no gradient get the bonus. Beyond the report: at N_SGD >= 4 a bonus on every
-    token makes entropy unstable (RECIPE section 2)."""
-
     token_share: float = 1.0
     """T_k over what the loss is divided by (``rl.divisor``), which multiplies the loss; 1: it is T_k."""
 
@@ -115,8 +109,7 @@ class PolicyGradientLoss(ABC):
         policy_loss = weighted(per_token, tokens.weights).sum()
         loss = policy_loss
         if self.entropy_coefficient != 0.0:
-            bonus = entropies if self.bonus_on == "all" else entropies * found.stopped
-            loss = policy_loss - self.entropy_coefficient * weighted(bonus, tokens.weights).sum()
+            loss = policy_loss - self.entropy_coefficient * weighted(entropies, tokens.weights).sum()
         policy_loss, loss = self.token_share * policy_loss, self.token_share * loss
         sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropies.detach().sum()}
         return loss, sums | _ratio_sums(log_probs.detach(), tokens, found)

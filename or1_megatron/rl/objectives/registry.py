@@ -52,9 +52,8 @@ _KEYS: Final[Mapping[str, str]] = {
     "correction_cap": "correction.cap",
     "correction_floor": "correction.floor",
     "correction_level": "correction.level",
-    "bonus_on": "entropy.bonus_on",
 }
-"""The key below ``algorithm`` that each common field takes its value from; ``clip_high`` may be a controller's."""
+"""The key below ``algorithm`` that each common field takes its value from."""
 _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share", "token_share")
 
 
@@ -128,13 +127,12 @@ def make_objective(
     algorithm: AlgorithmConfig,
     stage: StageConfig,
     alpha: float,
-    clip_high: float,
     stale: bool = False,
     seed: int = 0,
     mean_length: float | None = None,
     token_share: float = 1.0,
 ) -> Objective:
-    """Return the objective of an SGD step, with the controllers' alpha_k and epsilon_high.
+    """Return the objective of an SGD step, with the controller's alpha_k.
 
     Args:
         stale: the samples are from older weights than the policy's (``old_is_the_policy``).
@@ -148,7 +146,6 @@ def make_objective(
     if algorithm.kl.where == "reward":
         settings["kl_coefficient"] = 0.0
     settings |= {
-        "clip_high": clip_high,
         "entropy_coefficient": alpha,
         "temperature": stage.temperature,
         "on_policy": stage.sgd_steps == 1 and old_is_the_policy(algorithm, stale),
@@ -175,7 +172,7 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
         yield str(error)
         return
     try:
-        made = make_objective(algorithm, stage, algorithm.entropy.coefficient, algorithm.loss.clip_high)
+        made = make_objective(algorithm, stage, algorithm.entropy.coefficient)
         most = stage.prompts_per_update * stage.group_size * stage.max_response_tokens
         if isinstance(made, ClipCov | KLCov) and int(made.share * most) == 0:
             yield (
@@ -200,7 +197,7 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
             yield f"algorithm.loss.divisor = running, but objective {name} has its own divisor; set it to own"
     plain = AlgorithmConfig()
     asked = [(field, key, value_at(plain, key)) for field, key in _KEYS.items()]
-    asked += [("clip_high", "loss.clip_high_control.delta", 0.0), ("entropy_coefficient", "entropy.mode", "off")]
+    asked += [("entropy_coefficient", "entropy.mode", "off")]
     for field, key, off in asked:
         value = value_at(algorithm, key)
         unread = field not in known and not (field.startswith("kl_") and algorithm.kl.where == "reward")
