@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -79,7 +79,7 @@ def repeat_update(
     Raises:
         DumpError, LayoutError, ModelError: before any rank starts.
     """
-    from or1_megatron.rl.dump import read_dump
+    from or1_megatron.rl.dump import read_dump, report_of
     from or1_megatron.runtime.launch import run_ranks
     from or1_megatron.sizing.conflicts import layout_conflicts
     from or1_megatron.sizing.parallel_layouts import LayoutError
@@ -95,8 +95,8 @@ def repeat_update(
     if conflicts := list(layout_conflicts(parallel, Shape.of(hf))):
         raise LayoutError(f"layout '{layout}' cannot work: {'; '.join(conflicts)}")
     with tempfile.TemporaryDirectory(prefix="or1-replay-") as scratch:
-        found = Path(scratch, "found.json")
-        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(found)]
+        result = Path(scratch, "result.json")
+        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(result)]
         status = run_ranks(
             "or1_megatron.parallel.replay",
             arguments,
@@ -106,12 +106,14 @@ def repeat_update(
             task="the replay",
             advice=".",
         )
-        if status or not found.is_file():
+        if status or not result.is_file():
             return status or 1
-        text = found.read_text()
+        text = result.read_text()
     if out is not None:
         out.write_text(text)
-    replayed = _read(json.loads(text), dump.token_count)
+    record = json.loads(text)
+    bad = {int(sample): token for sample, token in record["first_not_finite"].items()}
+    replayed = Replayed(report_of(record, dump.token_count), bad, record["log_prob_difference"])
     show(dump, replayed, layout, console)
     limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
     differences = list(differ(dump.report, replayed.report, limit))
@@ -190,8 +192,8 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
     console.print(f"samples with a log-prob that is not finite: {len(bad)}", highlight=False)
     for sample in bad[:_SHOWN_SAMPLES]:
         where = [
-            f"from counted token {found[sample]}" if sample in found else "none"
-            for found in (before, now.first_not_finite)
+            f"from counted token {first[sample]}" if sample in first else "none"
+            for first in (before, now.first_not_finite)
         ]
         console.print(f"  sample {sample}: in the run {where[0]}, now {where[1]}", highlight=False)
     if len(bad) > _SHOWN_SAMPLES:
@@ -201,21 +203,3 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
 def _loss(report: UpdateReport) -> float:
     """Return the loss per token."""
     return report.sums["loss"] / report.token_count
-
-
-def _read(found: Mapping[str, Any], token_count: int) -> Replayed:
-    from or1_megatron.types import UpdateReport
-
-    return Replayed(
-        report=UpdateReport(
-            sums={name: float(value) for name, value in found["sums"].items()},
-            token_count=token_count,
-            grad_norm=float(found["grad_norm"]),
-            learning_rate=0.0,
-            skipped=found["skipped"],
-            forward_backward_s=0.0,
-            optimizer_s=0.0,
-        ),
-        first_not_finite={int(sample): token for sample, token in found["first_not_finite"].items()},
-        log_prob_difference=float(found["log_prob_difference"]),
-    )

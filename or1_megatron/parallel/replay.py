@@ -15,7 +15,7 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.dump import first_not_finite, read_dump
+from or1_megatron.rl.dump import read_dump, result_record
 from or1_megatron.rl.objectives.scored import update
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Float32Array
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("dump", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("parallel", type=ParallelConfig.model_validate_json)
-    parser.add_argument("found", type=Path)
+    parser.add_argument("result", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # Megatron's warnings would bury the table
     dump, parallel = read_dump(arguments.dump), arguments.parallel
@@ -50,14 +50,9 @@ def main() -> int:
         scores = policy.score(batch, dump.objective.temperature)
         report = update(policy, batch, dump.objective, parallel.head == "one_pass")
         if mesh.rank == 0:
-            found = {
-                "skipped": report.skipped,
-                "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
-                "sums": {name: str(value) for name, value in report.sums.items()},
-                "first_not_finite": first_not_finite(scores.log_probs),
-                "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0,
-            }
-            arguments.found.write_text(json.dumps(found))
+            apart = largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0
+            record = result_record(report, scores.log_probs) | {"log_prob_difference": apart}
+            arguments.result.write_text(json.dumps(record, allow_nan=False))
     finally:
         stop_process_group()
     return 0
