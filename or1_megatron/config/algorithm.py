@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from or1_megatron.config.base import AboveOne, NonNegativeFloat, Positive, PositiveFloat, Section
 from or1_megatron.types import Aggregation
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k2", "k3"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
@@ -111,18 +111,12 @@ class KLConfig(Section):
     """HF folder of the reference: the run's own start (``model.hf``), or the export of the stage before. It is scored
     once per rollout step; with beta 0 the KL is measured and weighs nothing. Unset: no reference is loaded."""
 
-    where: Literal["loss", "reward"] = "loss"
-    """loss: beta times the estimate is added to each token's loss; reward: beta times the estimate, summed over a
-    response, is taken off its reward, from the engine's log-probs. Recipe: loss (the paper's eq. 3.1)."""
     estimator: KLEstimator = "k3"
-    """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). k1 in the loss has a gradient
-    whose mean is 0. Recipe: k3."""
+    """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
+    that of the KL. Recipe: k3."""
     cap: PositiveFloat | None = None
-    """The estimate of a token is cut to [-cap, cap], without gradient beyond, unless ``straight_through``. Unset: no
-    cap. Unit: nats. Recipe: the released code cuts at 10; the paper names no cap."""
-    straight_through: bool = False
-    """Keep the estimator's value and take the gradient of k2, whose mean is the gradient of the KL. Unit: none. Recipe:
-    false."""
+    """The estimate of a token is cut to at most this, without gradient beyond. Unset: no cap. Unit: nats. Recipe: the
+    released code cuts at 10; the paper names no cap."""
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -131,16 +125,6 @@ class KLConfig(Section):
                 f"kl: coefficient = {self.coefficient:g} needs a policy to keep to; set algorithm.kl.reference to its "
                 "HF folder (that of model.hf for the run's own start), or the coefficient to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_its_place(self) -> Self:
-        if self.where == "reward" and self.straight_through:
-            raise ValueError("kl: straight_through changes a gradient, and where = reward has none; set it to false")
-        if self.straight_through and self.estimator == "k2":
-            raise ValueError("kl: straight_through takes the gradient of k2, which estimator = k2 has; set it to false")
-        if self.where == "reward" and self.coefficient == 0:
-            raise ValueError("kl: where = reward with coefficient = 0 changes no reward; set one of the two")
         return self
 
 

@@ -38,6 +38,14 @@ REMOVED: Final = {
     ),
     "algorithm.entropy.proportional_gain": Removed(0.0, _CONTROLLED),
     "algorithm.entropy.integral_gain": Removed(0.0, _CONTROLLED),
+    "algorithm.kl.where": Removed(
+        "loss",
+        "the KL is part of the loss; take the key out. No recipe took it off the rewards, and with advantages by group "
+        "other trainers do not either (docs/objectives.md)",
+    ),
+    "algorithm.kl.straight_through": Removed(
+        False, "its gradient was that of k2; take the key out and set algorithm.kl.estimator to k2"
+    ),
     "algorithm.loss.clip_high_control": Removed(
         {"delta": 0.0, "minimum": 0.2, "maximum": 0.28},
         "steering epsilon_high showed no gain and ruined one run of three (lab/ablations/14_steered_clip_high.md); set "

@@ -228,9 +228,8 @@ class Loop:
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
         """Normalise the rewards within each group, less their penalties if there are any."""
-        algorithm, layout = self.config.algorithm, self.config.layout
-        penalties = reward_penalties(self.ports.policy, groups, stage, algorithm, layout)
-        return assign_advantages(groups, algorithm.advantage, penalties)
+        advantage = self.config.algorithm.advantage
+        return assign_advantages(groups, advantage, reward_penalties(groups, advantage, stage.max_response_tokens))
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:

@@ -63,7 +63,7 @@ def score(
         entropies = scores.entropies if full else None
         if freeze:
             samples = [replace(s, policy_log_probs=found) for s, found in zip(samples, own, strict=True)]
-    if algorithm.kl.reference is not None and algorithm.kl.where == "loss" and samples:
+    if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
         samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]

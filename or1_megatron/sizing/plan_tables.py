@@ -123,9 +123,8 @@ def _algorithm_rows(config: Config) -> Iterator[Row]:
     divided = "by the group's std" if advantage.scale == "std" else "not divided"
     yield "advantages", f"{divided}; truncation mask {advantage.truncation_mask}{overlong}"
     rejected = "rejected" if algorithm.advantage.reject_uniform_groups else "kept"
-    shape = kl.estimator + " straight-through" * kl.straight_through
-    shape += "" if kl.cap is None else f" capped at {kl.cap:g}"
-    divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({shape}, in the {kl.where})"
+    shape = kl.estimator + ("" if kl.cap is None else f" capped at {kl.cap:g}")
+    divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({shape})"
     least = "" if correction.floor is None else f"{correction.floor:g} and "
     weights = f"{correction.mode} at {least}{correction.cap:g} by {correction.level}"
     weights = "off" if correction.mode == "off" else weights

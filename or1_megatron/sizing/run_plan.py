@@ -222,12 +222,6 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             f"algorithm.loss.clip_low = {loss.clip_low:g} with cispo: its paper has no lower bound of the ratio; 1 "
             "switches it off"
         )
-    kl = config.algorithm.kl
-    if kl.coefficient > 0 and (kl.where, kl.estimator, kl.straight_through) == ("loss", "k1", False):
-        yield (
-            "algorithm.kl.estimator = k1 in the loss: the mean of its gradient is 0, so it adds noise and no pull to "
-            "the reference; set straight_through, which gives it the gradient of k2, or another estimator"
-        )
     if config.rollout.old_kv_cache == "keep" and not config.rollout.max_staleness:
         yield "rollout.old_kv_cache = keep has no effect without rollout.max_staleness: handoffs find nothing in flight"
     for stage in config.stages:

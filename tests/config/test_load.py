@@ -151,8 +151,9 @@ def test_the_configuration_of_a_former_version_s_run_loads(base: Path) -> None:
     """Such a run's own config.yaml has every key with its default."""
     rollout = "rollout: {tail: wait, tail_share: 0.25, continued: none, speculation: null, engines: 1}"
     steered = "loss: {clip_low: 0.1, clip_high_control: {delta: 0.0, minimum: 0.2, maximum: 0.28}}"
+    kl = "kl: {where: loss, straight_through: false}"
     entropy = "entropy: {bonus_on: all, proportional_gain: 0.0, integral_gain: 0.0, target: 0.3}"
-    base.write_text(f"{BASE}{rollout}\nalgorithm: {{{steered}, {entropy}}}\n")
+    base.write_text(f"{BASE}{rollout}\nalgorithm: {{{steered}, {kl}, {entropy}}}\n")
     config = load_config(base)
     assert (config.rollout.engines, config.algorithm.loss.clip_low, config.algorithm.entropy.target) == (1, 0.1, 0.3)
 

@@ -195,19 +195,6 @@ def test_objectives_of_sequences_and_of_the_batch_learn(
         assert all(0 < row["policy/cov_fraction"] <= 0.1 for row in trained)
 
 
-def test_kl_in_the_reward_scores_all_groups_before_advantages(tmp_path: Path) -> None:
-    """Rejected groups too; nothing of it is in the loss, which then has no KL to report."""
-    kl = KLConfig(coefficient=0.05, reference=Path("start"), where="reward")
-    algorithm = AlgorithmConfig(kl=kl)
-    world = World(tmp_path, [STAGE.model_copy(update={"steps": 3})], evaluate_every=0, algorithm=algorithm)
-    world.loop.run()
-    assert world.policy.calls.count("score_reference") == 3 and "policy/kl" not in world.diary.rows[3]
-    first, third = (world.diary.rolled[step][2] for step in (1, 3))
-    levels = [len(np.unique(group.advantages)) for group in third]
-    assert max(levels) > 2, "rewards of 0 and 1 alone give two levels"
-    assert all(len(np.unique(group.advantages)) == 2 for group in first), "the reference is the start"
-
-
 def test_dr_grpo_takes_the_length_of_its_batch(tmp_path: Path) -> None:
     """length_share is T_k / (R T) of each SGD step's own mini-batch."""
     chosen = {"objective": {"name": "dr_grpo"}, "advantage": {"scale": "none"}}

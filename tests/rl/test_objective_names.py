@@ -151,12 +151,12 @@ def test_contradictions_are_named_all_at_once(sections: dict[str, Any], expected
 
 
 def test_a_step_sets_what_an_objective_reads() -> None:
-    """The seed of clip_cov, the length of dr_grpo (mean 10 of T 40), KL of the reward out of the loss."""
-    kl = {"coefficient": 0.1, "reference": "folder", "where": "reward"}
+    """The seed of clip_cov, the length of dr_grpo (mean 10 of T 40)."""
+    kl = {"coefficient": 0.1, "reference": "folder"}
     chosen = {"name": "clip_cov", "args": {"share": 0.5}}
     cov = make_objective(algorithm(objective=chosen, loss={"clip_high": 0.3}, kl=kl), STAGE, 0.1, seed=7)
     assert isinstance(cov, ClipCov)
-    assert (cov.seed, cov.share, cov.clip_high, cov.kl_coefficient, cov.entropy_coefficient) == (7, 0.5, 0.3, 0.0, 0.1)
+    assert (cov.seed, cov.share, cov.clip_high, cov.kl_coefficient, cov.entropy_coefficient) == (7, 0.5, 0.3, 0.1, 0.1)
     constant = make_objective(algorithm(objective={"name": "dr_grpo"}), STAGE, 0.0, mean_length=10.0)
     assert isinstance(constant, DrGRPO) and constant.length_share == 0.25
 

@@ -259,7 +259,7 @@ def test_switches_that_are_on_are_shown() -> None:
     entropy = {"delta": 0.001, "maximum": 0.01}
     chosen = {"name": "clip_cov", "args": {"share": 0.1}}
     algorithm = {"objective": chosen, "loss": loss, "entropy": entropy, "correction": {"mode": "masked"}}
-    algorithm["kl"] = {"coefficient": 1e-3, "reference": "m", "cap": 10, "straight_through": True}
+    algorithm["kl"] = {"coefficient": 1e-3, "reference": "m", "cap": 10}
     algorithm["advantage"] = {"scale": "none", "overlong_tokens": 16, "overlong_penalty": 0.25}
     stages = [{**STAGE, "reuse": 2, "temperature": 0.6, "refill_prompts": 8, "plateau": {"window": 3}}]
     optimizer = {"warmup_steps": 10, "decay_steps": 2000}
@@ -268,7 +268,7 @@ def test_switches_that_are_on_are_shown() -> None:
         "lr 1e-06, rising over 10 SGD steps, falling to 0 at SGD step 2,000",
         "clip 0.2 low, 0.25 high; token_mean, running divisor",
         "not divided; truncation mask none; penalty of 0.25 over the last 16 tokens",
-        "KL 0.001 (k3 straight-through capped at 10, in the loss); importance correction masked at 2 by token",
+        "KL 0.001 (k3 capped at 10); importance correction masked at 2 by token",
         "clip_cov, share 0.1; clip 0.2 low",
         "adaptive, target 0.2 nats per token, delta 0.001, c from 0, bounds 0, 0.01",
         "accuracy/all",

@@ -58,7 +58,6 @@ class PolicyGradientLoss(ABC):
     """beta. At 0 a KL to the reference is measured only."""
     kl_estimator: KLEstimator = "k3"
     kl_cap: float | None = None
-    kl_straight_through: bool = False
     correction: Literal["off", "truncated", "masked"] = "off"
     correction_cap: float = 2.0
     correction_floor: float | None = None
@@ -100,9 +99,7 @@ class PolicyGradientLoss(ABC):
             values, sums = weights * values, sums | of_weights
         per_token = -values
         if tokens.reference_log_probs is not None:
-            kl = kl_estimate(
-                log_probs, tokens.reference_log_probs, self.kl_estimator, self.kl_cap, self.kl_straight_through
-            )
+            kl = kl_estimate(log_probs, tokens.reference_log_probs, self.kl_estimator, self.kl_cap)
             sums["kl"] = kl.detach().sum()
             if self.kl_coefficient != 0.0:
                 per_token = per_token + self.kl_coefficient * kl

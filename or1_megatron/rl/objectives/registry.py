@@ -47,7 +47,6 @@ _KEYS: Final[Mapping[str, str]] = {
     "kl_coefficient": "kl.coefficient",
     "kl_estimator": "kl.estimator",
     "kl_cap": "kl.cap",
-    "kl_straight_through": "kl.straight_through",
     "correction": "correction.mode",
     "correction_cap": "correction.cap",
     "correction_floor": "correction.floor",
@@ -143,8 +142,6 @@ def make_objective(
     Raises ConfigError when ``algorithm.objective`` is wrong.
     """
     settings = {field: value_at(algorithm, key) for field, key in _KEYS.items()}
-    if algorithm.kl.where == "reward":
-        settings["kl_coefficient"] = 0.0
     settings |= {
         "entropy_coefficient": alpha,
         "temperature": stage.temperature,
@@ -200,8 +197,7 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
     asked += [("entropy_coefficient", "entropy.mode", "off")]
     for field, key, off in asked:
         value = value_at(algorithm, key)
-        unread = field not in known and not (field.startswith("kl_") and algorithm.kl.where == "reward")
-        if unread and value != off:
+        if field not in known and value != off:
             yield (
                 f"algorithm.{key} = {value}, but objective {name} does not read it; set it to "
                 f"{'null' if off is None else off}"
