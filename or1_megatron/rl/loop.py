@@ -34,10 +34,10 @@ from or1_megatron.rl.metrics import (
     Filtered,
     StepRecord,
     evaluation_metrics,
-    measured_mismatch,
     step_metrics,
     time_metrics,
 )
+from or1_megatron.rl.mismatch import measured_mismatch
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports

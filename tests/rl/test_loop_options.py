@@ -105,7 +105,7 @@ def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         found = score(world.policy, kept, rejected, OFF_POLICY, algorithm, world.loop.config.layout, stale=True)
         samples = [sample for group in found.samples for sample in group]
-        assert found.mismatch is None and world.policy.calls.count("score") == passes + (mode != "off")
+        assert found.mismatch == {} and world.policy.calls.count("score") == passes + (mode != "off")
         for sample, of_engine in zip(samples, sampled, strict=True):
             assert sample.engine_log_probs is of_engine
             assert (mode == "off") == (sample.policy_log_probs is None)

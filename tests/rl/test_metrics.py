@@ -14,16 +14,14 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.metrics import (
     TrainerGpus,
     evaluation_metrics,
-    measured_mismatch,
     rejection_metrics,
     rollout_metrics,
-    scored_mismatch,
     straggler_metrics,
     throughput_metrics,
     time_metrics,
     update_metrics,
 )
-from or1_megatron.rl.mismatch import mismatch_metrics
+from or1_megatron.rl.mismatch import measured_mismatch, mismatch_metrics, scored_mismatch
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport, VersionSpan
 
@@ -87,7 +85,7 @@ def test_undefined_metrics_are_left_out() -> None:
     found = rollout_metrics([group_of([0], [True])], RolloutReport(0.0, (0.0,), 0.0, 1, 1, 0.0, 0))
     assert not {"accuracy/non_truncated", "rollout/tokens_per_s", "engine/balance"} & found.keys()
     assert update_metrics([], on_policy=True) == {"sgd/steps": 0, "sgd/skipped": 0, "sgd/response_tokens": 0}
-    assert measured_mismatch([]) is None and throughput_metrics([], [], None) == {}
+    assert measured_mismatch([]) == throughput_metrics([], [], None) == {}
 
 
 def test_rejection_metrics() -> None:
@@ -131,10 +129,10 @@ def test_mismatch_both_ways() -> None:
     k3 = (np.exp(0.1) - 1.1 + np.exp(-0.3) - 0.7) / 2
     engine = np.array([-1.0, -2.0], dtype=np.float32)
     scored = scored_mismatch([engine], [engine + np.array([0.1, -0.3], dtype=np.float32)])
-    assert (scored.mean_abs, scored.max_abs, scored.kl) == pytest.approx((0.2, 0.3, k3), rel=1e-5)
+    expected = {"mismatch/mean_abs": 0.2, "mismatch/max_abs": 0.3, "mismatch/kl": k3}
+    assert scored == pytest.approx(expected, rel=1e-5)
     measured = measured_mismatch([update(2, abs_log_ratio=0.4, max_abs_log_ratio=0.3, approx_kl=2 * k3)])
-    assert measured is not None
-    assert (measured.mean_abs, measured.max_abs, measured.kl) == pytest.approx((0.2, 0.3, k3))
+    assert measured == pytest.approx(expected)
 
 
 def test_mismatch_of_responses_by_hand() -> None:
