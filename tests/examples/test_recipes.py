@@ -100,9 +100,9 @@ def test_the_released_models_are_trained_as_the_report_says(recipe: str, monkeyp
 def test_every_layout_works_out(recipe: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No conflict; no warning of memory, of rows that pad, of a starved pipeline; nodes of 8 GPUs, all of them used."""
     config = load(recipe, layout, monkeypatch)
-    found = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
-    assert not found.warnings
+    planned = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
+    assert not planned.warnings
     parallel, rollout = config.parallel, config.rollout
-    assert parallel.ranks == found.devices == 8 * NODES_OF_8[layout]
+    assert parallel.ranks == planned.devices == 8 * NODES_OF_8[layout]
     assert rollout.engines * rollout.tensor_parallel == parallel.ranks
     assert 8 % rollout.tensor_parallel == 0 and 8 % parallel.tensor == 0  # neither spans nodes

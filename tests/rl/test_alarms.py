@@ -200,5 +200,5 @@ def test_a_straggler_is_one_rank_in_ten_steps_in_a_row() -> None:
 def test_steps_without_the_metric_are_passed_over() -> None:
     """No SGD step, and every response truncated: neither rule sees the step."""
     alarms = Alarms(SafetyConfig(), "float32")
-    told, found = alarms.look(StepSeen(1, 0, 1, STAGE, {"accuracy/all": 0.0}))
-    assert told == [] and set(found.values()) == {0.0}
+    told, metrics = alarms.look(StepSeen(1, 0, 1, STAGE, {"accuracy/all": 0.0}))
+    assert told == [] and set(metrics.values()) == {0.0}

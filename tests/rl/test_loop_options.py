@@ -103,9 +103,9 @@ def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp
     passes = world.policy.calls.count("score")
     for mode in ("off", "truncated"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
-        found = score(world.policy, kept, rejected, OFF_POLICY, algorithm, world.loop.config.layout, stale=True)
-        samples = [sample for group in found.samples for sample in group]
-        assert found.mismatch == {} and world.policy.calls.count("score") == passes + (mode != "off")
+        scored = score(world.policy, kept, rejected, OFF_POLICY, algorithm, world.loop.config.layout, stale=True)
+        samples = [sample for group in scored.samples for sample in group]
+        assert scored.mismatch == {} and world.policy.calls.count("score") == passes + (mode != "off")
         for sample, of_engine in zip(samples, sampled, strict=True):
             assert sample.engine_log_probs is of_engine
             assert (mode == "off") == (sample.policy_log_probs is None)
@@ -150,12 +150,12 @@ def test_a_divisor_that_the_steps_share(tmp_path: Path, monkeypatch: pytest.Monk
     updates = iter(whole.policy.updates)
     means: list[float] = []
     for step in range(1, 7):
-        found = [next(updates) for _ in range(int(whole.diary.rows[step]["sgd/steps"]))]
-        if found:
-            counts = [batch.token_count for batch, _ in found]
+        of_step = [next(updates) for _ in range(int(whole.diary.rows[step]["sgd/steps"]))]
+        if of_step:
+            counts = [batch.token_count for batch, _ in of_step]
             means.append(float(np.mean(counts)))
             expected = np.mean(means[-4:-1]) if means[:-1] else means[0]
-            shares = [objective.token_share for _, objective in found]  # type: ignore[attr-defined]
+            shares = [objective.token_share for _, objective in of_step]  # type: ignore[attr-defined]
             assert shares == pytest.approx([count / expected for count in counts])
     assert len(means) > 4
     first = World(tmp_path / "run", steps, evaluate_every=0, evaluated=False, algorithm=algorithm)

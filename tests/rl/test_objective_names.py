@@ -146,8 +146,10 @@ COV = {"name": "kl_cov", "args": {"share": 0.1}}
     ],
 )  # fmt: skip
 def test_contradictions_are_named_all_at_once(sections: dict[str, Any], expected: list[str]) -> None:
-    found = lines(**sections)
-    assert len(found) == len(expected) and all(part in line for part, line in zip(expected, found, strict=True)), found
+    sentences = lines(**sections)
+    assert len(sentences) == len(expected) and all(
+        part in line for part, line in zip(expected, sentences, strict=True)
+    ), sentences
 
 
 def test_a_step_sets_what_an_objective_reads() -> None:
@@ -279,10 +281,10 @@ class Faulty:
     ],
 )
 def test_faults_are_named(fault: str, scope: str, expected: str) -> None:
-    found = list(faults(Faulty(fault, scope)))
-    assert any(expected in line for line in found) if expected else not found, found
-    assert all(line.startswith("Faulty") for line in found)
-    assert all("finite" in line for line in found) or "nan" not in fault
+    sentences = list(faults(Faulty(fault, scope)))
+    assert any(expected in line for line in sentences) if expected else not sentences, sentences
+    assert all(line.startswith("Faulty") for line in sentences)
+    assert all("finite" in line for line in sentences) or "nan" not in fault
 
 
 @dataclass(frozen=True)

@@ -375,8 +375,8 @@ def test_correction_weights_by_hand(
     mode: Any, cap: float, options: dict[str, Any], weights: list[float], cut: list[bool]
 ) -> None:
     """The docstring's ratios 3, 1.5, 0.25: product 1.125, geometric mean 1.040."""
-    found = correction_weights(double(3.0, 1.5, 0.25).log(), double(0, 0, 0), mode, cap, **options)
-    assert found[0].tolist() == pytest.approx(weights) and found[1].tolist() == cut
+    made = correction_weights(double(3.0, 1.5, 0.25).log(), double(0, 0, 0), mode, cap, **options)
+    assert made[0].tolist() == pytest.approx(weights) and made[1].tolist() == cut
 
 
 @pytest.mark.parametrize(
@@ -393,10 +393,10 @@ def test_correction_weights_by_hand(
 def test_kl_estimators_by_hand(log_ratio: float, options: dict[str, Any], value: float, gradient: float) -> None:
     """log p - log q = ln 2, as for p = 1/2, q = 1/4; and -3: k3 is 16.1, capped at 10 without gradient."""
     p = double(-1.0, grad=True)
-    found = kl_estimate(p, double(-1.0 - log_ratio), **options)
-    found.sum().backward()
+    estimate = kl_estimate(p, double(-1.0 - log_ratio), **options)
+    estimate.sum().backward()
     assert p.grad is not None
-    assert (found.item(), p.grad.item()) == pytest.approx((value, gradient))
+    assert (estimate.item(), p.grad.item()) == pytest.approx((value, gradient))
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

