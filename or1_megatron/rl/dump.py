@@ -150,13 +150,13 @@ class DumpStore:
         """Write the rest, put the dump in its place, delete the oldest, and return the folder. Raises OSError."""
         with naming_disk_full(aside, "a dump"):
             write_dump(aside, dump)
-        place = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
-        shutil.rmtree(place, ignore_errors=True)  # a resumed run repeats steps
-        os.replace(aside, place)
+        final = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
+        shutil.rmtree(final, ignore_errors=True)  # a resumed run repeats steps
+        os.replace(aside, final)
         unasked = [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
         for doomed in unasked[: -self.keep or None]:
             shutil.rmtree(doomed, ignore_errors=True)
-        return place
+        return final
 
     def delete_partial(self) -> None:
         """Delete unfinished dumps: one that failed, or that of a run that was killed."""

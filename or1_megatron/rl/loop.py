@@ -312,12 +312,12 @@ class Loop:
         }
         if self.config.safety.alarms:
             stage_step = self.schedule.stage_step(self.steps_done)
-            texts, found = self.alarms.look(
+            texts, raised = self.alarms.look(
                 StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
             )
             for text in texts:
                 self._alarm(text)
-            metrics |= found
+            metrics |= raised
         self.schedule.read(metrics | evaluation_metrics(evaluation))
         return metrics
 
@@ -325,7 +325,7 @@ class Loop:
     def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
         """Give the rollouts to the observer and one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
-        row = dict(metrics) | self.saving.told_write_s() | evaluation_metrics(evaluation)
+        row = dict(metrics) | self.saving.take_write_s() | evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
         self.ports.tracker.log(self.steps_done, row | self._lap([step.rollout, *step.updates, *evaluations]))
 

@@ -63,11 +63,11 @@ def score(
             mismatch = scored_mismatch(made, own)
         entropies = scores.entropies if full else None
         if freeze:
-            samples = [replace(s, policy_log_probs=found) for s, found in zip(samples, own, strict=True)]
+            samples = [replace(s, policy_log_probs=scored) for s, scored in zip(samples, own, strict=True)]
     if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
-        samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
+        samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
 

@@ -83,13 +83,13 @@ class _Tokens:
             sequences=Sequences(index, self.lengths, torch.arange(len(_LENGTHS)) // 2),
         )
 
-    def evaluate(self, objective: Objective, places: Tensor, scope: Scope, bare: bool = False) -> Result:
-        """Evaluate on the tokens at ``places``; what is there twice counts as sequences and groups of their own.
+    def evaluate(self, objective: Objective, indices: Tensor, scope: Scope, bare: bool = False) -> Result:
+        """Evaluate on the tokens at ``indices``; what is there twice counts as sequences and groups of their own.
 
         ``bare``: with only those inputs that every run has.
         """
-        leaves = [values[places].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
-        inputs = _at(self.inputs, places, scope)
+        leaves = [values[indices].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
+        inputs = _at(self.inputs, indices, scope)
         if bare:
             inputs = replace(inputs, reference_log_probs=None, policy_log_probs=None, weights=None)
         returned = objective(leaves[0], leaves[1], inputs)
@@ -101,11 +101,11 @@ class _Tokens:
         wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim() > 0]
         if wrong:
             raise TypeError(f"returned sums that are no tensors without dimensions: {', '.join(wrong)}")
-        if len(places) and not loss.requires_grad:
+        if len(indices) and not loss.requires_grad:
             raise TypeError("returned a loss without a gradient; expected one that log-probs or entropies enter")
-        if len(places):
+        if len(indices):
             loss.backward()
-        grads = [torch.zeros(len(places), dtype=torch.float64) if leaf.grad is None else leaf.grad for leaf in leaves]
+        grads = [torch.zeros(len(indices), dtype=torch.float64) if leaf.grad is None else leaf.grad for leaf in leaves]
         return loss.detach(), sums, torch.stack(grads)
 
 
@@ -220,14 +220,14 @@ def _parts(scope: Scope) -> list[Tensor]:
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 
 
-def _at(inputs: TokenInputs, places: Tensor, scope: Scope) -> TokenInputs:
-    """Return the inputs of the tokens at ``places``, with whole sequences where the scope has them."""
+def _at(inputs: TokenInputs, indices: Tensor, scope: Scope) -> TokenInputs:
+    """Return the inputs of the tokens at ``indices``, with whole sequences where the scope has them."""
     whole = inputs.whole
-    picked = inputs[places]
+    picked = inputs[indices]
     if scope == "token":
         return picked
     assert whole.groups is not None
-    count, copies = len(whole.lengths), torch.arange(len(places)) // sum(_LENGTHS)
-    named, index = (whole.index[places] + count * copies).unique_consecutive(return_inverse=True)
+    count, copies = len(whole.lengths), torch.arange(len(indices)) // sum(_LENGTHS)
+    named, index = (whole.index[indices] + count * copies).unique_consecutive(return_inverse=True)
     groups = whole.groups[named % count] + count * (named // count) if scope == "batch" else None
     return replace(picked, sequences=Sequences(index, whole.lengths[named % count], groups))

@@ -92,8 +92,8 @@ class PolicyGradientLoss(ABC):
         ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
-        found = self.surrogate(log_probs, old, tokens)
-        values, sums = found.values, dict(found.sums)
+        own = self.surrogate(log_probs, old, tokens)
+        values, sums = own.values, dict(own.sums)
         if self.correction != "off":
             weights, of_weights = self._correction(old, tokens)
             values, sums = weights * values, sums | of_weights
@@ -109,7 +109,7 @@ class PolicyGradientLoss(ABC):
             loss = policy_loss - self.entropy_coefficient * weighted(entropies, tokens.weights).sum()
         policy_loss, loss = self.token_share * policy_loss, self.token_share * loss
         sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropies.detach().sum()}
-        return loss, sums | _ratio_sums(log_probs.detach(), tokens, found)
+        return loss, sums | _ratio_sums(log_probs.detach(), tokens, own)
 
     def _correction(self, old: Tensor, tokens: TokenInputs) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.correction != "off"
@@ -133,9 +133,9 @@ class PolicyGradientLoss(ABC):
 
 
 @torch.no_grad()
-def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, found: Surrogate) -> dict[str, Tensor]:
+def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[str, Tensor]:
     """Return the sums and maxima of rho, of the clips, and of the policy against ``old_log_probs``."""
-    ratio, clipped = found.ratio.detach(), found.clipped
+    ratio, clipped = own.ratio.detach(), own.clipped
     above = ratio > 1.0
     difference = (log_probs - tokens.old_log_probs).abs()
     return {

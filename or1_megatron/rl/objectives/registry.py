@@ -73,12 +73,12 @@ def find(name: str) -> type[Any]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        kind: Any = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and is_dataclass(found) and any("__call__" in vars(k) for k in found.__mro__)):
-        raise ConfigError(f"{where}: found {found!r:.80}, expected a dataclass with __call__")
-    return found
+    if not (isinstance(kind, type) and is_dataclass(kind) and any("__call__" in vars(k) for k in kind.__mro__)):
+        raise ConfigError(f"{where}: found {kind!r:.80}, expected a dataclass with __call__")
+    return kind
 
 
 def name_of(objective: Objective) -> str:
@@ -181,8 +181,8 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
     known = {field.name for field in fields(kind)}
     common = [key for key in algorithm.objective.args if key in _KEYS or key in _OF_THE_STEP]
     for key in common:
-        place = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
-        yield f"algorithm.objective.args.{key}: this parameter is set by {place}; take it out here"
+        setter = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
+        yield f"algorithm.objective.args.{key}: this parameter is set by {setter}; take it out here"
     if algorithm.loss.divisor == "running":
         if algorithm.loss.aggregation != "token_mean":
             yield (
