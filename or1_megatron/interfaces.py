@@ -121,7 +121,7 @@ class TokenInputs:
             raise ValueError('TokenInputs has no sequences; give the objective the scope "sequence" or "batch"')
         return self.sequences
 
-    def __getitem__(self, part: slice) -> TokenInputs:
+    def __getitem__(self, part: slice | torch.Tensor) -> TokenInputs:
         """Return the inputs of some of the tokens, without their sequences."""
         columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "sequences"}
         return TokenInputs(**{name: values[part] for name, values in columns.items() if values is not None})

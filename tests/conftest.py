@@ -37,7 +37,7 @@ _SESSION = os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
 def _left_behind() -> list[psutil.Process]:
-    found = []
+    alive = []
     for process in psutil.process_iter():
         try:
             marked = process.environ().get(_MARK) == _SESSION
@@ -45,10 +45,10 @@ def _left_behind() -> list[psutil.Process]:
                 continue
             if "resource_tracker" in " ".join(process.cmdline()):  # Python's own; it ends with this process
                 continue
-            found.append(process)
+            alive.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return alive
 
 
 def _described(process: psutil.Process) -> str:

@@ -144,12 +144,12 @@ def decode(handle: Any, requests: list[Any]) -> list[Any]:
     from or1_megatron.runtime.message import pack, unpack
 
     ray.get(handle.submit.remote(pack(requests)), timeout=PATIENCE_S)
-    found: dict[int, Any] = {}
+    by_seed: dict[int, Any] = {}
 
     def complete() -> bool:
         harvest = unpack(ray.get(handle.harvest.remote(1.0), timeout=PATIENCE_S))
-        found.update({completion.seed: completion for completion in harvest.completions})
-        return all(request.seed in found for request in requests)
+        by_seed.update({completion.seed: completion for completion in harvest.completions})
+        return all(request.seed in by_seed for request in requests)
 
     wait_until(complete, f"{len(requests)} completions")
-    return [found[request.seed] for request in requests]
+    return [by_seed[request.seed] for request in requests]

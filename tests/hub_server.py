@@ -47,8 +47,8 @@ def serving_hub(repositories: Repositories) -> Iterator[str]:
                 self._fail("EntryNotFound") if content is None else self._send(content, _etag(content))
             elif rest[:1] == ["tree"]:
                 folder = "/".join(rest[2:])
-                found = _entries(files, folder)
-                self._fail("EntryNotFound") if folder and not found else self._json(found)
+                entries = _entries(files, folder)
+                self._fail("EntryNotFound") if folder and not entries else self._json(entries)
             elif rest[:1] == ["paths-info"]:
                 wanted = json.loads(self._body)["paths"]
                 self._json([entry for entry in _entries(files, "", recursive=True) if entry["path"] in wanted])
@@ -90,15 +90,15 @@ def serving_hub(repositories: Repositories) -> Iterator[str]:
 def _entries(files: Mapping[str, bytes], folder: str, recursive: bool = False) -> list[dict[str, Any]]:
     """What a folder holds, as the hub lists it."""
     prefix = f"{folder}/" if folder else ""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for path, content in files.items():
         if path.startswith(prefix):
             head, slash, _ = path[len(prefix) :].partition("/")
             if slash:
-                found[prefix + head] = {"type": "directory", "path": prefix + head, "oid": "0" * 40, "size": 0}
+                entries[prefix + head] = {"type": "directory", "path": prefix + head, "oid": "0" * 40, "size": 0}
             if not slash or recursive:
-                found[path] = {"type": "file", "path": path, "oid": _etag(content), "size": len(content)}
-    return list(found.values())
+                entries[path] = {"type": "file", "path": path, "oid": _etag(content), "size": len(content)}
+    return list(entries.values())
 
 
 def _etag(content: bytes) -> str:

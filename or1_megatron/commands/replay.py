@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -77,7 +77,7 @@ def repeat_update(
     Raises:
         DumpError, LayoutError, ModelError: before any rank starts.
     """
-    from or1_megatron.rl.dump import read_dump
+    from or1_megatron.rl.dump import read_dump, report_of
     from or1_megatron.selftest.process import run_function
     from or1_megatron.sizing.conflicts import layout_conflicts
     from or1_megatron.sizing.parallel_layouts import LayoutError
@@ -98,7 +98,8 @@ def repeat_update(
         return status or 1
     if out is not None:
         out.write_text(json.dumps(noted))
-    replayed = _read(noted, dump.token_count)
+    bad = {int(sample): token for sample, token in noted["first_not_finite"].items()}
+    replayed = Replayed(report_of(noted, dump.token_count), bad, noted["log_prob_difference"])
     show(dump, replayed, layout, console)
     limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
     differences = list(differ(dump.report, replayed.report, limit))
@@ -177,8 +178,8 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
     console.print(f"samples with a log-prob that is not finite: {len(bad)}", highlight=False)
     for sample in bad[:_SHOWN_SAMPLES]:
         where = [
-            f"from counted token {found[sample]}" if sample in found else "none"
-            for found in (before, now.first_not_finite)
+            f"from counted token {first[sample]}" if sample in first else "none"
+            for first in (before, now.first_not_finite)
         ]
         console.print(f"  sample {sample}: in the run {where[0]}, now {where[1]}", highlight=False)
     if len(bad) > _SHOWN_SAMPLES:
@@ -188,21 +189,3 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
 def _loss(report: UpdateReport) -> float:
     """Return the loss per token."""
     return report.sums["loss"] / report.token_count
-
-
-def _read(found: Mapping[str, Any], token_count: int) -> Replayed:
-    from or1_megatron.types import UpdateReport
-
-    return Replayed(
-        report=UpdateReport(
-            sums={name: float(value) for name, value in found["sums"].items()},
-            token_count=token_count,
-            grad_norm=float(found["grad_norm"]),
-            learning_rate=0.0,
-            skipped=found["skipped"],
-            forward_backward_s=0.0,
-            optimizer_s=0.0,
-        ),
-        first_not_finite={int(sample): token for sample, token in found["first_not_finite"].items()},
-        log_prob_difference=float(found["log_prob_difference"]),
-    )

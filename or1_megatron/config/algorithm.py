@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from or1_megatron.config.base import AboveOne, NonNegativeFloat, Positive, PositiveFloat, Section
 from or1_megatron.types import Aggregation
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k2", "k3"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
@@ -74,20 +74,6 @@ class AdvantageConfig(Section):
         return self
 
 
-class ClipHighConfig(Section):
-    """Steers ``loss.clip_high`` by the entropy target. Beyond the report (its open question 3).
-
-    epsilon_high rises by ``delta`` after a step with e_k below ``entropy.target`` and falls by it after one above.
-    """
-
-    delta: NonNegativeFloat = 0.0
-    """Change per rollout step. 0: ``loss.clip_high`` holds for the whole run; else the run starts there. Unit: none."""
-    minimum: NonNegativeFloat = 0.2
-    """Lowest epsilon_high. Unit: none."""
-    maximum: PositiveFloat = 0.28
-    """Highest epsilon_high. Unit: none. Recipe: at a fixed 0.28 entropy rose sharply (docs/recipe.md, ablation 10)."""
-
-
 class LossConfig(Section):
     """The objective's clips, and how it is averaged."""
 
@@ -97,7 +83,6 @@ class LossConfig(Section):
     clip_high: NonNegativeFloat = 0.2
     """epsilon_high: the ratio is clipped at 1 + this; clip-higher: above ``clip_low``. Unit: none. Recipe: 0.2 in every
     released model; ablation 10 compares 0.25, 0.265 and 0.28 (docs/recipe.md, sections 4 and 5)."""
-    clip_high_control: ClipHighConfig = ClipHighConfig()
     dual_clip: AboveOne | None = None
     """c: the objective's term of a token with A < 0 is at least c * A, however large the ratio. Unset: off. Unit:
     none."""
@@ -107,16 +92,6 @@ class LossConfig(Section):
     these, weighted by their numbers of responses; no layout changes it.
     Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
     and 9)."""
-
-    @model_validator(mode="after")
-    def _steered_within_bounds(self) -> Self:
-        control = self.clip_high_control
-        if control.delta > 0 and not control.minimum <= self.clip_high <= control.maximum:
-            raise ValueError(
-                f"loss: clip_high = {self.clip_high:g}, where clip_high_control starts, is outside its [minimum, "
-                f"maximum] = [{control.minimum:g}, {control.maximum:g}]"
-            )
-        return self
 
 
 class KLConfig(Section):
@@ -129,18 +104,12 @@ class KLConfig(Section):
     """HF folder of the reference: the run's own start (``model.hf``), or the export of the stage before. It is scored
     once per rollout step; with beta 0 the KL is measured and weighs nothing. Unset: no reference is loaded."""
 
-    where: Literal["loss", "reward"] = "loss"
-    """loss: beta times the estimate is added to each token's loss; reward: beta times the estimate, summed over a
-    response, is taken off its reward, from the engine's log-probs. Recipe: loss (the paper's eq. 3.1)."""
     estimator: KLEstimator = "k3"
-    """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). k1 in the loss has a gradient
-    whose mean is 0. Recipe: k3."""
+    """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
+    that of the KL. Recipe: k3."""
     cap: PositiveFloat | None = None
-    """The estimate of a token is cut to [-cap, cap], without gradient beyond, unless ``straight_through``. Unset: no
-    cap. Unit: nats. Recipe: the released code cuts at 10; the paper names no cap."""
-    straight_through: bool = False
-    """Keep the estimator's value and take the gradient of k2, whose mean is the gradient of the KL. Unit: none. Recipe:
-    false."""
+    """The estimate of a token is cut to at most this, without gradient beyond. Unset: no cap. Unit: nats. Recipe: the
+    released code cuts at 10; the paper names no cap."""
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -149,16 +118,6 @@ class KLConfig(Section):
                 f"kl: coefficient = {self.coefficient:g} needs a policy to keep to; set algorithm.kl.reference to its "
                 "HF folder (that of model.hf for the run's own start), or the coefficient to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_its_place(self) -> Self:
-        if self.where == "reward" and self.straight_through:
-            raise ValueError("kl: straight_through changes a gradient, and where = reward has none; set it to false")
-        if self.straight_through and self.estimator == "k2":
-            raise ValueError("kl: straight_through takes the gradient of k2, which estimator = k2 has; set it to false")
-        if self.where == "reward" and self.coefficient == 0:
-            raise ValueError("kl: where = reward with coefficient = 0 changes no reward; set one of the two")
         return self
 
 
@@ -201,9 +160,9 @@ class CorrectionConfig(Section):
 class EntropyConfig(Section):
     """Entropy bonus alpha_k * H. Adaptive: alpha_k = c_k * 1{e_k <= target}, and c moves by delta per step."""
 
-    mode: Literal["off", "fixed", "adaptive", "proportional_integral"] = "adaptive"
-    """fixed: alpha = coefficient; adaptive: the rule above; proportional_integral: a controller beyond the report
-    (docs/recipe.md, section 9). Recipe: adaptive in the paper (section 3.2.5) and every released model."""
+    mode: Literal["off", "fixed", "adaptive"] = "adaptive"
+    """fixed: alpha = coefficient; adaptive: the rule above. Recipe: adaptive in the paper (section 3.2.5) and every
+    released model."""
     coefficient: NonNegativeFloat = 0.0
     """alpha when fixed; c_0 otherwise. Unit: none. Recipe: c_0 = 0 (paper, section 3.2.5); ablation 8 compares fixed
     values from 1e-4 to 1e-2."""
@@ -229,21 +188,13 @@ class EntropyConfig(Section):
     gate: Literal["now", "late", "off"] = "now"
     """Entropy that switches the bonus off above the target. now: e_k; late: that of the step before; off: never.
     Recipe: now in the paper (section 3.2.5); the released code applies it one step late (docs/recipe.md, section 2)."""
-    bonus_on: Literal["all", "clipped"] = "all"
-    """Tokens that get the bonus: all, or only those whose ratio is clipped. Recipe: all, as in the paper's eq. 3.1;
-    clipped is beyond the report."""
-    proportional_gain: NonNegativeFloat = 0.0
-    """For proportional_integral: alpha per nat of error. Unit: 1 / nats."""
-    integral_gain: NonNegativeFloat = 0.0
-    """For proportional_integral: what the integral gains per step and nat of error. Unit: 1 / nats."""
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
         highest = float("inf") if self.maximum is None else self.maximum
-        controlled = self.mode in ("adaptive", "proportional_integral")
         if self.minimum > highest:
             raise ValueError(f"entropy: minimum = {self.minimum} is above maximum = {self.maximum}")
-        if controlled and not self.minimum <= self.coefficient <= highest:
+        if self.mode == "adaptive" and not self.minimum <= self.coefficient <= highest:
             raise ValueError(
                 f"entropy: coefficient (c_0) = {self.coefficient:g} is outside [minimum, maximum] = "
                 f"[{self.minimum:g}, {highest:g}]"
@@ -252,20 +203,9 @@ class EntropyConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:
-        gains = self.proportional_gain, self.integral_gain
-        if self.mode == "proportional_integral" and not any(gains):
-            raise ValueError(
-                "entropy: mode proportional_integral with both gains 0 never moves; set proportional_gain or "
-                "integral_gain"
-            )
         if self.mode == "adaptive" and self.delta == 0 and self.coefficient == 0:
             raise ValueError(
                 "entropy: mode adaptive with delta = 0 and coefficient = 0 (c_0) never acts; set delta, or mode to off"
-            )
-        if self.mode != "proportional_integral" and any(gains):
-            raise ValueError(
-                f"entropy: proportional_gain = {gains[0]:g} and integral_gain = {gains[1]:g} belong to mode "
-                f"proportional_integral; mode is {self.mode}"
             )
         if self.estimate == "full" and self.mode in ("off", "fixed"):
             raise ValueError(

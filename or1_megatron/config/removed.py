@@ -9,6 +9,10 @@ _DEFERRING: Final = (
     "deferring a step's slowest prompts saved no time (lab/ablations/17_tail.md); take the key out. "
     "rollout.max_staleness keeps engines from waiting for the longest responses"
 )
+_CONTROLLED: Final = (
+    "it kept entropy up only at the cost of accuracy (lab/ablations/entropy_at_n_sgd_4.md); take the key out. "
+    "algorithm.entropy.mode = adaptive is the paper's control"
+)
 
 
 class Removed(NamedTuple):
@@ -56,6 +60,26 @@ REMOVED: Final = {
     "verify.max_pending": Removed(16384, "it bounded no memory; take the key out"),
     "verify.worker_memory_bytes": Removed(
         2 << 30, "the memory of verifier workers stays flat (docs/performance.md); take the key out"
+    ),
+    "algorithm.entropy.bonus_on": Removed(
+        "all",
+        "a bonus on clipped tokens alone did nothing (lab/ablations/entropy_at_n_sgd_4.md); take the key out: all "
+        "tokens get the bonus",
+    ),
+    "algorithm.entropy.proportional_gain": Removed(0.0, _CONTROLLED),
+    "algorithm.entropy.integral_gain": Removed(0.0, _CONTROLLED),
+    "algorithm.kl.where": Removed(
+        "loss",
+        "the KL is part of the loss; take the key out. No recipe took it off the rewards, and with advantages by group "
+        "other trainers do not either (docs/objectives.md)",
+    ),
+    "algorithm.kl.straight_through": Removed(
+        False, "its gradient was that of k2; take the key out and set algorithm.kl.estimator to k2"
+    ),
+    "algorithm.loss.clip_high_control": Removed(
+        {"delta": 0.0, "minimum": 0.2, "maximum": 0.28},
+        "steering epsilon_high showed no gain and ruined one run of three (lab/ablations/14_steered_clip_high.md); set "
+        "a fixed algorithm.loss.clip_high",
     ),
 }
 """By the dotted key without places in lists."""

@@ -14,7 +14,7 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.dump import first_not_finite, read_dump
+from or1_megatron.rl.dump import read_dump, result_record
 from or1_megatron.rl.objectives.scored import update
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Float32Array
@@ -43,13 +43,6 @@ def replay(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     scores = policy.score(batch, dump.objective.temperature)
     report = update(policy, batch, dump.objective, parallel.head == "one_pass")
     if mesh.rank == 0:
-        note(
-            {
-                "skipped": report.skipped,
-                "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
-                "sums": {name: str(value) for name, value in report.sums.items()},
-                "first_not_finite": first_not_finite(scores.log_probs),
-                "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0,
-            }
-        )
+        apart = largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0
+        note(result_record(report, scores.log_probs) | {"log_prob_difference": apart})
     stop_process_group()

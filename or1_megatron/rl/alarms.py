@@ -7,7 +7,7 @@ The failure signatures are the report's (RECIPE section 5); it gives no threshol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Final
@@ -34,6 +34,8 @@ _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), 
 """Up to this (mean, largest) |engine - policy| log-prob, nats, a difference is rounding. Measured against transformers:
 fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens is far higher."""
 
+_REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")
+
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
@@ -48,58 +50,83 @@ class StepSeen:
     metrics: Mapping[str, float]
 
 
-class AlarmRule:
-    """Looks at every step in turn. Its state is JSON-able; a rule that remembers nothing has None."""
+class Alarms:
+    """All rules, what they remember of the last steps, and which of them are in an episode."""
 
-    def look(self, seen: StepSeen) -> str | None:
-        """Return what is wrong, in words; None when nothing is."""
-        raise NotImplementedError
+    def __init__(self, config: SafetyConfig, dtype: str) -> None:
+        """``dtype`` of the policy's parameters sets the default limits of the mismatch."""
+        mean, largest = _MISMATCH[dtype]
+        self._config, self._dtype = config, dtype
+        self._mean, self._largest = config.mismatch_mean or mean, config.mismatch_max or largest
+        self._rules = {
+            "grad_norm": self._grad_norm,
+            "mismatch": self._mismatch,
+            "entropy": self._entropy,
+            "non_truncated": self._non_truncated,
+            "plateau": self._plateau,
+        }
+        assert self._rules.keys() == ALARMS.keys()
+        self._rows: list[dict[str, float]] = []
+        """The remembered metrics of the last steps, as far as each has them."""
+        self._remaining = dict.fromkeys(ALARMS, 0)
+        """Calm steps left until the rule's episode ends; 0: it is in none."""
 
-    def state(self) -> Any:
-        return None
+    def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
+        """Return (the alarms that start with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
+        row: dict[str, float] = {"stage": float(seen.stage_index), **seen.metrics}
+        kept = {name: row[name] for name in _REMEMBERED if name in row}
+        self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]
+        starting = []
+        for name, rule in self._rules.items():
+            wrong = rule(seen)
+            if wrong is not None and self._remaining[name] == 0:
+                starting.append(f"alarm '{name}' at step {seen.step}: {wrong}")
+            self._remaining[name] = CALM_STEPS if wrong is not None else max(0, self._remaining[name] - 1)
+        return starting, {f"alarm/{name}": float(left > 0) for name, left in self._remaining.items()}
 
-    def restore(self, state: Any) -> None:
-        """Take over what ``state`` returned."""
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"remaining": dict(self._remaining), "rows": list(self._rows)}
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` returned; an older version's remembers no steps."""
+        self._remaining |= state["remaining"]
+        self._rows = [dict(row) for row in state.get("rows", [])]
 
-class GradNormRule(AlarmRule):
-    """Norm > factor * median of the last MEDIAN_STEPS steps."""
+    def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:
+        """Return these metrics of each remembered step that has all of them, the oldest first; of a stage alone."""
+        rows = [row for row in self._rows if stage is None or row["stage"] == stage]
+        return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._norms: list[float] = []
+    def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
+        """Return each metric's means over (the ``half`` steps before, the last ``half``) of the current stage.
 
-    def look(self, seen: StepSeen) -> str | None:
-        norm = seen.metrics.get("policy/grad_norm")
-        if norm is None:  # no SGD step, or all of them skipped
+        None while the stage has fewer steps with all of the metrics.
+        """
+        rows = self._past(*names, stage=stage)[-2 * half :]
+        if len(rows) < 2 * half:
             return None
-        usual = median(self._norms) if len(self._norms) >= FIRST_NORMS else None
-        known = len(self._norms)
-        self._norms = [*self._norms, norm][-MEDIAN_STEPS:]
-        if usual is None or norm <= self._factor * usual:
+        return [(fmean(values[:half]), fmean(values[half:])) for values in zip(*rows, strict=True)]
+
+    def _grad_norm(self, seen: StepSeen) -> str | None:
+        """Norm > factor * median of the last MEDIAN_STEPS norms before."""
+        norm = seen.metrics.get("policy/grad_norm")
+        norms = [value for (value,) in self._past("policy/grad_norm")[:-1]][-MEDIAN_STEPS:]
+        if norm is None or len(norms) < FIRST_NORMS:  # None: no SGD step, or all of them skipped
+            return None
+        usual, factor = median(norms), self._config.grad_norm_factor
+        if norm <= factor * usual:
             return None
         times = f"{norm / usual:.1f} times" if usual else "far above"
         return (
-            f"gradient norm {norm:.4g} is {times} its median over the last {known} steps, {usual:.4g} (alarm at "
-            f"safety.grad_norm_factor = {self._factor:g}). The step was clipped to optimizer.clip_grad. Look at this "
+            f"gradient norm {norm:.4g} is {times} its median over the last {len(norms)} steps, {usual:.4g} (alarm at "
+            f"safety.grad_norm_factor = {factor:g}). The step was clipped to optimizer.clip_grad. Look at this "
             "step's responses (or1 rollouts); if it repeats, lower optimizer.lr, and name a step in safety.dump_steps "
             "to take its batch apart with or1 replay"
         )
 
-    def state(self) -> Any:
-        return list(self._norms)
-
-    def restore(self, state: Any) -> None:
-        self._norms = list(state)
-
-
-class MismatchRule(AlarmRule):
-    """Mean or largest |engine - policy| log-prob is above what rounding gives, or not finite."""
-
-    def __init__(self, mean: float, largest: float, dtype: str) -> None:
-        self._mean, self._largest, self._dtype = mean, largest, dtype
-
-    def look(self, seen: StepSeen) -> str | None:
+    def _mismatch(self, seen: StepSeen) -> str | None:
+        """Mean or largest |engine - policy| log-prob is above what rounding gives, or not finite."""
         mean, largest = seen.metrics.get("mismatch/mean_abs"), seen.metrics.get("mismatch/max_abs")
         if mean is None or largest is None or (mean <= self._mean and largest <= self._largest):
             return None
@@ -110,16 +137,11 @@ class MismatchRule(AlarmRule):
             "handoff/probe_max_abs_diff (weights), then dtype, temperature and attention of engine and policy"
         )
 
-
-class EntropyRule(AlarmRule):
-    """e_k < limit while training accuracy is below LEARNT."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-
-    def look(self, seen: StepSeen) -> str | None:
+    def _entropy(self, seen: StepSeen) -> str | None:
+        """e_k < limit while training accuracy is below LEARNT."""
         entropy, accuracy = seen.metrics.get("entropy/sampled"), seen.metrics.get("accuracy/all")
-        if entropy is None or accuracy is None or entropy >= self._limit or accuracy >= LEARNT:
+        limit = self._config.low_entropy
+        if entropy is None or accuracy is None or entropy >= limit or accuracy >= LEARNT:
             return None
         stage, causes = seen.stage, []
         if stage.temperature < 1.0:
@@ -132,50 +154,16 @@ class EntropyRule(AlarmRule):
         causes = causes or ["temperature and N_SGD are the recipe's: raise algorithm.entropy.target or delta"]
         early = f", within the first {COLLAPSE_STEPS} steps" if seen.step <= COLLAPSE_STEPS else ""
         return (
-            f"entropy is {entropy:.3g} nats per token, near zero (safety.low_entropy = {self._limit:g}), at step "
+            f"entropy is {entropy:.3g} nats per token, near zero (safety.low_entropy = {limit:g}), at step "
             f"{seen.step}{early}, with an accuracy of {accuracy:.1%}: little is left to explore. "
             + "; ".join(causes)
             + ". Go back to a checkpoint from before the fall"
         )
 
-
-class _TrendRule(AlarmRule):
-    """Compares the last ``half`` steps of the current stage with the ``half`` before them."""
-
-    half: int
-
-    def __init__(self) -> None:
-        self._stage = 0
-        self._rows: list[list[float]] = []
-
-    def trends(self, stage: int, row: Sequence[float]) -> list[tuple[float, float]] | None:
-        """Add a step's values and return each one's (mean before, mean now); None while the stage is too young."""
-        if stage != self._stage:
-            self._stage, self._rows = stage, []
-        self._rows = [*self._rows, list(row)][-2 * self.half :]
-        if len(self._rows) < 2 * self.half:
-            return None
-        return [(fmean(values[: self.half]), fmean(values[self.half :])) for values in zip(*self._rows, strict=True)]
-
-    def state(self) -> Any:
-        return {"stage": self._stage, "rows": [list(row) for row in self._rows]}
-
-    def restore(self, state: Any) -> None:
-        self._stage, self._rows = state["stage"], [list(row) for row in state["rows"]]
-
-
-class NonTruncatedRule(_TrendRule):
-    """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated accuracy falls, by TREND_CHANGE each."""
-
-    half = TREND_STEPS
-
-    def look(self, seen: StepSeen) -> str | None:
-        names = ("accuracy/all", "accuracy/non_truncated")
-        row = [seen.metrics[name] for name in names if name in seen.metrics]
-        if len(row) < 2:  # every response was truncated
-            return None
-        trends = self.trends(seen.stage_index, row)
-        if trends is None:
+    def _non_truncated(self, seen: StepSeen) -> str | None:
+        """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated accuracy falls, by TREND_CHANGE."""
+        trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
+        if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None
         (before, now), (whole_before, whole_now) = trends
         if now - before < TREND_CHANGE or whole_before - whole_now < TREND_CHANGE:
@@ -194,23 +182,17 @@ class NonTruncatedRule(_TrendRule):
             f"{seen.stage.max_response_tokens}, {truncated:.1%} truncated. {advice}"
         )
 
-
-class PlateauRule(_TrendRule):
-    """Accuracy gains less than PLATEAU_GAIN from PLATEAU_STEPS steps to the next, in the first half of stage 1."""
-
-    half = PLATEAU_STEPS
-
-    def look(self, seen: StepSeen) -> str | None:
-        accuracy = seen.metrics.get("accuracy/all")
-        if accuracy is None or seen.stage_index > 0:
+    def _plateau(self, seen: StepSeen) -> str | None:
+        """Accuracy gains less than PLATEAU_GAIN from PLATEAU_STEPS steps to the next, in the first half of stage 1."""
+        stage = seen.stage
+        if seen.stage_index > 0 or 2 * seen.stage_step > stage.steps:
             return None
-        trends = self.trends(seen.stage_index, [accuracy])
-        if trends is None or 2 * seen.stage_step > seen.stage.steps:
+        trends = self._trends(0, PLATEAU_STEPS, "accuracy/all")
+        if trends is None:
             return None
         ((before, now),) = trends
         if now >= LEARNT or now - before >= PLATEAU_GAIN:
             return None
-        stage = seen.stage
         return (
             f"training accuracy stands still early in the first stage: {before:.3f}, then {now:.3f} (means of "
             f"{PLATEAU_STEPS} steps each), at step {seen.stage_step} of {stage.steps}. Either the batch is too small "
@@ -218,43 +200,3 @@ class PlateauRule(_TrendRule):
             "prompts_per_update or group_size), or the data wants an audit: wrong answers, problems that are all too "
             "hard or all too easy (groups/rejected_all_wrong, groups/rejected_all_right)"
         )
-
-
-class Alarms:
-    """All rules, and which of them are in an episode."""
-
-    def __init__(self, config: SafetyConfig, dtype: str) -> None:
-        """``dtype`` of the policy's parameters sets the default limits of the mismatch."""
-        mean, largest = _MISMATCH[dtype]
-        self._rules: dict[str, AlarmRule] = {
-            "grad_norm": GradNormRule(config.grad_norm_factor),
-            "mismatch": MismatchRule(config.mismatch_mean or mean, config.mismatch_max or largest, dtype),
-            "entropy": EntropyRule(config.low_entropy),
-            "non_truncated": NonTruncatedRule(),
-            "plateau": PlateauRule(),
-        }
-        assert self._rules.keys() == ALARMS.keys()
-        self._remaining = dict.fromkeys(ALARMS, 0)
-        """Calm steps left until the rule's episode ends; 0: it is in none."""
-
-    def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """Return (the alarms that start with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
-        told = []
-        for name, rule in self._rules.items():
-            wrong = rule.look(seen)
-            if wrong is not None and self._remaining[name] == 0:
-                told.append(f"alarm '{name}' at step {seen.step}: {wrong}")
-            self._remaining[name] = CALM_STEPS if wrong is not None else max(0, self._remaining[name] - 1)
-        return told, {f"alarm/{name}": float(left > 0) for name, left in self._remaining.items()}
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "remaining": dict(self._remaining),
-            "rules": {name: rule.state() for name, rule in self._rules.items()},
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
-        self._remaining |= state["remaining"]
-        for name, kept in state["rules"].items():  # an older checkpoint does not have the newer ones
-            self._rules[name].restore(kept)

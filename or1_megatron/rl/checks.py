@@ -126,7 +126,7 @@ def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0
     for group in groups:
         for completion in group.completions:
             versions = [span.version for span in completion.versions]
-            if not versions or any(not version - max_staleness <= found <= version for found in versions):
+            if not versions or any(not version - max_staleness <= sampled <= version for sampled in versions):
                 expected = f"{version - max_staleness} to {version}" if max_staleness else f"{version}"
                 raise StaleRollout(
                     f"problem {completion.problem_id}, sample {completion.sample_index}: engine {completion.engine} "

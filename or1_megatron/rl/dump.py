@@ -24,9 +24,8 @@ import numpy as np
 
 from or1_megatron.config.base import ConfigError
 from or1_megatron.interfaces import Objective
-from or1_megatron.rl.batch import LOG_PROBS, log_probs_of
-from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
-from or1_megatron.rl.objectives.registry import BUILT_IN, build, name_of
+from or1_megatron.rl.batch import log_probs_of
+from or1_megatron.rl.objectives.registry import build, name_of
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
 from or1_verify.errors import UserError
@@ -34,8 +33,8 @@ from or1_verify.errors import UserError
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
-_FORMAT: Final = 3
-_OBJECTIVES: Final = {kind.__name__: kind for kind in (*BUILT_IN.values(), CrossEntropy)}
+_FORMAT: Final = 4
+_LENGTHS: Final = ".lengths"
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
 Reason = Literal["skipped", "asked", "raised"]
@@ -95,18 +94,42 @@ def unpack(batch: Batch) -> list[Sample]:
 def first_not_finite(log_probs: Sequence[Float32Array]) -> dict[int, int]:
     """Map each sample with a log-prob that is not finite to its first such token, by the counted tokens."""
     bad = {index: ~np.isfinite(values) for index, values in enumerate(log_probs)}
-    return {index: int(found.argmax()) for index, found in bad.items() if found.any()}
+    return {index: int(is_bad.argmax()) for index, is_bad in bad.items() if is_bad.any()}
+
+
+def result_record(report: UpdateReport, log_probs: Sequence[Float32Array]) -> dict[str, Any]:
+    """Return an update's result, JSON-able, with the first log-prob of each sample that is not finite."""
+    return {
+        "skipped": report.skipped,
+        "grad_norm": _plain(report.grad_norm),
+        "learning_rate": _plain(report.learning_rate),
+        "sums": {name: _plain(value) for name, value in report.sums.items()},
+        "first_not_finite": {str(sample): token for sample, token in first_not_finite(log_probs).items()},
+    }
+
+
+def report_of(record: Mapping[str, Any], token_count: int) -> UpdateReport:
+    """Return the report of ``result_record``, without times."""
+    return UpdateReport(
+        sums={name: float(value) for name, value in record["sums"].items()},
+        token_count=token_count,
+        grad_norm=float(record["grad_norm"]),
+        learning_rate=float(record["learning_rate"]),
+        skipped=record["skipped"],
+        forward_backward_s=0.0,
+        optimizer_s=0.0,
+    )
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute, without those that are not installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 class DumpStore:
@@ -127,13 +150,13 @@ class DumpStore:
         """Write the rest, put the dump in its place, delete the oldest, and return the folder. Raises OSError."""
         with naming_disk_full(aside, "a dump"):
             write_dump(aside, dump)
-        place = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
-        shutil.rmtree(place, ignore_errors=True)  # a resumed run repeats steps
-        os.replace(aside, place)
+        final = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
+        shutil.rmtree(final, ignore_errors=True)  # a resumed run repeats steps
+        os.replace(aside, final)
         unasked = [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
         for doomed in unasked[: -self.keep or None]:
             shutil.rmtree(doomed, ignore_errors=True)
-        return place
+        return final
 
     def delete_partial(self) -> None:
         """Delete unfinished dumps: one that failed, or that of a run that was killed."""
@@ -152,7 +175,6 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         np.savez(file, **_arrays(dump))  # type: ignore[arg-type]  # numpy's stub takes them for its own options
         file.flush()
         os.fsync(file.fileno())
-    report = dump.report
     assert is_dataclass(dump.objective) and not isinstance(dump.objective, type)
     record = {
         "format": _FORMAT,
@@ -160,16 +182,9 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "update": dump.update,
         "reason": dump.reason,
         "raised": dump.raised,
-        "objective": {"class": _class_name(dump.objective), "fields": asdict(dump.objective)},
-        "temperature": dump.objective.temperature,
+        "objective": {"name": name_of(dump.objective), "fields": asdict(dump.objective)},
         "token_count": dump.token_count,
-        "seen": {
-            "skipped": report.skipped,
-            "grad_norm": _plain(report.grad_norm),
-            "learning_rate": _plain(report.learning_rate),
-            "sums": {name: _plain(value) for name, value in report.sums.items()},
-            "first_not_finite": {str(sample): token for sample, token in first_not_finite(dump.log_probs).items()},
-        },
+        "seen": result_record(dump.report, dump.log_probs),
         "context": dict(dump.context),
     }
     (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -193,54 +208,29 @@ def read_dump(folder: Path) -> UpdateDump:
         raise DumpError(
             f"{path}: format {record.get('format')}, expected {_FORMAT}; replay it with the version that wrote it"
         )
-    objective = _objective(path, record["objective"]["class"], record["objective"]["fields"])
-    seen = record["seen"]
+    try:
+        objective = build(record["objective"]["name"], {}, record["objective"]["fields"])
+    except ConfigError as error:
+        raise DumpError(f"{path}: {error}; replay it with the version that wrote it") from None
     try:
         with np.load(folder / SAMPLES, allow_pickle=False) as arrays:
-            samples, log_probs = _samples(arrays)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            columns = _columns(arrays)
+        log_probs = columns.pop("log_probs", [])
+        samples = [Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DumpError(f"{folder / SAMPLES}: not readable: {error}") from None
     return UpdateDump(
         step=record["step"],
         update=record["update"],
         reason=record["reason"],
         objective=objective,
-        samples=samples,
+        samples=tuple(samples),
         token_count=record["token_count"],
-        report=UpdateReport(
-            sums={name: float(value) for name, value in seen["sums"].items()},
-            token_count=record["token_count"],
-            grad_norm=float(seen["grad_norm"]),
-            learning_rate=float(seen["learning_rate"]),
-            skipped=seen["skipped"],
-            forward_backward_s=0.0,
-            optimizer_s=0.0,
-        ),
-        log_probs=log_probs,
+        report=report_of(record["seen"], record["token_count"]),
+        log_probs=tuple(log_probs),
         context=record["context"],
-        raised=record.get("raised", ""),
+        raised=record["raised"],
     )
-
-
-def _class_name(objective: Objective) -> str:
-    name = type(objective).__name__
-    return name if _OBJECTIVES.get(name) is type(objective) else name_of(objective)
-
-
-def _objective(path: Path, name: str, values: Mapping[str, Any]) -> Objective:
-    """Make the objective that ``_class_name`` named."""
-    if name in _OBJECTIVES:
-        try:
-            found: Objective = _OBJECTIVES[name](**values)
-        except (TypeError, ValueError) as error:
-            raise DumpError(f"{path}: objective '{name}': {error}; replay it with the version that wrote it") from None
-        return found
-    if ":" not in name:
-        raise DumpError(f"{path}: objective '{name}', expected one of {', '.join(_OBJECTIVES)}, or package.module:Name")
-    try:
-        return build(name, {}, values)
-    except ConfigError as error:
-        raise DumpError(f"{path}: {error}") from None
 
 
 def _plain(value: float) -> float | str:
@@ -249,50 +239,23 @@ def _plain(value: float) -> float | str:
 
 
 def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the samples' arrays laid end to end, with their lengths."""
-    samples = dump.samples
-    names = log_probs_of(samples[0])
-    given = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names}
-    if samples[0].weight is not None:
-        given["weights"] = np.array([sample.weight for sample in samples], dtype=np.float64)
-    return given | {
-        "prompt_lengths": np.array([sample.prompt_ids.size for sample in samples], dtype=np.int64),
-        "response_lengths": np.array([sample.response_ids.size for sample in samples], dtype=np.int64),
-        "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
-        "response_ids": np.concatenate([sample.response_ids for sample in samples]),
-        "loss_mask": np.concatenate([sample.loss_mask for sample in samples]),
-        "groups": np.array([sample.group for sample in samples], dtype=np.int64),
-        "advantages": np.array([sample.advantage for sample in samples], dtype=np.float32),
-        "log_prob_lengths": np.array([values.size for values in dump.log_probs], dtype=np.int64),
-        "log_probs": np.concatenate([*dump.log_probs, np.empty(0, dtype=np.float32)]),
-    }
+    """Return the samples' fields that are not None, by name: numbers as one array, arrays end to end with lengths."""
+    columns = {name: [getattr(sample, name) for sample in dump.samples] for name in Sample.__slots__}
+    columns["log_probs"] = list(dump.log_probs)
+    arrays = {}
+    for name, values in columns.items():
+        if values and isinstance(values[0], np.ndarray):
+            arrays[name] = np.concatenate(values)
+            arrays[name + _LENGTHS] = np.array([value.size for value in values], dtype=np.int64)
+        elif values and values[0] is not None:
+            arrays[name] = np.array(values)
+    return arrays
 
 
-def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float32Array, ...]]:
-    """Return what ``_arrays`` was given."""
-    prompts = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
-    lengths = arrays["response_lengths"]
-    responses, masks = _cut(arrays["response_ids"], lengths), _cut(arrays["loss_mask"], lengths)
-    log_probs = {name: _cut(arrays[name], lengths) for name in LOG_PROBS if name in arrays}
-    weights = arrays["weights"].tolist() if "weights" in arrays else [None] * len(lengths)
-    samples = tuple(
-        Sample(
-            prompt,
-            response,
-            float(advantage),
-            mask,
-            weight=weight,
-            group=int(group),
-            **{name: of_each[i] for name, of_each in log_probs.items()},
-        )
-        for i, (prompt, response, advantage, mask, weight, group) in enumerate(
-            zip(prompts, responses, arrays["advantages"], masks, weights, arrays["groups"], strict=True)
-        )
-    )
-    return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))
-
-
-def _cut(values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> list[Any]:
-    if int(lengths.sum()) != values.size:
-        raise ValueError(f"{values.size} values, expected {int(lengths.sum())}")
-    return np.split(values, np.cumsum(lengths)[:-1]) if lengths.size else []
+def _columns(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of each sample that ``_arrays`` put together, by the field's name."""
+    columns = {}
+    for name in (name for name in arrays if not name.endswith(_LENGTHS)):
+        lengths = arrays.get(name + _LENGTHS)
+        columns[name] = arrays[name].tolist() if lengths is None else np.split(arrays[name], lengths.cumsum()[:-1])
+    return columns

@@ -1,4 +1,4 @@
-"""Entropy control: the estimate of e_k and the controllers that it drives (RECIPE section 2; report, section 3.2.5)."""
+"""Entropy control: the estimate of e_k and the controller that it drives (RECIPE section 2; report, section 3.2.5)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from or1_megatron.config.algorithm import EntropyConfig, LossConfig
+from or1_megatron.config.algorithm import EntropyConfig
 from or1_megatron.types import Float32Array, Group
 
 
@@ -63,7 +63,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True)
 class EntropyReading:
-    """A step's entropy before its update, and the coefficients that follow from it."""
+    """A step's entropy before its update, and the coefficient that follows from it."""
 
     entropy: float
     """e_k."""
@@ -72,63 +72,13 @@ class EntropyReading:
     alpha: float
     """alpha_k."""
     controller: float
-    """c_k; the integral of a proportional-integral controller."""
-    clip_high: float
-    """epsilon_high of this step's updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The report's rule (section 3.2.5): alpha_k = c_k; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above.
-
-    With delta 0 the coefficient is fixed.
-    """
-
-    target: float
-    delta: float
-
-    def alpha(self, coefficient: float, entropy: float) -> float:
-        """Return alpha_k for e_k = ``entropy``, before the gate."""
-        return coefficient
-
-    def advance(self, coefficient: float, entropy: float) -> float:
-        """Return c_{k+1}, before it is cut to its bounds."""
-        return coefficient + self.delta * (int(entropy < self.target) - int(entropy > self.target))
-
-
-@dataclass(frozen=True, slots=True)
-class ProportionalIntegral:
-    """Beyond the report: alpha_k = K_p err_k + c_k, cut to [lowest, highest]; c_{k+1} = c_k + K_i err_k.
-
-    err_k = target - e_k. This is the textbook discrete PI controller, with anti-windup by conditional integration: c
-    rests while alpha_k is at a bound and the error pushes it further out. Otherwise c would drift away during a long
-    spell of high entropy, and take as long to come back.
-
-    Worked example (target 0.2, K_p 0.1, K_i 0.05, bounds [0, 0.02], c_0 = 0.01):
-        e 0.1: alpha 0.01 + 0.01 = 0.02, at the bound and pushing: c stays 0.01
-        e 0.18: alpha 0.01 + 0.002 = 0.012, c = 0.01 + 0.001 = 0.011
-        e 0.4: alpha -0.009, cut to 0, pushing: c stays 0.011
-    """
-
-    target: float
-    proportional: float
-    integral: float
-    lowest: float
-    highest: float
-
-    def alpha(self, coefficient: float, entropy: float) -> float:
-        wanted = self.proportional * (self.target - entropy) + coefficient
-        return min(max(wanted, self.lowest), self.highest)
-
-    def advance(self, coefficient: float, entropy: float) -> float:
-        error = self.target - entropy
-        wanted = self.proportional * error + coefficient
-        pushes = (wanted >= self.highest and error > 0) or (wanted <= self.lowest and error < 0)
-        return coefficient if pushes else coefficient + self.integral * error
+    """c_k."""
 
 
 class EntropyController:
-    """alpha_k = rule's alpha * gate; c_{k+1} = rule's next c, within [minimum, maximum]. RECIPE section 2.
+    """alpha_k = c_k * gate; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above, within [minimum, maximum].
+
+    The report's rule (section 3.2.5, RECIPE section 2); with delta 0 the coefficient is fixed.
 
     ``advance`` is called once per rollout step; alpha_k is the same for all SGD steps of that step. In mode
     ``adaptive`` the gate is 1{e_k <= target}, or 1{e_{k-1} <= target} (``late``, as in the released code; open in the
@@ -141,7 +91,6 @@ class EntropyController:
     def __init__(self, config: EntropyConfig) -> None:
         self._config = config
         self._highest = float("inf") if config.maximum is None else config.maximum
-        self._rule = _rule(config, self._highest)
         self.coefficient = config.coefficient
         """c_k."""
         self._before: float | None = None
@@ -149,7 +98,7 @@ class EntropyController:
 
     def alpha(self, entropy: float) -> float:
         """Return alpha_k for e_k = ``entropy``."""
-        return self._rule.alpha(self.coefficient, entropy) if self._open(entropy) else 0.0
+        return self.coefficient if self._open(entropy) else 0.0
 
     def _open(self, entropy: float) -> bool:
         if self._config.mode != "adaptive" or self._config.gate == "off":
@@ -159,8 +108,9 @@ class EntropyController:
 
     def advance(self, entropy: float) -> None:
         """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. At the target c rests."""
-        moved = self._rule.advance(self.coefficient, entropy)
-        if moved != self.coefficient:
+        target = self._config.target
+        if self._config.mode == "adaptive" and entropy != target:
+            moved = self.coefficient + (self._config.delta if entropy < target else -self._config.delta)
             self.coefficient = min(max(moved, self._config.minimum), self._highest)
         self._before = entropy
 
@@ -170,42 +120,5 @@ class EntropyController:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned. A mode whose coefficient does not move keeps the configured one."""
-        if self._config.mode in ("adaptive", "proportional_integral"):
+        if self._config.mode == "adaptive":
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")
-
-
-def _rule(config: EntropyConfig, highest: float) -> Steps | ProportionalIntegral:
-    if config.mode == "proportional_integral":
-        gains = config.proportional_gain, config.integral_gain
-        return ProportionalIntegral(config.target, *gains, config.minimum, highest)
-    return Steps(config.target, config.delta if config.mode == "adaptive" else 0.0)
-
-
-class ClipHighController:
-    """Beyond the report (open question 3): epsilon_high rises by delta after e_k < target, falls by it after e_k above.
-
-    A wider upper clip lets unlikely tokens gain more, which raises entropy (the report, ablation 10). The rule is
-    ``Steps``, within [minimum, maximum]; with delta 0 it stays at ``loss.clip_high``.
-
-    Worked example (start 0.2, target 0.2, delta 0.02, bounds [0.2, 0.23]): e = 0.1, 0.1, 0.3 gives 0.2, 0.22, 0.23 and
-    then 0.21.
-    """
-
-    def __init__(self, config: LossConfig, target: float) -> None:
-        self._config, self._target = config.clip_high_control, target
-        self.value = config.clip_high
-        """epsilon_high of the next step."""
-
-    def advance(self, entropy: float) -> None:
-        config = self._config
-        if config.delta > 0:
-            moved = Steps(self._target, config.delta).advance(self.value, entropy)
-            self.value = min(max(moved, config.minimum), config.maximum)
-
-    def state(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned; with delta 0 the configured value stays."""
-        if self._config.delta > 0:
-            self.value = float(state["value"])

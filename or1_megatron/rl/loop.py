@@ -27,16 +27,16 @@ from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
-from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
+from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.metrics import (
     Filtered,
     StepRecord,
     evaluation_metrics,
-    measured_mismatch,
     step_metrics,
     time_metrics,
 )
+from or1_megatron.rl.mismatch import measured_mismatch
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
@@ -72,7 +72,6 @@ class Loop:
         self.evaluations = Evaluations(config.evaluation, self.schedule)
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
-        self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
@@ -181,9 +180,7 @@ class Loop:
         if stage.restart_optimizer and self.steps_done > 0:
             self.ports.policy.restart_optimizer()
         if stage.restart_controller:
-            algorithm = self.config.algorithm
-            self.controller = EntropyController(algorithm.entropy)
-            self.clip_high = ClipHighController(algorithm.loss, algorithm.entropy.target)
+            self.controller = EntropyController(self.config.algorithm.entropy)
         return None if index == 0 else self.supply.leave_out(self.ledger, index - 1, stage)
 
     @stopping_verb
@@ -229,9 +226,8 @@ class Loop:
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
         """Normalise the rewards within each group, less their penalties if there are any."""
-        algorithm, layout = self.config.algorithm, self.config.layout
-        penalties = reward_penalties(self.ports.policy, groups, stage, algorithm, layout)
-        return assign_advantages(groups, algorithm.advantage, penalties)
+        advantage = self.config.algorithm.advantage
+        return assign_advantages(groups, advantage, reward_penalties(groups, advantage, stage.max_response_tokens))
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
@@ -249,11 +245,10 @@ class Loop:
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
-        """Estimate e_k on the rollout buffer, and derive the step's coefficients from it."""
+        """Estimate e_k on the rollout buffer, and derive the step's coefficient from it."""
         of_kept = [group.group for group in kept]
         entropy, sampled = estimate(groups, of_kept, scored.entropies, self.config.algorithm.entropy)
-        alpha = self.controller.alpha(entropy)
-        return EntropyReading(entropy, sampled, alpha, self.controller.coefficient, self.clip_high.value)
+        return EntropyReading(entropy, sampled, self.controller.alpha(entropy), self.controller.coefficient)
 
     @stopping_verb
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
@@ -266,14 +261,13 @@ class Loop:
     def update(
         self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading, scored: Scored
     ) -> list[UpdateReport]:
-        """Make the SGD steps, all with the same coefficients. Raises TooManySkipped."""
+        """Make the SGD steps, all with the same coefficient. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
         for i, batch in enumerate(batches):
             objective = make_objective(
                 self.config.algorithm,
                 stage,
                 reading.alpha,
-                reading.clip_high,
                 stale=self._staleness > 0,
                 seed=step * stage.sgd_steps + i,
                 mean_length=batch.token_count / batch.sample_count,
@@ -284,9 +278,8 @@ class Loop:
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
-        """Advance c_k to c_{k+1}, and epsilon_high where it is controlled, once per rollout step."""
+        """Advance c_k to c_{k+1}, once per rollout step."""
         self.controller.advance(reading.entropy)
-        self.clip_high.advance(reading.entropy)
 
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
@@ -313,12 +306,12 @@ class Loop:
         }
         if self.config.safety.alarms:
             stage_step = self.schedule.stage_step(self.steps_done)
-            texts, found = self.alarms.look(
+            texts, raised = self.alarms.look(
                 StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
             )
             for text in texts:
                 self._alarm(text)
-            metrics |= found
+            metrics |= raised
         self.schedule.read(metrics | evaluation_metrics(evaluation))
         return metrics
 
@@ -326,7 +319,7 @@ class Loop:
     def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
         """Give the rollouts to the observer and one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
-        row = dict(metrics) | self.saving.told_write_s() | evaluation_metrics(evaluation)
+        row = dict(metrics) | self.saving.take_write_s() | evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
         self.ports.tracker.log(self.steps_done, row | self._lap([step.rollout, *step.updates, *evaluations]))
 
@@ -399,7 +392,6 @@ class Loop:
             "steps_done": self.steps_done,
             "schedule": self.schedule.state(),
             "controller": self.controller.state(),
-            "clip_high": self.clip_high.state(),
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
@@ -411,11 +403,10 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "rejected_share"})
+        check_state(state, self.state().keys() - {"rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
-        self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])

@@ -21,7 +21,6 @@ from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
     EvaluationResult,
-    Float32Array,
     Group,
     HandoffReport,
     RolloutReport,
@@ -39,16 +38,6 @@ class TrainerGpus:
     peak_flops_per_gpu: float | None
     """None: unknown for this GPU, so that MFU is not reported."""
     parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """How far engine and policy differ in the log-probs of the sampled tokens that are trained on, nats."""
-
-    mean_abs: float
-    max_abs: float
-    kl: float
-    """k3 estimate of KL(engine || policy), mean over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +63,8 @@ class StepRecord:
     rejected: Sequence[AdvantagedGroup]
     rollout: RolloutReport
     reading: EntropyReading
-    mismatch: Mismatch | None
-    """None: no SGD step was made."""
+    mismatch: Mapping[str, float]
+    """What ``measured_mismatch`` or ``scored_mismatch`` returned; empty: no SGD step was made."""
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
     handoff: HandoffReport | None
@@ -98,15 +87,14 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
         "entropy/estimate": step.reading.entropy,
         "entropy/coefficient": step.reading.alpha,
         "entropy/controller": step.reading.controller,
-        "policy/clip_high": step.reading.clip_high,
         "rollout/staleness": step.staleness,
         **update_metrics(step.updates, step.stage.sgd_steps == 1 and step.staleness == 0),
         **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
     }
-    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch)):
-        if found is not None:
-            metrics |= {f"{group}/{name}": value for name, value in asdict(found).items()}
+    metrics |= step.mismatch
+    if step.filtered is not None:
+        metrics |= {f"filter/{name}": count for name, count in asdict(step.filtered).items()}
     if step.scores is not None:
         engine = [completion.log_probs for group in step.kept for completion in group.group.completions]
         metrics |= mismatch_metrics(engine, step.scores.log_probs)
@@ -236,29 +224,6 @@ _MEANS: Mapping[str, str] = {
 """The objective's sum whose mean over tokens a metric is. An objective returns those that it has."""
 
 
-def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
-    """Return engine against policy as an on-policy update measured it. None when it was skipped, or there was none."""
-    done = [update for update in updates if not update.skipped]
-    if not done or "abs_log_ratio" not in done[0].sums:  # an objective of the user's need not measure it
-        return None
-    tokens = sum(update.token_count for update in done)
-    return Mismatch(
-        mean_abs=sum(update.sums["abs_log_ratio"] for update in done) / tokens,
-        max_abs=max(update.sums["max_abs_log_ratio"] for update in done),
-        kl=sum(update.sums["approx_kl"] for update in done) / tokens,
-    )
-
-
-def scored_mismatch(engine: Sequence[Float32Array], policy: Sequence[Float32Array]) -> Mismatch:
-    """Return engine against policy from a scoring pass, over at least one token."""
-    difference = np.concatenate(policy).astype(np.float64) - np.concatenate(engine).astype(np.float64)
-    return Mismatch(
-        mean_abs=float(np.abs(difference).mean()),
-        max_abs=float(np.abs(difference).max()),
-        kl=float((np.expm1(difference) - difference).mean()),
-    )
-
-
 def throughput_metrics(
     batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: TrainerGpus | None
 ) -> dict[str, float]:
@@ -281,14 +246,14 @@ def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
     if result is None:
         return {}
     metrics: dict[str, float | None] = {}
-    for prefix, found in [("", result), *((f"{title}/", of_set) for title, of_set in result.sets.items())]:
+    for prefix, one in [("", result), *((f"{title}/", of_set) for title, of_set in result.sets.items())]:
         metrics |= {
-            f"evaluation/{prefix}accuracy": found.accuracy,
-            f"evaluation/{prefix}non_truncated_accuracy": found.non_truncated_accuracy,
-            f"evaluation/{prefix}truncation_ratio": found.truncation_ratio,
-            f"evaluation/{prefix}mean_length": found.mean_length_tokens,
-            f"evaluation/{prefix}entropy": found.entropy,
-            f"evaluation/{prefix}samples": found.samples,
+            f"evaluation/{prefix}accuracy": one.accuracy,
+            f"evaluation/{prefix}non_truncated_accuracy": one.non_truncated_accuracy,
+            f"evaluation/{prefix}truncation_ratio": one.truncation_ratio,
+            f"evaluation/{prefix}mean_length": one.mean_length_tokens,
+            f"evaluation/{prefix}entropy": one.entropy,
+            f"evaluation/{prefix}samples": one.samples,
         }
     return _measured(metrics)
 

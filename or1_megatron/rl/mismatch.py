@@ -12,10 +12,37 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from or1_megatron.types import Float32Array
+from or1_megatron.types import Float32Array, UpdateReport
 
 _LARGEST: Final = 20.0
 """|d| and |s| are clamped to this in exponents."""
+
+
+def measured_mismatch(updates: Sequence[UpdateReport]) -> dict[str, float]:
+    """Return ``mismatch/mean_abs``, ``max_abs`` and ``kl`` as an on-policy update measured them over its tokens, nats.
+
+    Empty if all were skipped, if there was none, or if an objective of the user's does not measure them. kl: the
+    k3 estimate of KL(engine || policy).
+    """
+    done = [update for update in updates if not update.skipped]
+    if not done or "abs_log_ratio" not in done[0].sums:
+        return {}
+    tokens = sum(update.token_count for update in done)
+    return {
+        "mismatch/mean_abs": sum(update.sums["abs_log_ratio"] for update in done) / tokens,
+        "mismatch/max_abs": max(update.sums["max_abs_log_ratio"] for update in done),
+        "mismatch/kl": sum(update.sums["approx_kl"] for update in done) / tokens,
+    }
+
+
+def scored_mismatch(engine: Sequence[Float32Array], policy: Sequence[Float32Array]) -> dict[str, float]:
+    """Return the same from a scoring pass, over at least one token."""
+    difference = np.concatenate(policy).astype(np.float64) - np.concatenate(engine).astype(np.float64)
+    return {
+        "mismatch/mean_abs": float(np.abs(difference).mean()),
+        "mismatch/max_abs": float(np.abs(difference).max()),
+        "mismatch/kl": float((np.expm1(difference) - difference).mean()),
+    }
 
 
 def mismatch_metrics(engine: Sequence[Float32Array], policy: Sequence[Float32Array]) -> dict[str, float]:
@@ -36,14 +63,14 @@ def mismatch_metrics(engine: Sequence[Float32Array], policy: Sequence[Float32Arr
     tokens = np.concatenate(ratios)
     sequences = np.array([ratio.sum() for ratio in ratios])
     mean_ratios = np.array([ratio.mean() for ratio in ratios])
-    found = {
+    measures = {
         "k1": -tokens.mean(),
         "perplexity_ratio": np.exp(np.clip(-mean_ratios, -_LARGEST, _LARGEST)).mean(),
         "sequence_log_ratio": np.abs(sequences).mean(),
     }
     for prefix, log_weights in (("", tokens), ("sequence_", sequences)):
-        found[f"{prefix}chi_square"], found[f"{prefix}effective_sample_size"] = _spread(log_weights)
-    return {f"mismatch/{name}": float(value) for name, value in found.items()}
+        measures[f"{prefix}chi_square"], measures[f"{prefix}effective_sample_size"] = _spread(log_weights)
+    return {f"mismatch/{name}": float(value) for name, value in measures.items()}
 
 
 def _spread(log_weights: NDArray[np.float64]) -> tuple[float, float]:

@@ -123,12 +123,12 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
     return best if rows is None else min(best, _deal(rows, extents, layout), key=lambda plan: plan.slowest_cost)
 
 
-def _shortest(place: Callable[[int], Rows | None], lowest: int, highest: int) -> Rows | None:
-    """Return the rows for the smallest length in ``lowest`` to ``highest`` at which ``place`` succeeds, or None."""
-    best = place(highest) if lowest <= highest else None
+def _shortest(fit: Callable[[int], Rows | None], lowest: int, highest: int) -> Rows | None:
+    """Return the rows for the smallest length in ``lowest`` to ``highest`` at which ``fit`` succeeds, or None."""
+    best = fit(highest) if lowest <= highest else None
     while best is not None and lowest < highest:
         middle = (lowest + highest) // 2
-        rows = place(middle)
+        rows = fit(middle)
         if rows is None:
             lowest = middle + 1
         else:
@@ -141,12 +141,12 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
-        place = bisect_left(rooms, (sizes[i], -1))
-        if place == len(rooms):
+        at = bisect_left(rooms, (sizes[i], -1))
+        if at == len(rooms):
             room, row = capacity, len(rows)
             rows.append([])
         else:
-            room, row = rooms.pop(place)
+            room, row = rooms.pop(at)
         rows[row].append(i)
         insort(rooms, (room - sizes[i], row))
     return rows

@@ -92,7 +92,7 @@ class Saving:
             shutil.rmtree(self._memory.folder, ignore_errors=True)
         self._memory = None
 
-    def told_write_s(self) -> dict[str, float]:
+    def take_write_s(self) -> dict[str, float]:
         """Return ``checkpoint/write_s`` of the last checkpoint written, once."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

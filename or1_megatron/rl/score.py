@@ -5,13 +5,13 @@ Each is made only when it is needed: with the recipe's defaults and N_SGD = 1 a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
-from or1_megatron.rl.metrics import Mismatch, scored_mismatch
+from or1_megatron.rl.mismatch import scored_mismatch
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, Sample, TokenScores, UpdateReport
@@ -22,8 +22,8 @@ class Scored:
     """The kept groups as samples, and the results of the passes over them."""
 
     samples: list[list[Sample]]
-    mismatch: Mismatch | None
-    """Engine against policy; None: no pass measured it."""
+    mismatch: Mapping[str, float]
+    """Metrics of engine against policy; empty: no pass measured them."""
     entropies: Sequence[Float32Array] | None
     """Full entropies [n] of every response that e_k is measured on; None: e_k is not estimated by ``full``."""
     of_kept: TokenScores | None = None
@@ -51,7 +51,8 @@ def score(
     freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
     others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
     passed = samples + [sample for group in others for sample in to_samples(group)]
-    mismatch, entropies, of_kept = None, None, None
+    mismatch: Mapping[str, float] = {}
+    entropies, of_kept = None, None
     if passed and (freeze or full):
         scores = policy.score(pack(passed, layout), stage.temperature)
         check_log_probs(passed, scores.log_probs)
@@ -62,11 +63,11 @@ def score(
             mismatch = scored_mismatch(made, own)
         entropies = scores.entropies if full else None
         if freeze:
-            samples = [replace(s, policy_log_probs=found) for s, found in zip(samples, own, strict=True)]
-    if algorithm.kl.reference is not None and algorithm.kl.where == "loss" and samples:
+            samples = [replace(s, policy_log_probs=scored) for s, scored in zip(samples, own, strict=True)]
+    if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
-        samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
+        samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
 

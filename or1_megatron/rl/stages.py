@@ -129,11 +129,11 @@ def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpo
     """Raise ResumeError unless the step after ``checkpoint`` is the first of stage ``index``."""
     if not schedule.over(steps_done) and schedule.index(steps_done) == index and schedule.begins(steps_done):
         return
-    found, wanted = schedule.stages[schedule.current], schedule.stages[index - 1]
+    at, wanted = schedule.stages[schedule.current], schedule.stages[index - 1]
     done = schedule.stage_step(steps_done)
     raise ResumeError(
         f"stage {index + 1} ('{schedule.stages[index].name}') begins where stage {index} ('{wanted.name}', "
-        f"{wanted.steps} steps) has ended, but {checkpoint} is of step {done} of stage '{found.name}'; finish stage "
+        f"{wanted.steps} steps) has ended, but {checkpoint} is of step {done} of stage '{at.name}'; finish stage "
         f"{index} first (or1 train ... --stage {index}), end it there with --set stages.{index - 1}.steps={done}, or "
         "name another checkpoint with --set run.previous=..."
     )

@@ -194,10 +194,6 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
     if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return
     asked = {
-        "entropy.bonus_on = clipped": algorithm.entropy.bonus_on == "clipped",
-        f"loss.clip_high_control.delta = {algorithm.loss.clip_high_control.delta:g}": (
-            algorithm.loss.clip_high_control.delta > 0
-        ),
         f"loss.dual_clip = {algorithm.loss.dual_clip}": algorithm.loss.dual_clip is not None,
         "objective.name = kl_cov": algorithm.objective.name == "kl_cov",
     }

@@ -113,12 +113,6 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             f"algorithm.loss.clip_low = {loss.clip_low:g} with cispo: its paper has no lower bound of the ratio; 1 "
             "switches it off"
         )
-    kl = config.algorithm.kl
-    if kl.coefficient > 0 and (kl.where, kl.estimator, kl.straight_through) == ("loss", "k1", False):
-        yield (
-            "algorithm.kl.estimator = k1 in the loss: the mean of its gradient is 0, so it adds noise and no pull to "
-            "the reference; set straight_through, which gives it the gradient of k2, or another estimator"
-        )
     for stage in config.stages:
         why = "refill_prompts" if stage.refill_prompts else "plateau" if stage.plateau is not None else None
         if why is not None and config.rollout.max_staleness > 1:

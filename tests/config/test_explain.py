@@ -75,7 +75,7 @@ def test_one_key() -> None:
 @pytest.mark.parametrize(
     ("wanted", "count"),
     [("stages.0.group_size", 1), ("stages.*.group_size", 1), ("group_size", 1), ("data.train.path", 1), ("lr", 1),
-     ("optimizer", 8), ("clip_high_control", 3), ("max_response_tokens", 4)],
+     ("optimizer", 8), ("max_response_tokens", 4)],
 )  # fmt: skip
 def test_names_that_are_understood(wanted: str, count: int) -> None:
     """With an index, a star or neither; the last parts of a name; a section."""

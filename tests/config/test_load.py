@@ -135,8 +135,9 @@ def test_a_bad_key_or_value_is_named_with_its_line(base: Path, lines: str, expec
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
     """In a file, named by its line; in an override; and where one key is asked for."""
-    section, *inner = key.split(".")
-    base.write_text(f"{BASE}{section}: {'{' + ': {'.join(inner)}: 1{'}' * len(inner)}\n")
+    first, *rest = key.split(".")
+    nested = "".join(f"{{{part}: " for part in rest) + "1" + "}" * len(rest)
+    base.write_text(f"{BASE}{first}: {nested}\n")
     assert refusal(base) == f"{base}:15: {key}: was removed: {REMOVED[key].why}"
     base.write_text(BASE)
     assert refusal(base, f"{key}=1") == f"--set {key}=1: {key}: was removed: {REMOVED[key].why}"
@@ -148,9 +149,13 @@ def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
 
 def test_the_configuration_of_a_former_version_s_run_loads(base: Path) -> None:
     """Such a run's own config.yaml has every key with its default."""
-    former = "rollout: {tail: wait, tail_share: 0.25, continued: none, speculation: null, engines: 1}"
-    base.write_text(f"{BASE}{former}\nalgorithm: {{loss: {{divisor: own}}, entropy: {{preset: null}}}}\n")
-    assert load_config(base).rollout.engines == 1
+    rollout = "rollout: {tail: wait, tail_share: 0.25, continued: none, speculation: null, engines: 1}"
+    steered = "loss: {clip_low: 0.1, divisor: own, clip_high_control: {delta: 0.0, minimum: 0.2, maximum: 0.28}}"
+    kl = "kl: {where: loss, straight_through: false}"
+    entropy = "entropy: {preset: null, bonus_on: all, proportional_gain: 0.0, integral_gain: 0.0, target: 0.3}"
+    base.write_text(f"{BASE}{rollout}\nalgorithm: {{{steered}, {kl}, {entropy}}}\n")
+    config = load_config(base)
+    assert (config.rollout.engines, config.algorithm.loss.clip_low, config.algorithm.entropy.target) == (1, 0.1, 0.3)
 
 
 def test_what_a_removed_key_s_sentence_names_is_there() -> None:

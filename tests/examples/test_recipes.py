@@ -101,9 +101,9 @@ def test_the_released_models_are_trained_as_the_report_says(recipe: str, monkeyp
 def test_every_layout_works_out(recipe: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No conflict, no lack of memory; no warning of rows that pad, of a starved pipeline; nodes of 8 GPUs, all used."""
     config = load(recipe, layout, monkeypatch)
-    found = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
-    assert not found.warnings and config.cluster.gpu_memory_gb is not None
-    assert not memory_short(config, found.shape, "cuda", int(config.cluster.gpu_memory_gb * 1e9))
+    planned = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
+    assert not planned.warnings and config.cluster.gpu_memory_gb is not None
+    assert not memory_short(config, planned.shape, "cuda", int(config.cluster.gpu_memory_gb * 1e9))
     parallel, rollout = config.parallel, config.rollout
     assert parallel.ranks == config.devices == 8 * NODES_OF_8[layout]
     assert rollout.engines * rollout.tensor_parallel == parallel.ranks

@@ -25,7 +25,7 @@ TOKENS, VOCABULARY = 41, 90
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "dual clip, KL, truncated": {"dual_clip": 1.3, "kl_coefficient": 0.2, "correction": "truncated"},
-    "masked, bonus on clipped": {"correction": "masked", "correction_cap": 1.2, "bonus_on": "clipped"},
+    "masked": {"correction": "masked", "correction_cap": 1.2},
     "on policy, KL, masked": {"on_policy": True, "kl_coefficient": 0.2, "correction": "masked", "correction_cap": 1.2},
 }
 

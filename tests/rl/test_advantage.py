@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from fakes import group_of
@@ -9,38 +11,33 @@ from fakes import group_of
 from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, group_advantages, reject
 
-EXACT = AdvantageConfig(eps=0.0)
+CUT = [False, False, True, True]
 
 
-def test_unbiased_std_by_hand() -> None:
-    """r = (1, 0, 0, 0): mean 1/4, squared deviations 9/16 + 3/16 = 3/4, over 3: variance 1/4."""
-    np.testing.assert_array_equal(group_advantages(group_of([1, 0, 0, 0]), EXACT), [1.5, -0.5, -0.5, -0.5])
-
-
-def test_biased_std_by_hand() -> None:
-    """Variance 3/4 over 4: 3/16, std sqrt(3)/4; A = 3/4 / std = sqrt(3), -1/4 / std = -1/sqrt(3)."""
-    found = group_advantages(group_of([1, 0, 0, 0]), AdvantageConfig(std_ddof=0, eps=0.0))
-    np.testing.assert_allclose(found, [3**0.5] + [-(3**-0.5)] * 3, rtol=1e-7)
-
-
-def test_eps_stands_beside_std() -> None:
-    """A = (3/4) / (1/2 + 1/2)."""
-    found = group_advantages(group_of([1, 0, 0, 0]), AdvantageConfig(eps=0.5))
-    np.testing.assert_array_equal(found, [0.75, -0.25, -0.25, -0.25])
-
-
-def test_truncation_mask_before() -> None:
-    """Over (1, 0) alone: mean 1/2, variance 1/2: A = +-1/2 * sqrt(2); truncated ones 0."""
-    group = group_of([1, 0, 0, 0], [False, False, True, True])
-    found = group_advantages(group, AdvantageConfig(eps=0.0, truncation_mask="before"))
-    np.testing.assert_allclose(found, [0.5**0.5, -(0.5**0.5), 0, 0], rtol=1e-7)
-
-
-def test_truncation_mask_after_and_none() -> None:
-    group = group_of([1, 0, 0, 0], [False, False, True, True])
-    after = group_advantages(group, AdvantageConfig(eps=0.0, truncation_mask="after"))
-    np.testing.assert_array_equal(after, [1.5, -0.5, 0, 0])
-    np.testing.assert_array_equal(group_advantages(group, EXACT), [1.5, -0.5, -0.5, -0.5])
+@pytest.mark.parametrize(
+    ("rewards", "truncated", "settings", "expected"),
+    [
+        # Mean 1/4, squared deviations 9/16 + 3/16 = 3/4; over 3 the variance is 1/4, over 4 it is 3/16.
+        ([1, 0, 0, 0], None, {}, [1.5, -0.5, -0.5, -0.5]),
+        ([1, 0, 0, 0], None, {"std_ddof": 0}, [3**0.5] + [-(3**-0.5)] * 3),
+        ([1, 0, 0, 0], None, {"eps": 0.5}, [0.75, -0.25, -0.25, -0.25]),  # (3/4) / (1/2 + 1/2)
+        ([1, 0, 0, 0], None, {"scale": "none", "eps": 1e-6}, [0.75, -0.25, -0.25, -0.25]),
+        # before: over (1, 0) alone, of mean and variance 1/2; after: over all, then 0; none: like any other.
+        ([1, 0, 0, 0], CUT, {"truncation_mask": "before"}, [0.5**0.5, -(0.5**0.5), 0, 0]),
+        ([1, 0, 0, 0], CUT, {"truncation_mask": "after"}, [1.5, -0.5, 0, 0]),
+        ([1, 0, 0, 0], CUT, {}, [1.5, -0.5, -0.5, -0.5]),
+        # A truncated response may be right, as with the released code's judge; the masks take its advantage too.
+        ([1, 0], [True, False], {}, [0.5**0.5, -(0.5**0.5)]),
+        ([1, 0], [True, False], {"truncation_mask": "after"}, [0, -(0.5**0.5)]),
+        ([1, 1, 0], [True, False, False], {"truncation_mask": "before"}, [0, 0.5**0.5, -(0.5**0.5)]),
+    ],
+)
+def test_advantages_by_hand(
+    rewards: list[int], truncated: list[bool] | None, settings: dict[str, Any], expected: list[float]
+) -> None:
+    """With eps 0 unless given."""
+    config = AdvantageConfig.model_validate({"eps": 0.0} | settings)
+    np.testing.assert_allclose(group_advantages(group_of(rewards, truncated), config), expected, rtol=1e-7)
 
 
 @pytest.mark.parametrize("mask", ["before", "after"])
@@ -60,16 +57,3 @@ def test_rejects_uniform_groups_in_order() -> None:
     assert [g.group.prompt.problem.id for g in rejected] == ["p0", "p2"]
     everything = AdvantageConfig(reject_uniform_groups=False)
     assert reject(advantaged, everything) == (advantaged, [])
-
-
-def test_a_truncated_response_may_be_right() -> None:
-    """As with the released code's judge. Under ``none`` it counts like any other: (1, 0) has mean 1/2, variance 1/2.
-    The masks take its advantage, whatever its reward."""
-    group = group_of([1, 0], [True, False])
-    np.testing.assert_allclose(group_advantages(group, EXACT), [0.5**0.5, -(0.5**0.5)], rtol=1e-7)
-    after = group_advantages(group, AdvantageConfig(eps=0.0, truncation_mask="after"))
-    np.testing.assert_allclose(after, [0, -(0.5**0.5)], rtol=1e-7)
-    before = group_advantages(
-        group_of([1, 1, 0], [True, False, False]), AdvantageConfig(truncation_mask="before", eps=0)
-    )
-    np.testing.assert_allclose(before, [0, 0.5**0.5, -(0.5**0.5)], rtol=1e-7)

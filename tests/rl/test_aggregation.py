@@ -20,7 +20,7 @@ from or1_megatron.types import Sample
 
 
 def weights_of(samples: list[Sample]) -> list[float | None]:
-    return [each.weight for each in samples]
+    return [response.weight for response in samples]
 
 
 def test_weights_by_hand() -> None:
@@ -42,7 +42,8 @@ def test_rows_hold_the_weights_of_their_samples() -> None:
             for k, index in enumerate(row.sample_index):
                 part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
                 assert row.weights[part][row.loss_mask[part]].tolist() == [index + 1.0] * (index + 1)
-    assert pack([replace(each, weight=None) for each in samples], BatchLayout(1, 64, 1)).ranks[0][0].weights is None
+    bare = [replace(response, weight=None) for response in samples]
+    assert pack(bare, BatchLayout(1, 64, 1)).ranks[0][0].weights is None
     with pytest.raises(ValueError, match="4 of 5 samples have weight; expected all or none"):
         pack([*samples[:4], replace(samples[4], weight=None)], BatchLayout(1, 64, 1))
 
@@ -61,7 +62,7 @@ def test_the_released_rule_against_its_own_steps() -> None:
     rng = np.random.default_rng(1)
     lengths = np.minimum(64, rng.lognormal(3, 0.8, 4096).astype(int) + 1)
     samples = [sample([1] * int(p), [2] * int(n)) for p, n in zip(rng.integers(1, 9, 4096), lengths, strict=True)]
-    whole = np.array([each.prompt_ids.size + each.response_ids.size for each in samples])
+    whole = np.array([response.prompt_ids.size + response.response_ids.size for response in samples])
     ours = weigh(samples, "released-code", 64)
     cut, gpus = released_cut(whole, 64 + 3048), 32
     per_gpu = len(cut) // gpus
@@ -76,9 +77,9 @@ def test_the_released_rule_against_its_own_steps() -> None:
             for gpu in range(gpus)
         ]
         gradients = torch.autograd.grad(torch.stack(of_gpus).mean(), losses)
-        for each, gradient in zip(ours, gradients, strict=True):
-            assert each.weight is not None
-            expected = each.weight / lengths.sum() * 4096 / configured
+        for response, gradient in zip(ours, gradients, strict=True):
+            assert response.weight is not None
+            expected = response.weight / lengths.sum() * 4096 / configured
             assert gradient.tolist() == pytest.approx([expected] * len(gradient), rel=1e-9)
 
 
@@ -107,9 +108,9 @@ def test_the_released_cut() -> None:
     ],
 )
 def test_largest_differencing(sizes: list[int], parts: int, sums: list[int]) -> None:
-    found = balanced(np.array(sizes), parts)
-    assert sorted(i for part in found for i in part) == list(range(len(sizes)))
-    assert sorted(sum(sizes[i] for i in part) for part in found) == sums
+    split = balanced(np.array(sizes), parts)
+    assert sorted(i for part in split for i in part) == list(range(len(sizes)))
+    assert sorted(sum(sizes[i] for i in part) for part in split) == sums
 
 
 def test_largest_differencing_with_equal_counts_by_hand() -> None:

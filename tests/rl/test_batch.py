@@ -33,35 +33,24 @@ def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask:
     )
 
 
-def test_docstring_example() -> None:
-    batch = pack([sample([5, 6], [7, 8], 0.5)], BatchLayout(data_ranks=1, budget_tokens=6, alignment=6))
+@pytest.mark.parametrize(
+    ("sequence_alignment", "position_ids", "cu_seqlens"), [(1, [0, 1, 2, 3, 0, 1], [0, 4, 6]), (3, [*range(6)], [0, 6])]
+)
+def test_docstring_example(sequence_alignment: int, position_ids: list[int], cu_seqlens: list[int]) -> None:
+    """With an alignment of sequences to 3 the sequence itself reaches to 6."""
+    layout = BatchLayout(data_ranks=1, budget_tokens=6, alignment=6, sequence_alignment=sequence_alignment)
+    batch = pack([sample([5, 6], [7, 8], 0.5)], layout)
     ((row,),) = batch.ranks
     np.testing.assert_array_equal(row.token_ids, [5, 6, 7, 8, 0, 0])
     np.testing.assert_array_equal(row.target_ids, [6, 7, 8, 0, 0, 0])
-    np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 3, 0, 1])
-    np.testing.assert_array_equal(row.cu_seqlens, [0, 4, 6])
+    np.testing.assert_array_equal(row.position_ids, position_ids)
+    np.testing.assert_array_equal(row.cu_seqlens, cu_seqlens)
     np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
     np.testing.assert_array_equal(row.engine_log_probs, [0, -1, -2, 0, 0, 0])
     np.testing.assert_array_equal(row.sample_index, [0])
     np.testing.assert_array_equal(row.lengths, [4])
     assert (batch.token_count, batch.sample_count, real_tokens(batch)) == (2, 1, 4)
-
-
-def test_docstring_example_under_sequence_alignment() -> None:
-    """As above, but the sequence itself reaches to 6."""
-    one = sample([5, 6], [7, 8], 0.5)
-    batch = pack([one], BatchLayout(data_ranks=1, budget_tokens=6, alignment=6, sequence_alignment=3))
-    ((row,),) = batch.ranks
-    np.testing.assert_array_equal(row.token_ids, [5, 6, 7, 8, 0, 0])
-    np.testing.assert_array_equal(row.target_ids, [6, 7, 8, 0, 0, 0])
-    np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 3, 4, 5])
-    np.testing.assert_array_equal(row.cu_seqlens, [0, 6])
-    np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
-    np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
-    np.testing.assert_array_equal(row.engine_log_probs, [0, -1, -2, 0, 0, 0])
-    np.testing.assert_array_equal(row.lengths, [4])
-    assert real_tokens(batch) == 4
 
 
 def test_two_sequences_fill_a_row_without_padding() -> None:
@@ -73,14 +62,6 @@ def test_two_sequences_fill_a_row_without_padding() -> None:
     np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 0, 1])
     np.testing.assert_array_equal(row.cu_seqlens, [0, 3, 5])
     np.testing.assert_array_equal(row.loss_mask, [1, 1, 0, 1, 0])
-
-
-def test_rank_without_samples_gets_padding() -> None:
-    batch = pack([sample([1], [2, 3])], BatchLayout(data_ranks=2, budget_tokens=8, alignment=4))
-    padding, row = sorted((rank[0] for rank in batch.ranks), key=lambda row: row.sample_index.size)
-    assert row.token_ids.size == padding.token_ids.size == 4
-    assert padding.sample_index.size == padding.lengths.size == 0 and not padding.loss_mask.any()
-    np.testing.assert_array_equal(padding.cu_seqlens, [0, 4])
 
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 14)), min_size=1, max_size=40)
@@ -250,10 +231,10 @@ def test_all_log_probs_lie_where_their_token_is_predicted() -> None:
         more = {"policy_log_probs": one.engine_log_probs - 10, "reference_log_probs": one.engine_log_probs - 20}
         samples[i] = replace(one, **more)
     (row,) = pack(samples, BatchLayout(1, 16, 1)).ranks[0]
-    for found, shift in ((row.engine_log_probs, 0), (row.policy_log_probs, 10), (row.reference_log_probs, 20)):
-        assert found is not None
-        np.testing.assert_array_equal(found[row.loss_mask] + shift, [-1, -2, -1, -2, -3])
-        assert not found[~row.loss_mask].any()
+    for log_probs, shift in ((row.engine_log_probs, 0), (row.policy_log_probs, 10), (row.reference_log_probs, 20)):
+        assert log_probs is not None
+        np.testing.assert_array_equal(log_probs[row.loss_mask] + shift, [-1, -2, -1, -2, -3])
+        assert not log_probs[~row.loss_mask].any()
     with pytest.raises(ValueError, match=r"1 of 2 samples have reference_log_probs; expected all or none"):
         pack([samples[0], replace(samples[1], reference_log_probs=None)], BatchLayout(1, 16, 1))
     bare = [replace(one, engine_log_probs=None) for one in samples]

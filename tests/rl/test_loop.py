@@ -40,7 +40,7 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
-from or1_megatron.types import Batch, UpdateReport, VersionSpan
+from or1_megatron.types import Batch, UpdateReport
 from or1_verify.types import Verdict
 
 PROBLEMS = 16
@@ -252,15 +252,20 @@ def test_times_add_up_and_other_is_what_remains(tmp_path: Path) -> None:
     assert result.seconds["roll_out"] == 9.0
 
 
-def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -> None:
-    """N_SGD is 1. The engines run the policy's own weights, so they differ by fp32 rounding alone."""
+def test_an_on_policy_step_needs_no_score_and_its_entropy_is_of_the_rollout_buffer(tmp_path: Path) -> None:
+    """N_SGD is 1. The engines run the policy's own weights, so they differ by fp32 rounding alone. e_1 of the uniform
+    table over 8 tokens is log 8, also of rejected groups, and below the target of 5: alpha is on, but c_0 = 0; from
+    then on it rises by delta a step."""
     world = World(tmp_path)
     world.loop.run()
+    rows, row = world.diary.rows, world.diary.rows[1]
     assert "score" not in world.policy.calls
     assert all(isinstance(o, ClippedPolicyLoss) and o.on_policy for _, o in world.policy.updates)
-    row = world.diary.rows[1]
     assert row["policy/ratio"] == 1 and row["policy/clip_fraction"] == 0 and row["policy/approx_kl"] == 0
     assert 0 < row["mismatch/mean_abs"] <= row["mismatch/max_abs"] < 1e-6
+    assert row["entropy/sampled"] == pytest.approx(np.log(8), abs=1e-6) and row["groups/rejected"] > 0
+    assert [rows[k]["entropy/coefficient"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
+    assert [rows[k]["entropy/controller"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
 
 
 def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
@@ -284,18 +289,6 @@ def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
     assert not any(o.on_policy for _, o in world.policy.updates)  # type: ignore[attr-defined]
     assert row["policy/ratio"] != 1 and row["mismatch/max_abs"] < 1e-6
     assert abs(world.diary.rows[2]["entropy/controller"] - row["entropy/controller"]) in (0.0, 0.01)
-
-
-def test_entropy_is_of_the_rollout_buffer_with_rejected_groups(tmp_path: Path) -> None:
-    """e_1 of the uniform table over 8 tokens is log 8, below the target of 5: alpha is on, but c_0 = 0; from then on
-    it rises by delta a step."""
-    world = World(tmp_path)
-    world.loop.run()
-    rows = world.diary.rows
-    assert rows[1]["entropy/sampled"] == pytest.approx(np.log(8), abs=1e-6)
-    assert rows[1]["groups/rejected"] > 0
-    assert [rows[k]["entropy/coefficient"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
-    assert [rows[k]["entropy/controller"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
 
 
 def compare(resumed: World, whole: World) -> None:
@@ -358,36 +351,30 @@ def test_a_stop_brings_to_disk_what_was_in_memory(tmp_path: Path) -> None:
     assert World(tmp_path).loop.ports.keeper.newest() == tmp_path / "checkpoints" / f"step_{steps:06d}"
 
 
-def test_a_run_goes_on_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory is full: no step is lost for that, and the run's own checkpoints are made."""
+class Damaged(AgreedError, PartLost):
+    pass
+
+
+@pytest.mark.parametrize("error", [AgreedError("the disk is full"), Damaged()])
+def test_a_save_in_memory_that_fails(tmp_path: Path, error: AgreedError) -> None:
+    """Shared memory is full: no step is lost for that, and the run's own checkpoints are made. Damage that the save
+    finds ends the run: the launcher starts the ranks again."""
     world = World(tmp_path, every_steps=2, in_memory=True)
     save, asked = world.policy.save, []
 
     def full(folder: Path, state: Mapping[str, Any], responses: bytes) -> None:
         asked.append(folder.parent.name)
         if folder.parent.name == "memory":
-            raise AgreedError("the disk is full")
+            raise error
         save(folder, state, responses)
 
-    monkeypatch.setattr(world.policy, "save", full)
+    world.policy.save = full  # type: ignore[method-assign,assignment]
+    if isinstance(error, Damaged):
+        with pytest.raises(Damaged):
+            world.loop.run()
+        return
     assert world.loop.run().finished
     assert asked.count("memory") == 1 and asked.count("checkpoints") >= 3
-
-
-def test_damage_that_a_save_in_memory_finds_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unlike a lack of room: the launcher starts the ranks again."""
-
-    class Damaged(AgreedError, PartLost):
-        pass
-
-    world = World(tmp_path, in_memory=True)
-
-    def damaged(folder: Path, state: Mapping[str, Any], responses: bytes) -> None:
-        raise Damaged
-
-    monkeypatch.setattr(world.policy, "save", damaged)
-    with pytest.raises(Damaged):
-        world.loop.run()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -564,11 +551,11 @@ def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
     assert "loss" not in rows[2] and "loss" in rows[3]
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002_update_0"]
     folder = tmp_path / "dumps" / "step_000002_update_0"
-    found, (batch, objective) = read_dump(folder), world.policy.updates[1]
-    assert found.objective == objective and found.report.skipped and found.token_count == batch.token_count
-    assert sum(int(sample.loss_mask.sum()) for sample in found.samples) == batch.token_count
+    dump, (batch, objective) = read_dump(folder), world.policy.updates[1]
+    assert dump.objective == objective and dump.report.skipped and dump.token_count == batch.token_count
+    assert sum(int(sample.loss_mask.sum()) for sample in dump.samples) == batch.token_count
     engine = [c.log_probs for group in world.diary.rolled[2][2] for c in group.group.completions]
-    for sample, log_probs, sampled in zip(found.samples, found.log_probs, engine, strict=True):
+    for sample, log_probs, sampled in zip(dump.samples, dump.log_probs, engine, strict=True):
         np.testing.assert_array_equal(sample.engine_log_probs, sampled)
         np.testing.assert_allclose(log_probs, sampled, atol=1e-6)
     assert [alarm for alarm in world.diary.alarms if f"or1 replay {folder}" in alarm and "loss (nan)" in alarm]
@@ -587,10 +574,11 @@ def test_an_update_that_raises_is_dumped(tmp_path: Path) -> None:
     world.policy.update = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
         world.loop.run()
-    found = read_dump(tmp_path / "dumps" / "step_000002_update_0")
-    assert (found.reason, found.raised) == ("raised", "RuntimeError: out of memory")
-    assert found.log_probs == () and not (tmp_path / "dumps" / "step_000002_update_0" / "weights").exists()
-    assert found.token_count == sum(int(sample.loss_mask.sum()) for sample in found.samples) > 0
+    folder = tmp_path / "dumps" / "step_000002_update_0"
+    dump = read_dump(folder)
+    assert (dump.reason, dump.raised) == ("raised", "RuntimeError: out of memory")
+    assert dump.log_probs == () and not (folder / "weights").exists()
+    assert dump.token_count == sum(int(sample.loss_mask.sum()) for sample in dump.samples) > 0
 
 
 def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
@@ -670,17 +658,9 @@ def test_failing_verifier_stops_the_run(tmp_path: Path) -> None:
 
 def test_stale_rollouts_stop_the_run(tmp_path: Path) -> None:
     world = World(tmp_path, evaluated=False)
-    collect = world.rollouts.collect
-
-    def stale() -> Any:
-        groups, report = collect()
-        completions = list(groups[1].completions)
-        completions[2] = replace(completions[2], versions=(VersionSpan(0, 0), VersionSpan(7, 1)))
-        groups[1] = replace(groups[1], completions=tuple(completions))
-        return groups, report
-
-    world.rollouts.collect = stale  # type: ignore[method-assign]
-    with pytest.raises(StaleRollout, match=r"sample 2: engine 0 sampled it from weights version \[0, 7\], expected 0"):
+    load = world.rollouts.load
+    world.rollouts.load = lambda table, version: load(table, version + 7)  # type: ignore[method-assign]
+    with pytest.raises(StaleRollout, match=r"sample 0: engine 0 sampled it from weights version \[7\], expected 0"):
         world.loop.run()
 
 

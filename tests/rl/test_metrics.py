@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from fakes import completion, group_of, verdict
+from fakes import group_of, verdict
 
 from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
@@ -14,17 +15,15 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.metrics import (
     TrainerGpus,
     evaluation_metrics,
-    measured_mismatch,
     rejection_metrics,
     rollout_metrics,
-    scored_mismatch,
     throughput_metrics,
     time_metrics,
     update_metrics,
 )
-from or1_megatron.rl.mismatch import mismatch_metrics
+from or1_megatron.rl.mismatch import measured_mismatch, mismatch_metrics, scored_mismatch
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport, VersionSpan
+from or1_megatron.types import EvaluationResult, RolloutReport, Sample, UpdateReport, VersionSpan
 
 REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
 
@@ -39,7 +38,8 @@ def update(token_count: int, skipped: bool = False, **sums: float) -> UpdateRepo
 def test_rollout_metrics() -> None:
     """Lengths 2, 2, 4, 4, one of the four truncated, one right: accuracy 1/4, of the non-truncated 1/3."""
     groups = [group_of([1, 0], length=2), group_of([0, 0], [True, False], length=4)]
-    found = rollout_metrics(groups, REPORT)
+    groups[1] = replace(groups[1], verdicts=(groups[1].verdicts[0], verdict("timeout")))
+    metrics = rollout_metrics(groups, REPORT)
     expected = {
         "reward/mean": 0.25,
         "accuracy/all": 0.25,
@@ -51,11 +51,11 @@ def test_rollout_metrics() -> None:
         "length/p99": 4.0,
         "length/max": 4.0,
         "verify/right": 1,
-        "verify/wrong": 2,
+        "verify/wrong": 1,
         "verify/truncated": 1,
         "verify/no_answer": 0,
         "verify/unreadable": 0,
-        "verify/timeout": 0,
+        "verify/timeout": 1,
         "verify/error": 0,
         "verify/tail_s": 0.5,
         "verify/retries": 1,
@@ -63,7 +63,7 @@ def test_rollout_metrics() -> None:
         "rollout/tokens_per_s": 25.0,
         "engine/balance": 0.75,
     }
-    assert found == pytest.approx(expected)
+    assert metrics == pytest.approx(expected)
 
 
 def test_speculation_is_counted_over_responses_that_one_request_sampled() -> None:
@@ -71,31 +71,32 @@ def test_speculation_is_counted_over_responses_that_one_request_sampled() -> Non
     fourth is of two versions, and is left out."""
     first = group_of([1, 0], length=3)
     drafted = tuple(
-        replace(each, drafted_tokens=given, accepted_tokens=taken)
-        for each, given, taken in zip(first.completions, (6, 2), (2, 0), strict=True)
+        replace(response, drafted_tokens=given, accepted_tokens=taken)
+        for response, given, taken in zip(first.completions, (6, 2), (2, 0), strict=True)
     )
     again = group_of([0], length=3)
     versions = (VersionSpan(0, 0), VersionSpan(1, 2))
     stale = replace(again, completions=(replace(again.completions[0], versions=versions, drafted_tokens=9),))
-    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3), stale], REPORT)
-    assert found["speculation/acceptance"] == pytest.approx(2 / 8)
-    assert found["speculation/tokens_per_pass"] == pytest.approx(9 / 7)
+    metrics = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3), stale], REPORT)
+    assert metrics["speculation/acceptance"] == pytest.approx(2 / 8)
+    assert metrics["speculation/tokens_per_pass"] == pytest.approx(9 / 7)
 
 
 def test_undefined_metrics_are_left_out() -> None:
-    found = rollout_metrics([group_of([0], [True])], RolloutReport(0.0, (0.0,), 0.0, 1, 1, 0.0, 0))
-    assert not {"accuracy/non_truncated", "rollout/tokens_per_s", "engine/balance"} & found.keys()
+    metrics = rollout_metrics([group_of([0], [True])], RolloutReport(0.0, (0.0,), 0.0, 1, 1, 0.0, 0))
+    assert not {"accuracy/non_truncated", "rollout/tokens_per_s", "engine/balance"} & metrics.keys()
     assert update_metrics([], on_policy=True) == {"sgd/steps": 0, "sgd/skipped": 0, "sgd/response_tokens": 0}
-    assert measured_mismatch([]) is None and throughput_metrics([], [], None) == {}
+    assert "evaluation/non_truncated_accuracy" not in evaluation_metrics(RESULT)
+    assert measured_mismatch([]) == throughput_metrics([], [], None) == {}
 
 
 def test_rejection_metrics() -> None:
     """One kept; rejected: all right, all wrong twice, and one that its mask left with a single response."""
     config = AdvantageConfig(truncation_mask="before")
     groups = [group_of([1, 0]), group_of([1, 1]), group_of([0, 0]), group_of([0, 0]), group_of([1, 0], [False, True])]
-    found = rejection_metrics(*reject(assign_advantages(groups, config), config))
-    assert [found[f"groups/{name}"] for name in ("kept", "rejected")] == [1, 4]
-    assert [found[f"groups/rejected_{why}"] for why in ("all_right", "all_wrong", "other")] == [1, 2, 1]
+    metrics = rejection_metrics(*reject(assign_advantages(groups, config), config))
+    assert [metrics[f"groups/{name}"] for name in ("kept", "rejected")] == [1, 4]
+    assert [metrics[f"groups/rejected_{why}"] for why in ("all_right", "all_wrong", "other")] == [1, 2, 1]
 
 
 def test_update_metrics_are_token_means_over_sgd_steps() -> None:
@@ -105,9 +106,10 @@ def test_update_metrics_are_token_means_over_sgd_steps() -> None:
         update(10, loss=5.0, approx_kl=4.0),
         update(5, True, loss=float("nan")),
     ]
-    found = update_metrics(updates, on_policy=False)
-    assert (found["loss"], found["policy/clip_fraction"], found["policy/approx_kl"]) == pytest.approx((0.2, 0.15, 0.1))
-    assert (found["sgd/steps"], found["sgd/skipped"], found["sgd/response_tokens"]) == (3, 1, 45)
+    metrics = update_metrics(updates, on_policy=False)
+    means = metrics["loss"], metrics["policy/clip_fraction"], metrics["policy/approx_kl"]
+    assert means == pytest.approx((0.2, 0.15, 0.1))
+    assert (metrics["sgd/steps"], metrics["sgd/skipped"], metrics["sgd/response_tokens"]) == (3, 1, 45)
     assert update_metrics(updates, on_policy=True)["policy/approx_kl"] == 0
 
 
@@ -115,14 +117,15 @@ def test_extremes_are_over_all_sgd_steps_and_options_have_metrics_where_they_are
     """Largest rho 3 and smallest 1 / 4 of two steps; 40 tokens with KL 8, weights 36 of at most 2, 10 of them cut."""
     first = update(30, max_ratio=3.0, max_inverse_ratio=2.0, clipped_dual=4.0)
     second = update(10, max_ratio=2.0, max_inverse_ratio=4.0)
-    found = update_metrics([first, second], on_policy=False)
-    assert (found["policy/ratio_max"], found["policy/ratio_min"], found["policy/clip_fraction_dual"]) == (3, 0.25, 0.1)
-    assert not {"policy/kl", "correction/weight", "correction/cut_fraction"} & found.keys()
+    metrics = update_metrics([first, second], on_policy=False)
+    names = ("policy/ratio_max", "policy/ratio_min", "policy/clip_fraction_dual")
+    assert [metrics[name] for name in names] == [3, 0.25, 0.1]
+    assert not {"policy/kl", "correction/weight", "correction/cut_fraction"} & metrics.keys()
     options = {"kl": 4.0, "weight": 18.0, "weight_square": 40.0, "max_weight": 2.0, "weight_cut": 5.0}
-    found = update_metrics([update(30, **options), update(10, **options)], on_policy=False)
+    metrics = update_metrics([update(30, **options), update(10, **options)], on_policy=False)
     names = ("policy/kl", "correction/weight", "correction/weight_max", "correction/cut_fraction")
-    assert [found[name] for name in names] == [0.2, 0.9, 2.0, 0.25]
-    assert found["correction/effective_sample_size"] == pytest.approx(0.9**2 / 2)
+    assert [metrics[name] for name in names] == [0.2, 0.9, 2.0, 0.25]
+    assert metrics["correction/effective_sample_size"] == pytest.approx(0.9**2 / 2)
 
 
 def test_mismatch_both_ways() -> None:
@@ -130,10 +133,10 @@ def test_mismatch_both_ways() -> None:
     k3 = (np.exp(0.1) - 1.1 + np.exp(-0.3) - 0.7) / 2
     engine = np.array([-1.0, -2.0], dtype=np.float32)
     scored = scored_mismatch([engine], [engine + np.array([0.1, -0.3], dtype=np.float32)])
-    assert (scored.mean_abs, scored.max_abs, scored.kl) == pytest.approx((0.2, 0.3, k3), rel=1e-5)
+    expected = {"mismatch/mean_abs": 0.2, "mismatch/max_abs": 0.3, "mismatch/kl": k3}
+    assert scored == pytest.approx(expected, rel=1e-5)
     measured = measured_mismatch([update(2, abs_log_ratio=0.4, max_abs_log_ratio=0.3, approx_kl=2 * k3)])
-    assert measured is not None
-    assert (measured.mean_abs, measured.max_abs, measured.kl) == pytest.approx((0.2, 0.3, k3))
+    assert measured == pytest.approx(expected)
 
 
 def test_mismatch_of_responses_by_hand() -> None:
@@ -150,8 +153,8 @@ def test_mismatch_of_responses_by_hand() -> None:
         "sequence_chi_square": 1.5,
         "sequence_effective_sample_size": 0.9,
     }
-    found = mismatch_metrics(engine, [values.astype(np.float32) for values in policy])
-    assert found == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-5)
+    metrics = mismatch_metrics(engine, [values.astype(np.float32) for values in policy])
+    assert metrics == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-5)
     same = mismatch_metrics(engine, engine)
     assert {name for name, value in same.items() if value == 1} == {
         "mismatch/perplexity_ratio",
@@ -162,47 +165,39 @@ def test_mismatch_of_responses_by_hand() -> None:
     assert all(np.isfinite(value) for value in apart.values()) and mismatch_metrics([], []) == {}
 
 
-def test_time_with_a_roll_out_ahead_by_both_counts() -> None:
-    """10 s wall, 4 s decoded beside 1 s of update and 2 s of score: the 4 s are longer, other = 10 - 4 = 6. Score as
-    other: 6 as well, since the pass ran while engines decoded."""
-    found = time_metrics(10.0, {"score": 2.0}, [REPORT, update(4)], overlaps=True)
-    assert (found["time/other"], found["other_share"], found["other_share_with_score"]) == (6.0, 0.6, 0.6)
-
-
 def test_throughput_and_mfu() -> None:
     """6 real tokens in 1 s on 2 GPUs: 3 per GPU; 6 * 1e9 * 3 FLOP/s of 1e12."""
     sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), 0.0, np.ones(4, np.bool_))
     batch = pack([sample], BatchLayout(1, 64, 8))
-    found = throughput_metrics([batch], [update(4)], TrainerGpus(2, 1e12, 1_000_000_000))
-    assert found == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})
+    metrics = throughput_metrics([batch], [update(4)], TrainerGpus(2, 1e12, 1_000_000_000))
+    assert metrics == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})
 
 
-def test_time_metrics() -> None:
-    """20 s wall; engines decode 4 s in training (mean 3 s per engine) and 5 s in evaluation, update 1 s, score 2 s:
-    other = 20 - 12 = 8; 10 with the score pass, as in the paper. Where training (3 s) and decoding (4 s) overlap,
-    the longer counts: 20 - 4; and the engines' mean of 3 s is of the 6 s between two reports."""
-    result = EvaluationResult(0.5, None, 1.0, 7.0, 3, 8, decode_s=5.0, wall_s=6.0)
-    found = time_metrics(20.0, {"roll_out": 5.0, "score": 2.0}, [REPORT, update(4), result])
-    assert found == pytest.approx(
+RESULT = EvaluationResult(0.5, None, 1.0, 7.0, 3, 8, decode_s=5.0, wall_s=6.0)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "busy", "overlaps", "other_s", "other_with_score_s", "utilization"),
+    [
+        # Engines decode 4 s in training (mean 3 s per engine) and 5 s in evaluation, update 1 s, score 2 s: 20 - 12.
+        (20.0, [REPORT, update(4), RESULT], False, 8.0, 10.0, 3 / 20),
+        # Where training (3 s) and decoding (4 s) overlap, the longer counts; the mean of 3 s is of 6 s between reports.
+        (20.0, [replace(REPORT, period_s=6.0), update(4)], True, 16.0, 16.0, 3 / 6),
+        (10.0, [REPORT, update(4)], True, 6.0, 6.0, 3 / 10),
+    ],
+)
+def test_time_metrics(
+    wall_s: float, busy: list[Any], overlaps: bool, other_s: float, other_with_score_s: float, utilization: float
+) -> None:
+    """``other_share_with_score`` has the score pass in it, as in the paper, unless it ran while engines decoded."""
+    assert time_metrics(wall_s, {"roll_out": 5.0, "score": 2.0}, busy, overlaps) == pytest.approx(
         {
             "time/roll_out": 5.0,
             "time/score": 2.0,
-            "time/step": 20.0,
-            "time/other": 8.0,
-            "other_share": 0.4,
-            "other_share_with_score": 0.5,
-            "engine/utilization": 0.15,
+            "time/step": wall_s,
+            "time/other": other_s,
+            "other_share": other_s / wall_s,
+            "other_share_with_score": other_with_score_s / wall_s,
+            "engine/utilization": utilization,
         }
     )
-    overlapping = time_metrics(20.0, {"score": 2.0}, [replace(REPORT, period_s=6.0), update(4)], overlaps=True)
-    assert overlapping["time/other"] == pytest.approx(16.0)
-    assert overlapping["engine/utilization"] == pytest.approx(0.5)
-    assert "evaluation/non_truncated_accuracy" not in evaluation_metrics(result)
-
-
-def test_verdict_statuses_are_counted() -> None:
-    group = Group(
-        group_of([0]).prompt, (completion([1, 0]), completion([2, 0])), (verdict("timeout"), verdict("error"))
-    )
-    found = rollout_metrics([group], REPORT)
-    assert (found["verify/timeout"], found["verify/error"], found["verify/right"]) == (1, 1, 0)

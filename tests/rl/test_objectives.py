@@ -1,10 +1,14 @@
-"""The objectives against numbers worked by hand and finite differences in float64. They say nothing of the kernel that
-makes the log-probs."""
+"""Each objective against numbers worked by hand and a float64 implementation in plain Python, written from its paper.
+
+The gradients are compared with finite differences of that implementation. Nothing here says how an objective is spread
+over ranks (``test_scored``, ``parallel/test_parity``), what makes the log-probs, or whether an objective helps.
+"""
 
 from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,25 +16,44 @@ import pytest
 import torch
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
-from or1_megatron.interfaces import TokenInputs
+from or1_megatron.interfaces import Sequences, TokenInputs
+from or1_megatron.rl.objectives.cispo import CISPO
+from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.correction import correction_weights
+from or1_megatron.rl.objectives.covariance import covariances, shuffled
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
-from or1_megatron.rl.objectives.estimators import k3
+from or1_megatron.rl.objectives.dapo import DAPO
+from or1_megatron.rl.objectives.dr_grpo import DrGRPO
+from or1_megatron.rl.objectives.estimators import kl_estimate
+from or1_megatron.rl.objectives.gspo import GSPO
+from or1_megatron.rl.objectives.kl_cov import KLCov
 from or1_megatron.rl.objectives.registry import make_objective
 
+LENGTHS = (9, 1, 14, 6, 11, 4)
+COMMON: dict[str, Any] = {"entropy_coefficient": 0.0, "temperature": 1.0, "on_policy": False}
+ON_POLICY: dict[str, Any] = {**COMMON, "on_policy": True}
+LN2 = math.log(2)
 
-def told(old: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor) -> TokenInputs:
-    """``old`` as the engine's log-probs, no scoring pass."""
-    return TokenInputs(advantages, old, **more)
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def double(*values: float, grad: bool = False) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
-def clipped(alpha: float = 0.0, on_policy: bool = False, high: float = 0.2, **more: Any) -> ClippedPolicyLoss:
-    return ClippedPolicyLoss(0.2, high, entropy_coefficient=alpha, temperature=1.0, on_policy=on_policy, **more)
+def sequences(lengths: Sequence[int]) -> Sequences:
+    sizes = torch.tensor(lengths)
+    return Sequences(torch.arange(len(lengths)).repeat_interleave(sizes), sizes, torch.arange(len(lengths)) // 2)
+
+
+def tokens_of(old: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor) -> TokenInputs:
+    """One sequence; ``old`` as the engine's log-probs, and no scoring pass."""
+    return TokenInputs(advantages, old, sequences=sequences([len(old)]), **more)
+
+
+def clipped(alpha: float = 0.0, on_policy: bool = False, **more: Any) -> ClippedPolicyLoss:
+    return ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=alpha, temperature=1.0, on_policy=on_policy, **more)
 
 
 def test_docstring_example_and_its_gradient() -> None:
@@ -38,192 +61,386 @@ def test_docstring_example_and_its_gradient() -> None:
     old = double(-1.0, -2.0, -3.0)
     new = (old + double(1.5, 0.5, 1.1).log()).requires_grad_()
     entropies = double(1.0, 0.0, 2.0, grad=True)
-    loss, sums = clipped(alpha=0.1)(new, entropies, told(old, double(2.0, -1.0, 1.0)))
+    loss, sums = clipped(alpha=0.1)(new, entropies, tokens_of(old, double(2.0, -1.0, 1.0)))
     loss.backward()
     assert loss.item() == pytest.approx(-3.0, abs=1e-12)
     np.testing.assert_allclose(new.grad, [0.0, 0.0, -1.1], atol=1e-12)
     np.testing.assert_allclose(entropies.grad, [-0.1] * 3, atol=1e-12)
-    assert {name: sums[name].item() for name in ("policy_loss", "entropy", "ratio", "clipped")} == pytest.approx(
-        {"policy_loss": -2.7, "entropy": 3.0, "ratio": 3.1, "clipped": 2.0}
-    )
     differences = [math.log(1.5), math.log(0.5), math.log(1.1)]
-    assert sums["abs_log_ratio"].item() == pytest.approx(sum(map(abs, differences)))
-    assert sums["max_abs_log_ratio"].item() == pytest.approx(math.log(2))
-    assert sums["approx_kl"].item() == pytest.approx(3.1 - 3 - sum(differences))
+    expected = {
+        "policy_loss": -2.7,
+        "entropy": 3.0,
+        "ratio": 3.1,
+        "clipped": 2.0,
+        "abs_log_ratio": sum(map(abs, differences)),
+        "max_abs_log_ratio": LN2,
+        "approx_kl": 3.1 - 3 - sum(differences),
+    }
+    assert {name: sums[name].item() for name in expected} == pytest.approx(expected)
     assert not any(value.requires_grad for value in sums.values())
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "gradient", "counts"),
-    [(1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (1.5, 1.0, 0.0, 1), (0.5, -1.0, 0.0, 1), (1.0, 2.0, -2.0, 0)],
-)
-def test_which_side_the_clip_closes(ratio: float, advantage: float, gradient: float, counts: int) -> None:
-    """The clip only closes where moving on would pay: up for A > 0, down for A < 0. d loss / d log pi = -rho A."""
-    new = double(math.log(ratio), grad=True)
-    loss, sums = clipped()(new, double(0.0), told(double(0.0), double(advantage)))
+    ("objective", "log_probs", "ratios", "advantages", "loss", "gradient", "sums"),
+    [
+        # The clip only closes where moving on would pay: up for A > 0, down for A < 0. d loss / d log pi = -rho A.
+        (clipped(), [0] * 5, [1.5, 0.5, 1.5, 0.5, 1], [-1, 1, 1, -1, 2],
+         -1.4, [1.5, -0.5, 0, 0, -2], {"clipped": 2}),
+        # c = 3, A -1: rho 4 is held at -3 without gradient, rho 2 is free at -2; A +1, rho 4 is the upper clip's.
+        (clipped(dual_clip=3.0), [0] * 3, [4, 2, 4], [-1, -1, 1],
+         3.8, [0, 2, 0],
+         {"clipped_low": 0, "clipped_high": 1, "clipped_dual": 1, "max_ratio": 4, "max_inverse_ratio": 0.5}),
+        # On policy rho is 1, nothing is clipped, whatever the engine's log-probs are; these give the mismatch.
+        (clipped(on_policy=True), [-1, -2], [math.exp(0.5), math.exp(-5)], [2, -1],
+         -1.0, [-2, 1], {"ratio": 2, "clipped": 0, "abs_log_ratio": 5.5, "max_abs_log_ratio": 5}),
+        # pi_theta / pi_engine = 1.5 and 4 (cut at 2), without gradient of its own: d loss = -w A.
+        (clipped(on_policy=True, correction="truncated"), [-1, -2], [1.5, 4], [2, -1],
+         -1.0, [-3, 2], {"weight": 3.5, "weight_square": 6.25, "max_weight": 2, "weight_cut": 1}),
+        # From here on the docstrings' figures. rho 1.5 and 1.2 at A 2 are clipped as a sequence; 1.1 and 1.0 are not.
+        (GSPO(0.2, 0.2, **COMMON), [0, 0], [1.5, 1.2], [2, 2], -4.8, [0, 0], {"clipped": 2}),
+        (GSPO(0.2, 0.2, **COMMON), [0, 0], [1.1, 1], [2, 2], -4 * 1.1**0.5, [-2 * 1.1**0.5] * 2, {"clipped": 0}),
+        # With w 2 and 1 by token, s is still of the sequence, so each gradient is the mean, 1.5.
+        (GSPO(0.2, 0.2, correction="truncated", correction_cap=9.0, **ON_POLICY), [-1, -2], [2, 1], [1, 1],
+         -3.0, [-1.5, -1.5], {}),
+        # rho 1.5 weighs 1.2, rho 0.5 is free below; log pi has the gradient.
+        (CISPO(1.0, 0.2, **COMMON), [-1, -2], [1.5, 0.5], [2, -1],
+         1.4, [-2.4, 0.5], {"clipped_high": 1, "clipped_low": 0}),
+        # Responses of 1 and 3 tokens, L 8: 1/16 after the policy's division by 4 tokens.
+        (DrGRPO(0.2, 0.2, length_share=4 / 16, **COMMON), [0] * 4, [1] * 4, [2, -1, -1, -1],
+         4 / 16, [-0.5, 0.25, 0.25, 0.25], {"loss": 4 / 16, "policy_loss": 4 / 16}),
+        # rho 1.25 is open at a high of 0.28, 1.4 is not, nor 0.7 at A < 0.
+        (DAPO(0.2, 0.28, **COMMON), [0] * 3, [1.25, 1.4, 0.7], [2, 2, -1], -4.26, [-2.5, 0, 0], {}),
+        # Covariances (4, 1, 0, 6), half of the four tokens, of those from 1 to 5: the first two.
+        (ClipCov(0.2, 0.2, share=0.5, lowest=1.0, highest=5.0, **ON_POLICY), [0, -1, -2, -5], [1] * 4, [2, 1, -1, -2],
+         0.0, [0, 0, 1, 2], {"selected": 2, "clipped": 0}),
+        # Covariances (1, 0, 0), a third of three tokens is the first; rho 1.2.
+        (KLCov(share=0.34, penalty=1.0, **COMMON), [0, -2, -1], [1.2] * 3, [1, 0, -1],
+         math.log(1.2), [-0.2, 0, 1.2], {"selected": 1}),
+    ],
+)  # fmt: skip
+def test_by_hand(
+    objective: Any,
+    log_probs: list[float],
+    ratios: list[float],
+    advantages: list[float],
+    loss: float,
+    gradient: list[float],
+    sums: dict[str, float],
+) -> None:
+    """Loss, its gradient by log pi, and what is reported, of a few tokens of one response."""
+    new = double(*log_probs, grad=True)
+    total, named = objective(
+        new, torch.zeros_like(new), tokens_of(new.detach() - double(*ratios).log(), double(*advantages))
+    )
+    total.backward()
+    assert total.item() == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(new.grad, gradient, atol=1e-12)
+    assert {name: named[name].item() for name in sums} == pytest.approx(sums)
+
+
+class Drawn:
+    """Random tokens of six responses, as numpy arrays."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(4)
+        count = sum(LENGTHS)
+        self.index = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+        self.old = rng.normal(-1.2, 0.5, count)
+        self.new = self.old + rng.normal(0, 0.35, count)
+        self.advantages = rng.normal(0, 1, len(LENGTHS))[self.index]
+        self.engine = self.old + rng.normal(0, 0.2, count)
+        self.reference = self.old + rng.normal(0, 0.4, count)
+        self.omega = rng.uniform(0.5, 1.5, count)
+        self.entropies = rng.uniform(0, 2, count)
+
+    def inputs(self) -> TokenInputs:
+        columns = (self.advantages, self.engine, self.old, self.reference, self.omega)
+        return TokenInputs(*(torch.tensor(column) for column in columns), sequences=sequences(LENGTHS))
+
+
+Formula = Callable[[Drawn, Array], float]
+
+
+def clipped_formula(
+    low: float = 0.2,
+    high: float = 0.2,
+    by_sequence: bool = False,
+    dual: float = math.inf,
+    correction: str = "off",
+    level: str = "token",
+    cap: float = 2.0,
+    floor: float | None = None,
+    beta: float = 0.0,
+    estimator: str = "k3",
+    kl_cap: float = math.inf,
+    alpha: float = 0.0,
+    scale: float = 1.0,
+) -> Formula:
+    """The losses that clip a ratio, token by token: of PPO (with dual clip: 1912.09729), or of GSPO (2507.18071, eq. 5
+    and 7) ``by_sequence``; with TIS and IcePop (2510.18855) of tokens, sequences and geometric means."""
+
+    def loss(drawn: Drawn, new: Array) -> float:
+        total = 0.0
+        for t in range(len(new)):
+            own, a = drawn.index == drawn.index[t], float(drawn.advantages[t])
+            moved, off = new - drawn.old, drawn.old - drawn.engine
+            rho = math.exp(moved[own].mean() if by_sequence else moved[t])
+            term = min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
+            term = max(term, dual * a) if a < 0 else term
+            w = math.exp({"token": off[t], "sequence": off[own].sum(), "geometric": off[own].mean()}[level])
+            kept = w if (floor or 1 / cap) <= w <= cap else 0.0
+            w = {"off": 1.0, "truncated": min(w, cap), "masked": kept}[correction]
+            d = new[t] - drawn.reference[t]
+            kl = min({"k2": d**2 / 2, "k3": math.exp(-d) - 1 + d}[estimator], kl_cap)
+            total += drawn.omega[t] * (-w * term - alpha * drawn.entropies[t] + beta * kl)
+        return scale * total
+
+    return loss
+
+
+def cispo_formula(drawn: Drawn, new: Array) -> float:
+    """arXiv 2506.13585, eq. 4 and 5; the weight is a constant, so the formula keeps it at the present log-probs."""
+    weight = np.clip(np.exp(drawn.new - drawn.old), 1 - 0.9, 1 + 0.25)
+    return -float((drawn.omega * weight * drawn.advantages * new).sum())
+
+
+def kl_cov_formula(drawn: Drawn, new: Array) -> float:
+    """arXiv 2505.22617, eq. 13 and 14, with the authors' |log pi_old - log pi_theta|: a share of 0.2, penalty 0.7."""
+    fixed = (drawn.new - drawn.new.mean()) * (drawn.advantages - drawn.advantages.mean())
+    top = np.argsort(-fixed)[: int(0.2 * len(new))]
+    terms = np.exp(new - drawn.old) * drawn.advantages
+    terms[top] -= 0.7 * np.abs(drawn.old - new)[top]
+    return -float((drawn.omega * terms).sum())
+
+
+def switched(correction: Any) -> tuple[ClippedPolicyLoss, Formula, list[str]]:
+    """Everything at once, with a correction of tokens."""
+    options: dict[str, Any] = {"dual_clip": 1.3, "kl_coefficient": 0.3, "correction_cap": 1.25}
+    made = ClippedPolicyLoss(
+        0.2, 0.28, entropy_coefficient=0.01, temperature=1.0, on_policy=False, correction=correction, **options
+    )
+    formula = clipped_formula(high=0.28, dual=1.3, alpha=0.01, beta=0.3, correction=correction, cap=1.25)
+    acts = ["clipped_low", "clipped_high", "clipped_dual"] + ["weight_cut"] * (correction != "off")
+    return made, formula, acts
+
+
+def corrected(mode: Any, level: Any, floor: float | None) -> tuple[ClippedPolicyLoss, Formula, list[str]]:
+    cap = {"token": 1.2, "sequence": 1.5, "geometric": 1.05}[level]
+    options: dict[str, Any] = {"correction_cap": cap, "correction_floor": floor, "correction_level": level}
+    made = clipped(correction=mode, **options)
+    assert made.scope == ("token" if level == "token" else "sequence")
+    return made, clipped_formula(correction=mode, level=level, cap=cap, floor=floor), ["weight_cut"]
+
+
+COUNT = sum(LENGTHS)
+CASES: dict[str, tuple[Any, Formula, list[str]]] = {
+    "dapo": (DAPO(0.2, 0.28, **COMMON), clipped_formula(high=0.28), ["clipped"]),
+    # 2503.20783: without 1 / |o_i|, over a constant of 20 and six responses; the policy divides by the count.
+    "dr_grpo": (
+        *(DrGRPO(0.2, 0.28, length_share=COUNT / 120, **COMMON), clipped_formula(high=0.28, scale=COUNT / 120)),
+        ["clipped"],
+    ),
+    "gspo": (GSPO(0.015, 0.02, **COMMON), clipped_formula(low=0.015, high=0.02, by_sequence=True), ["clipped"]),
+    "cispo": (CISPO(0.9, 0.25, **COMMON), cispo_formula, ["clipped"]),
+    "kl_cov": (KLCov(share=0.2, penalty=0.7, **COMMON), kl_cov_formula, ["selected"]),
+    **{f"everything, {mode}": switched(mode) for mode in ("off", "truncated", "masked")},
+    **{
+        f"{mode} {floor} by {level}": corrected(mode, level, floor)
+        for level in ("token", "sequence", "geometric")
+        for mode, floor in (("truncated", None), ("masked", None), ("masked", 0.97))
+    },
+    **{
+        f"KL {estimator}": (
+            clipped(kl_coefficient=0.3, kl_estimator=estimator, kl_cap=0.05),
+            clipped_formula(beta=0.3, estimator=estimator, kl_cap=0.05),
+            [],
+        )
+        for estimator in ("k2", "k3")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_its_paper(name: str) -> None:
+    """Loss and gradient are those of the independent formula, and what is to act does so on some tokens, not on all."""
+    objective, formula, acts = CASES[name]
+    drawn = Drawn()
+    x, y = (torch.tensor(column, requires_grad=True) for column in (drawn.new, drawn.entropies))
+    loss, sums = objective(x, y, drawn.inputs())
     loss.backward()
-    np.testing.assert_allclose(new.grad, [gradient], atol=1e-12)
-    assert sums["clipped"].item() == counts
-
-
-EVERYTHING: dict[str, Any] = {"dual_clip": 1.5, "kl_coefficient": 0.3, "correction_cap": 1.25}
-
-
-def formula(new: list[float], entropies: list[float], told: TokenInputs, correction: str, bonus_on: str) -> float:
-    """The loss once more, in plain Python: low 0.2, high 0.28, alpha 0.01, and ``EVERYTHING``."""
-    total = 0.0
-    columns = (told.advantages, told.engine_log_probs, told.policy_log_probs, told.reference_log_probs, told.weights)
-    for n, h, a, engine, old, ref, omega in zip(
-        new, entropies, *(column.tolist() for column in columns if column is not None), strict=True
-    ):
-        rho = math.exp(n - old)
-        term = min(rho * a, min(max(rho, 0.8), 1.28) * a)
-        shut = rho > 1.28 if a > 0 else rho < 0.8
-        if a < 0 and term < 1.5 * a:
-            term, shut = 1.5 * a, True
-        w = math.exp(old - engine)
-        if correction == "truncated":
-            w = min(w, 1.25)
-        elif correction == "masked":
-            w = w if 0.8 <= w <= 1.25 else 0.0
-        else:
-            w = 1.0
-        bonus = 0.01 * h if bonus_on == "all" or shut else 0.0
-        total += omega * (-w * term - bonus + 0.3 * (math.exp(ref - n) - (ref - n) - 1))
-    return total
-
-
-@pytest.mark.parametrize("correction", ["off", "truncated", "masked"])
-@pytest.mark.parametrize("bonus_on", ["all", "clipped"])
-def test_all_switches_against_finite_differences(correction: Any, bonus_on: Any) -> None:
-    """Loss and its gradient by log-prob and by entropy, of 60 tokens of which every branch gets some."""
-    rng = np.random.default_rng(0)
-    old = rng.normal(-1, 0.3, 60)
-    new, entropies = old + rng.normal(0, 0.35, 60), rng.uniform(0, 2, 60)
-    engine, reference, omega = old + rng.normal(0, 0.3, 60), old + rng.normal(0, 0.5, 60), rng.uniform(0.2, 2, 60)
-    inputs = [torch.tensor(a) for a in (rng.normal(0, 1, 60), engine, old, reference, omega)]
-    tokens = TokenInputs(*inputs)
-    x, y = (torch.tensor(a, requires_grad=True) for a in (new, entropies))
-    objective = clipped(0.01, high=0.28, correction=correction, bonus_on=bonus_on, **EVERYTHING)
-    loss, sums = objective(x, y, tokens)
-    loss.backward()
-
-    def at(n: np.ndarray, h: np.ndarray) -> float:
-        return formula(n.tolist(), h.tolist(), tokens, correction, bonus_on)
-
-    assert loss.item() == pytest.approx(at(new, entropies), rel=1e-12)
+    assert loss.item() == pytest.approx(formula(drawn, drawn.new), rel=1e-12)
     h = 1e-6
-    for i, step in enumerate(np.eye(60) * h):
-        slopes = (
-            at(new + step, entropies) - at(new - step, entropies),
-            at(new, entropies + step) - at(new, entropies - step),
-        )
-        assert x.grad is not None and y.grad is not None
-        assert (x.grad[i].item(), y.grad[i].item()) == pytest.approx(
-            (slopes[0] / (2 * h), slopes[1] / (2 * h)), abs=1e-6
-        )
-    assert all(sums[f"clipped_{side}"].item() > 0 for side in ("low", "high", "dual"))
+    slopes = [
+        (formula(drawn, drawn.new + step) - formula(drawn, drawn.new - step)) / (2 * h) for step in np.eye(COUNT) * h
+    ]
+    np.testing.assert_allclose(x.grad, slopes, atol=1e-7)
+    if objective.entropy_coefficient:
+        np.testing.assert_allclose(y.grad, -objective.entropy_coefficient * drawn.omega, rtol=1e-12)
+    else:
+        assert y.grad is None, "without a bonus entropy stays out of the graph"
+    assert all(0 < sums[acting].item() < COUNT for acting in acts)
     assert sums["clipped"].item() == sums["clipped_low"].item() + sums["clipped_high"].item()
-    assert correction == "off" or 0 < sums["weight_cut"].item() < 60
 
 
-def test_dual_clip_by_hand() -> None:
-    """c = 3, A -1: rho 4 is held at -3 without gradient, rho 2 is free at -2; A +1, rho 4 is the upper clip's."""
-    new = double(math.log(4), math.log(2), math.log(4), grad=True)
-    inputs = told(double(0.0, 0.0, 0.0), double(-1.0, -1.0, 1.0))
-    loss, sums = clipped(dual_clip=3.0)(new, double(0.0, 0.0, 0.0), inputs)
+def test_gspo_on_policy_is_pointwise_and_the_same() -> None:
+    """At N_SGD 1 GSPO is computed token by token; its gradient is that of sequences whose ratios are all 1. With a
+    correction of tokens s is of the sequence again."""
+    drawn, gradients = Drawn(), []
+    for objective, scope in ((GSPO(0.2, 0.2, **COMMON), "sequence"), (GSPO(0.2, 0.2, **ON_POLICY), "token")):
+        assert objective.scope == scope
+        x = torch.tensor(drawn.new, requires_grad=True)
+        of = sequences(LENGTHS) if scope == "sequence" else None
+        objective(x, torch.zeros_like(x), TokenInputs(torch.tensor(drawn.advantages), x.detach(), sequences=of))[
+            0
+        ].backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert GSPO(0.2, 0.2, correction="truncated", **ON_POLICY).scope == "sequence"
+
+
+def test_clip_cov_against_its_paper() -> None:
+    """arXiv 2505.22617, eq. 10 to 12, with the ratio's clip; which candidates are drawn is read off the gradient, and
+    must be floor(r N) of them."""
+    assert covariances(double(-1, -3), double(2, 0)).tolist() == [1, 1]
+    made = ClipCov(0.2, 0.3, share=0.1, lowest=0.1, highest=2.0, seed=3, **COMMON)
+    drawn = Drawn()
+    x = torch.tensor(drawn.new, requires_grad=True)
+    loss, _ = made(x, torch.zeros_like(x), drawn.inputs())
     loss.backward()
-    assert loss.item() == pytest.approx(3 + 2 - 1.2)
-    np.testing.assert_allclose(new.grad, [0, 2, 0], atol=1e-12)
-    counts = {name: sums[f"clipped{name}"].item() for name in ("", "_low", "_high", "_dual")}
-    assert counts == {"": 1, "_low": 0, "_high": 1, "_dual": 1}
-    assert (sums["max_ratio"].item(), sums["max_inverse_ratio"].item()) == pytest.approx((4, 0.5))
+    cov = (drawn.new - drawn.new.mean()) * (drawn.advantages - drawn.advantages.mean())
+    ratio = np.exp(drawn.new - drawn.old)
+    closed = np.where(drawn.advantages > 0, ratio > 1.3, ratio < 0.8)
+    assert x.grad is not None
+    chosen = (x.grad.numpy() == 0) & ~closed
+    assert chosen.sum() == int(0.1 * len(cov)) and ((cov[chosen] >= 0.1) & (cov[chosen] <= 2.0)).all()
+    assert ((cov >= 0.1) & (cov <= 2.0) & ~closed).sum() > chosen.sum(), "there is nothing to draw"
+    assert loss.item() == pytest.approx(clipped_formula(high=0.3)(drawn, drawn.new))
+    expected = np.where(closed | chosen, 0.0, -drawn.omega * ratio * drawn.advantages)
+    np.testing.assert_allclose(x.grad.numpy(), expected, atol=1e-12)
 
 
-def test_kl_to_the_reference_by_hand() -> None:
-    """k3's docstring: log p = ln 1/2, log q = ln 1/4: 1/2 + ln 2 - 1, gradient 1 - 1/2; 0 and flat where p = q. At
-    beta 0 it is measured and has no gradient."""
-    new = double(math.log(0.5), -1.0, grad=True)
-    assert k3(new, double(math.log(0.25), -1.0)).tolist() == pytest.approx([math.log(2) - 0.5, 0.0])
-    inputs = told(new.detach(), double(0.0, 0.0), reference_log_probs=double(math.log(0.25), -1.0))
-    for beta in (0.0, 0.2):
-        new.grad = None
-        loss, sums = clipped(on_policy=True, kl_coefficient=beta)(new, double(0.0, 0.0), inputs)
-        loss.backward()
-        assert sums["kl"].item() == pytest.approx(math.log(2) - 0.5)
-        assert loss.item() == pytest.approx(beta * (math.log(2) - 0.5))
-        np.testing.assert_allclose(new.grad, [beta / 2, 0], atol=1e-12)
-    assert "kl" not in clipped()(new, double(0.0, 0.0), told(new.detach(), double(0.0, 0.0)))[1]
+def test_clip_covs_draw_ignores_the_last_bits_of_the_policys_log_probs() -> None:
+    """They differ between layouts. Which tokens are drawn is read off the gradient: 50 of 100, of which all may be."""
+    generator = torch.Generator().manual_seed(1)
+    engine, advantages = (torch.randn(100, generator=generator) for _ in range(2))
+    made, drawn = ClipCov(0.2, 0.2, share=0.5, lowest=-99.0, highest=99.0, **COMMON), []
+    for policy in (engine, torch.nextafter(engine, torch.tensor(9.0))):
+        x = policy.clone().requires_grad_()
+        tokens = TokenInputs(advantages, engine_log_probs=engine, policy_log_probs=policy, sequences=sequences([100]))
+        made(x, torch.zeros(100), tokens)[0].backward()
+        assert x.grad is not None
+        drawn.append((x.grad == 0).tolist())
+    assert drawn[0] == drawn[1] and sum(drawn[0]) == 50
 
 
-def test_correction_weights_by_hand() -> None:
-    """Ratios 3, 1.5, 0.25 at cap 2: the docstring's."""
-    ratios = double(3.0, 1.5, 0.25).log()
-    found = {mode: correction_weights(ratios, double(0.0, 0.0, 0.0), mode, 2.0) for mode in ("truncated", "masked")}
-    assert [found[mode][0].tolist() for mode in found] == [pytest.approx([2, 1.5, 0.25]), pytest.approx([0, 1.5, 0])]
-    assert [found[mode][1].tolist() for mode in found] == [[True, False, False], [True, False, True]]
+def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> None:
+    """Half of the 60 tokens have a log-prob of exactly 0. Which are drawn: the same ones with the samples in another
+    order; others with another seed; over 400 seeds each token as often as any other, those of log-prob 0 too."""
+    lengths = [10, 4, 20, 1, 15, 10]
+    index = torch.arange(6).repeat_interleave(torch.tensor(lengths))
+    generator = torch.Generator().manual_seed(5)
+    old = torch.rand(60, generator=generator).sub(0.5).clamp(max=0.0)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])[index]
+
+    def draw(seed: int, order: list[int]) -> set[int]:
+        turned = torch.cat([(index == i).nonzero()[:, 0] for i in order])
+        of = sequences([lengths[i] for i in order])
+        return set(turned[shuffled(seed, of, old[turned], advantages[turned])[:10]].tolist())
+
+    draws = [draw(seed, [0, 1, 2, 3, 4, 5]) for seed in range(400)]
+    assert draws == [draw(seed, [4, 2, 5, 0, 3, 1]) for seed in range(400)] and draws[0] != draws[1]
+    counts = np.bincount([token for drawn in draws for token in drawn], minlength=60)
+    expected = 400 / 6
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 5 / 6)  # of 400 draws of 10 in 60, each token
 
 
-def test_correction_takes_the_policys_own_log_prob_when_on_policy() -> None:
-    """pi_theta / pi_engine = 1.5 and 4 (cut at 2), without gradient of its own: d loss = -w A. KL and bonus keep their
-    weight of 1."""
-    engine = double(-2.0, -3.0)
-    new = (engine + double(1.5, 4.0).log()).requires_grad_()
-    objective = clipped(alpha=0.5, on_policy=True, correction="truncated")
-    loss, sums = objective(new, double(1.0, 1.0), told(engine, double(2.0, -1.0)))
+def test_random_choice_is_made_on_the_tokens_device() -> None:
+    """`or1 check-parity` has them on the GPU. "meta" stands for it: a tensor made elsewhere raises."""
+    of = sequences([4, 2])
+    there = Sequences(of.index.to("meta"), of.lengths.to("meta"), None)
+    assert shuffled(1, there, torch.zeros(6, device="meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "options", "weights", "cut"),
+    [
+        ("truncated", 2.0, {}, [2, 1.5, 0.25], [True, False, False]),
+        ("masked", 2.0, {}, [0, 1.5, 0], [True, False, True]),
+        ("masked", 5.0, {"floor": 0.3}, [3, 1.5, 0], [False, False, True]),  # 1 / cap would keep 0.25
+        ("masked", 2.0, {"level": "sequence", "sequences": sequences([3])}, [1.125] * 3, [False] * 3),
+        ("masked", 2.0, {"level": "geometric", "sequences": sequences([3])}, [1.125 ** (1 / 3)] * 3, [False] * 3),
+    ],
+)
+def test_correction_weights_by_hand(
+    mode: Any, cap: float, options: dict[str, Any], weights: list[float], cut: list[bool]
+) -> None:
+    """The docstring's ratios 3, 1.5, 0.25: product 1.125, geometric mean 1.040."""
+    made = correction_weights(double(3.0, 1.5, 0.25).log(), double(0, 0, 0), mode, cap, **options)
+    assert made[0].tolist() == pytest.approx(weights) and made[1].tolist() == cut
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "options", "value", "gradient"),
+    [
+        (LN2, {"estimator": "k2"}, LN2**2 / 2, LN2),
+        (LN2, {"estimator": "k3"}, LN2 - 0.5, 0.5),
+        (0.0, {"estimator": "k3"}, 0.0, 0.0),
+        (LN2, {"estimator": "k3", "cap": 0.5}, LN2 - 0.5, 0.5),
+        (-3.0, {"estimator": "k3"}, math.exp(3) - 4, 1 - math.exp(3)),
+        (-3.0, {"estimator": "k3", "cap": 10.0}, 10.0, 0.0),
+    ],
+)
+def test_kl_estimators_by_hand(log_ratio: float, options: dict[str, Any], value: float, gradient: float) -> None:
+    """log p - log q = ln 2, as for p = 1/2, q = 1/4; and -3: k3 is 16.1, capped at 10 without gradient."""
+    p = double(-1.0, grad=True)
+    estimate = kl_estimate(p, double(-1.0 - log_ratio), **options)
+    estimate.sum().backward()
+    assert p.grad is not None
+    assert (estimate.item(), p.grad.item()) == pytest.approx((value, gradient))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_mean_gradient_of_each_estimator(estimator: Any) -> None:
+    """Over all five tokens of a vocabulary, by autograd through the exact KL: that of KL(p || q), or of KL(q || p)."""
+    logits, other = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q = other.log_softmax(-1)
+    exact, mean = (logits.clone().requires_grad_() for _ in range(2))
+    p = exact.log_softmax(-1)
+    ((p.exp() * (p - q)).sum() if estimator == "k2" else (q.exp() * (q - p)).sum()).backward()
+    log_p = mean.log_softmax(-1)
+    (log_p.detach().exp() * kl_estimate(log_p, q, estimator)).sum().backward()
+    torch.testing.assert_close(mean.grad, exact.grad)
+
+
+def test_a_kl_of_beta_0_is_measured_alone() -> None:
+    new = double(math.log(0.5), grad=True)
+    inputs = tokens_of(new.detach(), double(0.0), reference_log_probs=double(math.log(0.25)))
+    loss, sums = clipped(on_policy=True)(new, double(0.0), inputs)
     loss.backward()
-    assert loss.item() == pytest.approx(-(1.5 * 2 - 2 * 1) - 0.5 * 2)
-    np.testing.assert_allclose(new.grad, [-3.0, 2.0], atol=1e-12)
-    assert [sums[name].item() for name in ("weight", "max_weight", "weight_cut")] == pytest.approx([3.5, 2, 1])
-
-
-def test_bonus_on_clipped_tokens_alone() -> None:
-    """The docstring's example: the first two tokens are clipped, so the third, with H 2, gets none."""
-    old = double(-1.0, -2.0, -3.0)
-    new, entropies = old + double(1.5, 0.5, 1.1).log(), double(1.0, 0.5, 2.0, grad=True)
-    loss, _ = clipped(alpha=0.1, bonus_on="clipped")(new, entropies, told(old, double(2.0, -1.0, 1.0)))
-    loss.backward()
-    assert loss.item() == pytest.approx(-2.7 - 0.15)
-    np.testing.assert_allclose(entropies.grad, [-0.1, -0.1, 0.0])
+    assert (loss.item(), new.grad.item()) == (0.0, 0.0)  # type: ignore[union-attr]  # it has one
+    assert sums["kl"].item() == pytest.approx(LN2 - 0.5)
+    assert "kl" not in clipped()(new, double(0.0), tokens_of(new.detach(), double(0.0)))[1]
 
 
 def test_the_objective_of_a_step_is_the_configured_one() -> None:
-    stage = StageConfig(
-        name="s",
-        steps=1,
-        max_response_tokens=4,
-        prompts_per_step=8,
-        prompts_per_update=4,
-        group_size=2,
-        temperature=0.7,
-    )
+    shape = {"steps": 1, "max_response_tokens": 4, "prompts_per_step": 8, "prompts_per_update": 4, "group_size": 2}
+    stage = StageConfig.model_validate({"name": "s", "temperature": 0.7, **shape})
     algorithm = AlgorithmConfig.model_validate(
         {
             "loss": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0},
             "kl": {"coefficient": 0.02, "reference": "folder"},
             "correction": {"mode": "masked", "cap": 3.0},
-            "entropy": {"bonus_on": "clipped"},
         }
     )
-    expected = ClippedPolicyLoss(
-        0.1,
-        0.25,
-        4.0,
-        entropy_coefficient=0.004,
-        temperature=0.7,
-        on_policy=False,
-        kl_coefficient=0.02,
-        correction="masked",
-        correction_cap=3.0,
-        bonus_on="clipped",
-    )
-    assert make_objective(algorithm, stage, alpha=0.004, clip_high=0.25) == expected
+    options: dict[str, Any] = {"kl_coefficient": 0.02, "correction": "masked", "correction_cap": 3.0}
+    expected = ClippedPolicyLoss(0.1, 0.3, 4.0, entropy_coefficient=0.004, temperature=0.7, on_policy=False, **options)
+    assert make_objective(algorithm, stage, alpha=0.004) == expected
     once = stage.model_copy(update={"prompts_per_update": 8})
-    plain = make_objective(AlgorithmConfig(), once, alpha=0.0, clip_high=0.2)
+    plain = make_objective(AlgorithmConfig(), once, alpha=0.0)
     assert plain == ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.0, temperature=0.7, on_policy=True)
     # Sampled by older weights: rho is against theirs, unless a correction makes up for them.
     for settings, expected_on_policy in ((AlgorithmConfig(), False), (algorithm, True)):
-        stale = make_objective(settings, once, 0.0, 0.2, stale=True)
+        stale = make_objective(settings, once, 0.0, stale=True)
         assert isinstance(stale, ClippedPolicyLoss) and stale.on_policy == expected_on_policy
 
 
@@ -231,57 +448,45 @@ def test_the_ratio_is_against_the_policy_that_was_scored_else_against_the_engine
     """Log-probs -1: rho = e^1 against pi_k's -2 though the engine says -4; e^3 against the engine's alone; no side
     known: refused. A slice of the inputs has the same ones."""
     engine, policy, one = double(-9.0, -4.0), double(-9.0, -2.0), double(0.0, 1.0)
-    cases = {1.0: TokenInputs(one, engine, policy), 3.0: TokenInputs(one, engine), -1.0: TokenInputs(one, None)}
-    for exponent, tokens in cases.items():
-        if exponent < 0:
-            with pytest.raises(ValueError, match="neither policy_log_probs nor engine_log_probs"):
-                clipped()(double(-1.0), double(0.0), tokens[1:])
-            continue
+    for exponent, tokens in ((1.0, TokenInputs(one, engine, policy)), (3.0, TokenInputs(one, engine))):
         sums = clipped()(double(-1.0), double(0.0), tokens[1:])[1]
         assert sums["ratio"].item() == pytest.approx(math.exp(exponent))
         assert sums["max_abs_log_ratio"].item() == pytest.approx(exponent)
-    with pytest.raises(ValueError, match="correction needs the engine's log-probs"):
-        clipped(correction="masked")(double(-1.0), double(0.0), TokenInputs(one[1:], None, policy[1:]))
 
 
-NO_TOKENS = TokenInputs(*(torch.zeros(0) for _ in range(5)))
-
-
-def test_on_policy_ratio_is_one_with_gradient() -> None:
-    """Loss -sum A, gradient -A, nothing clipped, whatever the engine's log-probs are; these give the mismatch."""
-    new = double(-1.0, -2.0, grad=True)
-    loss, sums = clipped(on_policy=True)(new, double(0.0, 0.0), told(double(-1.5, 3.0), double(2.0, -1.0)))
-    loss.backward()
-    assert loss.item() == -1.0
-    np.testing.assert_array_equal(new.grad, [-2.0, 1.0])
-    assert (sums["ratio"].item(), sums["clipped"].item()) == (2.0, 0.0)
-    assert (sums["abs_log_ratio"].item(), sums["max_abs_log_ratio"].item()) == (5.5, 5.0)
-
-
-def test_without_bonus_entropy_stays_out_of_the_graph() -> None:
-    entropies = double(1.0, grad=True)
-    loss, _ = clipped()(double(-1.0, grad=True), entropies, told(double(-1.0), double(1.0)))
-    loss.backward()
-    assert entropies.grad is None
+@pytest.mark.parametrize(
+    ("objective", "tokens", "expected"),
+    [
+        (clipped(), TokenInputs(double(1.0)), "neither policy_log_probs nor engine_log_probs"),
+        (clipped(correction="masked"), TokenInputs(double(1.0), None, double(-2.0)), "needs the engine's log-probs"),
+        (
+            clipped(correction="masked", correction_level="geometric"),
+            TokenInputs(double(1.0), double(-2.0)),
+            "level geometric needs whole sequences",
+        ),
+    ],
+)
+def test_inputs_that_are_missing_are_named(objective: Any, tokens: TokenInputs, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        objective(double(-1.0), double(0.0), tokens)
 
 
 def test_monstrous_ratio_gives_finite_gradient() -> None:
     """exp(200) overflows fp32; behind a closed clip it must give 0, not 0 * inf."""
     new = torch.tensor([0.0, 0.0], requires_grad=True)
-    old, advantages = torch.tensor([-200.0, -200.0]), torch.tensor([1.0, -1.0])
-    loss, _ = clipped()(new, torch.zeros(2), told(old, advantages))
+    loss, _ = clipped()(new, torch.zeros(2), tokens_of(torch.tensor([-200.0, -200.0]), torch.tensor([1.0, -1.0])))
     loss.backward()
     assert torch.isfinite(loss) and new.grad is not None and torch.isfinite(new.grad).all()
 
 
 @pytest.mark.parametrize(
-    "objective", [clipped(alpha=0.1), clipped(on_policy=True, correction="masked", **EVERYTHING), CrossEntropy()]
+    "objective", [clipped(alpha=0.1), switched("masked")[0], clipped(on_policy=True), CrossEntropy()]
 )
 def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss | CrossEntropy) -> None:
     """A micro-batch that is all padding; and pickling, as on the way to the ranks."""
     assert pickle.loads(pickle.dumps(objective)) == objective
     empty = torch.zeros(0, requires_grad=True)
-    loss, sums = objective(empty, torch.zeros(0), NO_TOKENS)
+    loss, sums = objective(empty, torch.zeros(0), TokenInputs(*(torch.zeros(0) for _ in range(5))))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())
 
@@ -289,9 +494,9 @@ def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss | CrossEn
 def test_cross_entropy() -> None:
     """Log-probs (-1, -2): loss 3, gradient -1 each; advantages and the engine's log-probs do not matter."""
     new = double(-1.0, -2.0, grad=True)
-    loss, sums = CrossEntropy()(new, double(0.5, 0.25), told(double(9.0, 9.0), double(-7.0, 7.0)))
+    loss, sums = CrossEntropy()(new, double(0.5, 0.25), tokens_of(double(9.0, 9.0), double(-7.0, 7.0)))
     loss.backward()
     assert (loss.item(), sums["loss"].item(), sums["entropy"].item()) == (3.0, 3.0, 0.75)
     np.testing.assert_array_equal(new.grad, [-1.0, -1.0])
-    weighted = told(new.detach(), new.detach(), weights=double(1.5, 0.5))
+    weighted = tokens_of(new.detach(), new.detach(), weights=double(1.5, 0.5))
     assert CrossEntropy()(new, new, weighted)[0].item() == 2.5

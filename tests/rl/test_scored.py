@@ -40,7 +40,7 @@ def samples() -> list[Sample]:
         mask = np.ones(n, dtype=np.bool_)
         mask[n // 2] = i % 3 > 0  # some tokens are not counted
         own, noise = rng.normal(-2, 0.3, n), rng.normal(0, 0.3, (3, n))
-        engine, policy, reference = ((own + each).astype(np.float32) for each in noise)
+        engine, policy, reference = ((own + added).astype(np.float32) for added in noise)
         tokens = rng.integers(0, 8, n).astype(np.int32)
         prompt = np.array([8 + i % 4], dtype=np.int32)
         advantage = float(np.float32(rng.normal()))

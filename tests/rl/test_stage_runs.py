@@ -7,7 +7,7 @@ Not proven here: anything of Megatron, vLLM or Ray (parallel/test_next_stage, ro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from or1_verify.types import Verdict
 def stages(*changes: dict[str, Any]) -> tuple[StageConfig, ...]:
     """Stages called s0, s1, ..., each STAGE with these changes."""
     return tuple(
-        StageConfig.model_validate({**STAGE.model_dump(), "name": f"s{i}", **each}) for i, each in enumerate(changes)
+        StageConfig.model_validate({**STAGE.model_dump(), "name": f"s{i}", **change})
+        for i, change in enumerate(changes)
     )
 
 
@@ -40,8 +41,8 @@ def trained(world: World) -> dict[str, Any]:
     """All that training has made: weights, optimizer and the loop's state without what evaluations put there."""
     state = {name: value for name, value in world.loop.state().items() if name not in ("seconds", "evaluations")}
     moments = [
-        {name: np.asarray(value).tolist() for name, value in each.items()}
-        for each in world.policy.optimizer.state_dict()["state"].values()
+        {name: np.asarray(value).tolist() for name, value in moments.items()}
+        for moments in world.policy.optimizer.state_dict()["state"].values()
     ]
     return {"state": state, "table": world.policy.table.detach().numpy().tolist(), "moments": moments}
 
@@ -203,8 +204,7 @@ def test_filters_by_pass_rate(tmp_path: Path) -> None:
     world.loop.run()
     assert (world.diary.rows[2]["filter/solved"], world.diary.rows[2]["filter/outside"]) == (4, 4)
     assert world.diary.rows[2]["filter/left"] == 8
-    later = {group.prompt.problem.id for step in range(2, 6) for group in world.diary.rolled[step][1]}
-    assert later == {f"p{j}" for j in range(8, 16)}
+    assert set().union(*problems_of(world, range(2, 6))) == set(range(8, 16))
 
 
 def judge_by_problem(world: World) -> None:
@@ -254,8 +254,9 @@ def mixed_stream() -> MixtureStream:
     return MixtureStream([PromptSource(prompts[:6]), PromptSource(prompts[6:], repeat=2)], seed=3)
 
 
-def taken(world: World, steps: Sequence[int]) -> set[int]:
-    return {int(group.prompt.problem.id[1:]) for step in steps for group in world.diary.rolled[step][1]}
+def problems_of(world: World, steps: Iterable[int]) -> list[list[int]]:
+    """Return the problems of each step, in order."""
+    return [[int(group.prompt.problem.id[1:]) for group in world.diary.rolled[step][1]] for step in steps]
 
 
 def test_mixture_of_a_stage(tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_mixture_of_a_stage(tmp_path: Path) -> None:
 
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=mixtures))
     whole.loop.run()
-    assert min(taken(whole, (4, 5, 6))) >= 6 > min(taken(whole, (1, 2, 3)))
+    assert min(map(min, problems_of(whole, (4, 5, 6)))) >= 6 > min(map(min, problems_of(whole, (1, 2, 3))))
     with_stream(World(tmp_path / "first", given, evaluated=False, changes={**mixtures, "stage_count": 1})).loop.run()
     second = World(tmp_path / "second", given, evaluated=False, changes={**mixtures, **begin(tmp_path / "first", 3, 1)})
     with_stream(second).loop.run()
@@ -325,7 +326,7 @@ STALE = {"max_staleness": 1}
 @pytest.mark.parametrize("refill", [0, 8])
 def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
     """Steps 1 and 5 begin a stage and are on-policy; 2 to 4 and 6 to 8 are sampled from the weights one version back,
-    and rho compares with their log-probs. Prompts, seeds and their order are those of the run without staleness."""
+    and rho compares with their log-probs."""
     change = {"steps": 4, "refill_prompts": refill}
     given = stages({**change}, {**change, "filter_solved": False})
     world = with_stream(World(tmp_path / "stale", given, evaluate_every=2, changes=STALE))
@@ -348,30 +349,27 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
         frozen = np.concatenate([row.engine_log_probs[row.loss_mask] for rank in batch.ranks for row in rank])
         np.testing.assert_array_equal(np.sort(frozen), np.sort(engines))
     assert "score" not in world.policy.calls
-    if refill == 0:
-        plain = with_stream(World(tmp_path / "plain", given, evaluate_every=2))
-        plain.loop.run()
-        assert world.loop.state()["stream"] == plain.loop.state()["stream"]
-        for k in range(1, 9):
-            ids = [[g.prompt.problem.id for g in w.diary.rolled[k][1]] for w in (world, plain)]
-            assert ids[0] == ids[1]
 
 
-def test_finished_responses_that_are_lost_are_sampled_again(tmp_path: Path) -> None:
-    """From the policy itself: same prompts, same seed, staleness 0."""
+@pytest.mark.parametrize("ends", ["stopped, and its responses are lost", "killed, with the next step sampled already"])
+def test_stale_rollouts_of_a_run_that_goes_on(tmp_path: Path, ends: str) -> None:
+    """No prompt is skipped. What is lost is sampled again, with the same seed, from the policy itself: staleness 0."""
     given = stages({"steps": 6})
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
-    stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    stopped.stop_in(4)
-    stopped.rollouts.finished_responses = lambda: b""  # type: ignore[method-assign]
-    assert stopped.loop.run().steps == 3
+    first = with_stream(World(tmp_path / "run", given, evaluated=False, every_steps=1, changes=STALE))
+    if ends.startswith("stopped"):
+        first.stop_in(5)
+        first.rollouts.finished_responses = lambda: b""  # type: ignore[method-assign]
+        first.loop.run()
+    else:
+        first.run_killed_in(5)
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     again.loop.run()
-    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [0, 1, 1]
-    for k in (4, 5, 6):
-        ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
-        assert ids[0] == ids[1]
+    assert again.diary.resumed_at == [4]
+    assert again.diary.rows[5]["rollout/staleness"] == int(ends.startswith("killed"))
+    assert again.diary.rows[6]["rollout/staleness"] == 1
+    assert problems_of(again, (5, 6)) == problems_of(whole, (5, 6))
 
 
 def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) -> None:
@@ -429,21 +427,6 @@ def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path)
     assert again.diary.rows[step]["rollout/staleness"] == 1
 
 
-def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
-    """Saved after step 3 or 4, with the next step sampled already: its prompts are drawn again, none is skipped."""
-    given = stages({"steps": 6})
-    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
-    whole.loop.run()
-    killed = with_stream(World(tmp_path / "run", given, evaluated=False, every_steps=1, changes=STALE))
-    killed.run_killed_in(5)
-    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    again.loop.run()
-    assert again.diary.resumed_at == [4]
-    for k in (5, 6):
-        ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
-        assert ids[0] == ids[1]
-
-
 def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:
     """The second full block may end the stage (step 4, and does): step 5, of the next, is not sampled ahead."""
     given = stages({"steps": 9, "plateau": PLATEAU}, {"steps": 2})
@@ -491,7 +474,7 @@ def test_a_checkpoint_with_deferred_prompts(tmp_path: Path) -> None:
             World(folder, evaluated=False, changes=changes).loop.run()
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     """Steps come 0, 1, ..., N, N versions behind in each stage, are of the prompts and seeds of the run without, and a
     plateau or a refill bounds the depth to 1. Resumed after step 3, steps are asked again from there, with their
@@ -505,15 +488,14 @@ def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     plain = with_stream(World(tmp_path / "plain", given, evaluate_every=2))
     plain.loop.run()
     assert world.loop.state()["stream"] == plain.loop.state()["stream"]
-    asked = [[[g.prompt.problem.id for g in w.diary.rolled[k][1]] for k in range(1, 11)] for w in (world, plain)]
-    assert asked[0] == asked[1]
+    assert problems_of(world, range(1, 11)) == problems_of(plain, range(1, 11))
     stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
     stopped.stop_in(4)
     assert stopped.loop.run().steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
     again.loop.run()
     assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [min(3, depth), min(4, depth), 0]
-    assert [[g.prompt.problem.id for g in again.diary.rolled[k][1]] for k in range(4, 11)] == asked[1][3:]
+    assert problems_of(again, range(4, 11)) == problems_of(plain, range(4, 11))
     for change in ({"refill_prompts": 8, "prompts_per_step": 4, "prompts_per_update": 4}, {"plateau": PLATEAU}):
         bounded = with_stream(
             World(tmp_path / str(sorted(change)), stages({"steps": 4, **change}), evaluated=False, changes=changes)

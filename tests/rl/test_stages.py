@@ -105,11 +105,11 @@ def test_plateau_by_hand(gain: float, patience: int, min_steps: int, ends_after:
 def test_a_falling_metric_is_compared_with_the_best() -> None:
     """0.5 | 0.2 | 0.45 with window 1: the recovery is progress against the block before, but not against the best."""
     plateau = Plateau(PlateauConfig(metric="m", window=1, gain=0.0, patience=2))
-    found = []
+    ended = []
     for value in (0.5, 0.2, 0.45):
         plateau.read({"m": value})
-        found.append(plateau.reached(1))
-    assert found == [False, False, True]
+        ended.append(plateau.reached(1))
+    assert ended == [False, False, True]
 
 
 def test_ledger_counts_every_sample_of_the_stage() -> None:
@@ -120,10 +120,10 @@ def test_ledger_counts_every_sample_of_the_stage() -> None:
     ledger.record(1, [group_of([1, 1], j=0), group_of([1, 0], j=1), group_of([1, 1], j=3)])
     again = PassRateLedger()
     again.restore(json.loads(json.dumps(ledger.state())))
-    for each in (ledger, again):
-        assert each.solved(0) == {"p2"}
-        assert each.solved(1) == {"p3"}
-        assert each.solved(2) == frozenset()
+    for one in (ledger, again):
+        assert one.solved(0) == {"p2"}
+        assert one.solved(1) == {"p3"}
+        assert one.solved(2) == frozenset()
     assert ledger.state()["1"] == again.state()["1"] == {"p0": [3, 6], "p1": [3, 4], "p3": [4, 4]}
 
 

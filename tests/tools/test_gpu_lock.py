@@ -64,7 +64,7 @@ def test_paths_of_two_packages_are_found(tmp_path: Path) -> None:
         "same/__init__.py": "",
         "two-2.dist-info/entry_points.txt": command.format("two"),
     }
-    files = {name: make_wheel(tmp_path / name, each) for name, each in (("one", one), ("two", two))}
+    files = {name: make_wheel(tmp_path / name, content) for name, content in (("one", one), ("two", two))}
     assert "bin/other" in files["two"]
     assert shared_paths(files) == {("one", "two"): ({"lib/same/__init__.py"}, {"lib/lib/core.so", "bin/run-it"})}
     assert shared_paths({"one": files["one"]}) == {}
@@ -96,8 +96,8 @@ def test_no_two_packages_write_the_same_file(uv: str, python: str) -> None:
 
     Not seen: the one package that is compiled, transformer-engine-torch.
     """
-    found = gpu_lock.resolve_files(uv, python, GPU | ENGINE)
-    wheels = {name: package["wheels"] for name, package in found.items() if name != gpu_lock.FROM_SOURCE}
+    resolved = gpu_lock.resolve_files(uv, python, GPU | ENGINE)
+    wheels = {name: package["wheels"] for name, package in resolved.items() if name != gpu_lock.FROM_SOURCE}
 
     def files_of(name: str) -> dict[str, str]:
         files: dict[str, str] = {}
@@ -118,6 +118,6 @@ def test_no_two_packages_write_the_same_file(uv: str, python: str) -> None:
 @pytest.mark.slow
 def test_it_can_be_made_anew(uv: str) -> None:
     """Today's packages, with no version given but the tested ones, have a solution with the same torch and CUDA."""
-    found = gpu_lock.resolve(uv, "3.12", gpu_lock.tested_versions())
+    resolved = gpu_lock.resolve(uv, "3.12", gpu_lock.tested_versions())
     for name in ("torch", "vllm", "cuda-toolkit", "nvidia-nccl-cu13", "triton", *ENGINE):
-        assert found[name] == (GPU | ENGINE)[name]
+        assert resolved[name] == (GPU | ENGINE)[name]

@@ -28,7 +28,7 @@ def test_a_class_name_is_used_once() -> None:
     for where, node in located(ast.ClassDef, "or1_megatron", "or1_verify"):
         places[node.name].append(where)
     assert len(places) > 500  # it looked at the package
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: uses for name, uses in places.items() if len(uses) > 1} == {}
 
 
 def test_no_sentence_of_a_docstring_begins_with_of() -> None:

@@ -16,26 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = (
-    *(
-        "bash",
-        "cat",
-        "chmod",
-        "cp",
-        "cut",
-        "df",
-        "dirname",
-        "du",
-        "env",
-        "grep",
-        "id",
-        "ln",
-        "mkdir",
-        "mktemp",
-        "paste",
-        "rm",
-    ),
-    *("sed", "sha256sum", "sleep", "sort", "tail", "timeout", "touch", "tr", "xargs"),
-)
+    "bash", "cat", "chmod", "cp", "cut", "df", "dirname", "du", "env", "grep", "id", "ln", "mkdir", "mktemp", "paste",
+    "rm", "sed", "sha256sum", "sleep", "sort", "tail", "timeout", "touch", "tr", "xargs",
+)  # fmt: skip
 # A Python of version $VERSION that notes its calls. Its pip installs by making the folder of a package.
 PYTHON = """#!/usr/bin/env bash
 venv=$(dirname "$(dirname "$0")") site=$(dirname "$(dirname "$0")")/lib/python3/site-packages
@@ -294,7 +277,7 @@ def test_the_driver_check_with_a_driver_of_each_age(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     text = (ROOT / "tools/setup.sh").read_text()
     program = text.split("<<'END'")[1].split("\n", 1)[1].split("\nEND\n")[0]
-    found = {}
+    answers = {}
     for version in (0, 12020, 13000):
         folder = tmp_path / str(version)
         folder.mkdir()
@@ -304,10 +287,10 @@ def test_the_driver_check_with_a_driver_of_each_age(tmp_path: Path) -> None:
         env = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
         command = [sys.executable, "-S", "-", "13.0.3.0"]
         done = subprocess.run(command, input=program, env=env, capture_output=True, text=True, check=False)
-        found[version] = (done.returncode, done.stderr)
-    assert found[13000] == (0, "")
-    assert found[12020][0] == 1 and "offers CUDA 12.2" in found[12020][1] and "580 or newer" in found[12020][1]
-    assert found[0][0] in (0, 3)  # 0 where this machine has a driver
+        answers[version] = (done.returncode, done.stderr)
+    assert answers[13000] == (0, "")
+    assert answers[12020][0] == 1 and "offers CUDA 12.2" in answers[12020][1] and "580 or newer" in answers[12020][1]
+    assert answers[0][0] in (0, 3)  # 0 where this machine has a driver
     assert "torch" not in "".join(line for line in program.splitlines() if "import" in line)
 
 

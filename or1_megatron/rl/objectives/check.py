@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -84,16 +83,15 @@ class _Tokens:
             sequences=Sequences(index, self.lengths, torch.arange(len(_LENGTHS)) // 2),
         )
 
-    def without_options(self) -> Self:
-        """Return the same tokens with only those inputs that every run has."""
-        made = copy.copy(self)
-        made.inputs = replace(self.inputs, reference_log_probs=None, policy_log_probs=None, weights=None)
-        return made
+    def evaluate(self, objective: Objective, indices: Tensor, scope: Scope, bare: bool = False) -> Result:
+        """Evaluate on the tokens at ``indices``; what is there twice counts as sequences and groups of their own.
 
-    def evaluate(self, objective: Objective, places: Tensor, scope: Scope) -> Result:
-        """Evaluate on the tokens at ``places``; what is there twice counts as sequences and groups of their own."""
-        leaves = [values[places].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
-        inputs = _at(self.inputs, places, scope)
+        ``bare``: with only those inputs that every run has.
+        """
+        leaves = [values[indices].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
+        inputs = _at(self.inputs, indices, scope)
+        if bare:
+            inputs = replace(inputs, reference_log_probs=None, policy_log_probs=None, weights=None)
         returned = objective(leaves[0], leaves[1], inputs)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise TypeError(f"returned {returned!r:.80}, expected a pair (loss, sums by name)")
@@ -103,21 +101,20 @@ class _Tokens:
         wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim() > 0]
         if wrong:
             raise TypeError(f"returned sums that are no tensors without dimensions: {', '.join(wrong)}")
-        if len(places) and not loss.requires_grad:
+        if len(indices) and not loss.requires_grad:
             raise TypeError("returned a loss without a gradient; expected one that log-probs or entropies enter")
-        found: list[Tensor | None] = [None, None]
-        if len(places):
-            found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-        grads = [torch.zeros(len(places), dtype=torch.float64) if of is None else of for of in found]
+        if len(indices):
+            loss.backward()
+        grads = [torch.zeros(len(indices), dtype=torch.float64) if leaf.grad is None else leaf.grad for leaf in leaves]
         return loss.detach(), sums, torch.stack(grads)
 
 
 def faults(objective: Objective) -> Iterator[str]:
     """Yield a sentence for each fault; nothing for a sound objective. ``on_policy`` is tried both ways where it is."""
-    found = list(_faults(objective))
-    if not found and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
-        found = list(_faults(replace(objective, on_policy=not before)))
-    yield from found
+    sentences = list(_faults(objective))
+    if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
+        sentences = list(_faults(replace(objective, on_policy=not before)))
+    yield from sentences
 
 
 def _faults(objective: Objective) -> Iterator[str]:
@@ -134,7 +131,7 @@ def _faults(objective: Objective) -> Iterator[str]:
         yield _raised(name, error)
         return
     try:
-        tokens.without_options().evaluate(objective, every, scope)
+        tokens.evaluate(objective, every, scope, bare=True)
     except ValueError:
         pass  # it says which input it needs
     except Exception as error:
@@ -223,23 +220,14 @@ def _parts(scope: Scope) -> list[Tensor]:
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 
 
-def _at(inputs: TokenInputs, places: Tensor, scope: Scope) -> TokenInputs:
-    """Return the inputs of the tokens at ``places``, with whole sequences where the scope has them."""
+def _at(inputs: TokenInputs, indices: Tensor, scope: Scope) -> TokenInputs:
+    """Return the inputs of the tokens at ``indices``, with whole sequences where the scope has them."""
     whole = inputs.whole
-    columns = {
-        name: values[places]
-        for name in TokenInputs.__slots__
-        if name != "sequences" and (values := getattr(inputs, name)) is not None
-    }
-    picked = TokenInputs(**columns)
+    picked = inputs[indices]
     if scope == "token":
         return picked
     assert whole.groups is not None
-    named = whole.index[places]
-    new = torch.ones_like(named, dtype=torch.bool)
-    new[1:] = named[1:] != named[:-1]
-    starts = new.nonzero(as_tuple=True)[0]
-    firsts = named[starts]
-    again = (starts >= sum(_LENGTHS)).long() * len(whole.lengths)
-    groups = whole.groups[firsts] + again if scope == "batch" else None
-    return replace(picked, sequences=Sequences(new.long().cumsum(0) - 1, whole.lengths[firsts], groups))
+    count, copies = len(whole.lengths), torch.arange(len(indices)) // sum(_LENGTHS)
+    named, index = (whole.index[indices] + count * copies).unique_consecutive(return_inverse=True)
+    groups = whole.groups[named % count] + count * (named // count) if scope == "batch" else None
+    return replace(picked, sequences=Sequences(index, whole.lengths[named % count], groups))

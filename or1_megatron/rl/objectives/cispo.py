@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from or1_megatron.config.algorithm import AlgorithmConfig
 from or1_megatron.interfaces import TokenInputs
-from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
+from or1_megatron.rl.objectives.estimators import ratio_of
 from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
 
 
@@ -29,12 +27,4 @@ class CISPO(PolicyGradientLoss):
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
         ratio = ratio_of(log_probs.detach(), old)
         weights = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return Surrogate(weights * tokens.advantages * log_probs, ratio, weights != ratio, no_tokens(ratio))
-
-    @classmethod
-    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
-        if algorithm.entropy.bonus_on == "clipped":
-            yield (
-                "algorithm.entropy.bonus_on = clipped gives the bonus to tokens without a gradient, but with "
-                "algorithm.objective.name = cispo every token has one; set bonus_on to all"
-            )
+        return Surrogate(weights * tokens.advantages * log_probs, ratio, weights != ratio)

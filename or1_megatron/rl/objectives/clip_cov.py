@@ -56,4 +56,4 @@ class ClipCov(PolicyGradientLoss):
         chosen = torch.zeros_like(closed)
         chosen[order[candidate[order]][: int(self.share * count)]] = True
         values = torch.where(chosen, values.detach(), values)
-        return Surrogate(values, ratio, closed, closed | chosen, {"selected": chosen.sum(dtype=ratio.dtype)})
+        return Surrogate(values, ratio, closed, {"selected": chosen.sum(dtype=ratio.dtype)})

@@ -40,7 +40,7 @@ class ClippedPolicyLoss(PolicyGradientLoss):
             floor = self.dual_clip * advantages
             floored = (advantages < 0) & (values < floor)
             values = torch.where(floored, floor, values)
-        return Surrogate(values, ratio, closed, closed | floored, {"clipped_dual": floored.sum(dtype=ratio.dtype)})
+        return Surrogate(values, ratio, closed, {"clipped_dual": floored.sum(dtype=ratio.dtype)})
 
 
 def clipped_term(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

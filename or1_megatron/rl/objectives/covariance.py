@@ -25,8 +25,8 @@ def shuffled(seed: int, sequences: Sequences, *labels: Tensor) -> Tensor:
     and the same tokens are drawn whatever the order of the samples.
     """
     device, starts = sequences.index.device, sequences.lengths.cumsum(0) - sequences.lengths
-    places = torch.arange(len(sequences.index), device=device) - starts[sequences.index]
-    mixed = _mix(places + (seed * 2 + 1 << 32))
+    offsets = torch.arange(len(sequences.index), device=device) - starts[sequences.index]
+    mixed = _mix(offsets + (seed * 2 + 1 << 32))
     for label in labels:
         mixed = _mix(mixed ^ label.float().contiguous().view(torch.int32).long())
     none = torch.zeros(len(sequences.lengths), dtype=torch.int64, device=device)

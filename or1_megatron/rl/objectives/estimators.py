@@ -1,6 +1,6 @@
 """Importance ratios, and estimators of a KL divergence from the log-probs of sampled tokens.
 
-The estimators k1, k2 and k3 are Schulman's ("Approximating KL Divergence", 2020). Shapes: [N] tokens.
+The estimators k2 and k3 are Schulman's ("Approximating KL Divergence", 2020). Shapes: [N] tokens.
 """
 
 from __future__ import annotations
@@ -41,31 +41,19 @@ def kl_estimate(
     other: Tensor,
     estimator: KLEstimator = "k3",
     cap: float | None = None,
-    straight_through: bool = False,
 ) -> Tensor:
-    """Return an estimate of KL(p || q) per sampled token. [N].
+    """Return an estimate of KL(p || q) per sampled token, which is never negative. [N].
 
-    ``k1``: log p - log q; ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: the value is cut to [-cap, cap],
-    without gradient beyond. ``straight_through``: the value stays, the gradient by log p is that of k2, log p - log q,
-    beyond the cap, too.
+    ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: the value is cut to at most this, without gradient beyond.
 
-    The mean under p of the gradient by p's parameters is, of k2, that of KL(p || q); of k3 that of KL(q || p); of k1
-    zero (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
+    The mean under p of the gradient by p's parameters is, of k2, that of KL(p || q); of k3 that of KL(q || p) (Tang and
+    Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
 
-    Worked example, p = 1/2, q = 1/4: k1 ln 2 = 0.693, k2 0.240, k3 0.193; their gradients 1, 0.693 and 1/2. Straight
-    through, k3 keeps 0.193 and has 0.693. log p - log q = -3: k3 is e^3 - 3 - 1 = 16.1; capped at 10 it is 10 with
-    gradient 0 instead of -19.1, straight through with -3.
+    Worked example, p = 1/2, q = 1/4: k2 0.240, k3 0.193; their gradients 0.693 and 1/2. log p - log q = -3: k3 is
+    e^3 - 3 - 1 = 16.1; capped at 10 it is 10 with gradient 0 instead of -19.1.
     """
-    difference = of_samples - other
-    if estimator == "k1":
-        value = difference
-    else:
-        value = 0.5 * difference.square() if estimator == "k2" else k3(of_samples, other)
-    value = value if cap is None else value.clamp(-cap, cap)
-    if not straight_through:
-        return value
-    gradient = 0.5 * difference.square()
-    return gradient - gradient.detach() + value.detach()
+    value = 0.5 * (of_samples - other).square() if estimator == "k2" else k3(of_samples, other)
+    return value if cap is None else value.clamp(max=cap)
 
 
 def largest(values: Tensor) -> Tensor:

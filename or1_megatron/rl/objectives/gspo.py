@@ -49,7 +49,7 @@ class GSPO(PolicyGradientLoss):
             log_ratio = tokens.whole.mean(log_probs - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
             ratio = tokens.whole.spread(log_ratio.exp())
         values, closed = clipped_term(ratio, tokens.advantages, self.clip_low, self.clip_high)
-        return Surrogate(values, ratio, closed, closed)
+        return Surrogate(values, ratio, closed)
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from or1_megatron.config.algorithm import AlgorithmConfig
 from or1_megatron.interfaces import Scope, TokenInputs
 from or1_megatron.rl.objectives.covariance import covariances
 from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
@@ -48,13 +46,4 @@ class KLCov(PolicyGradientLoss):
         chosen[order[: int(self.share * len(order))]] = True
         moved = torch.where(chosen, (old - log_probs).abs(), torch.zeros_like(log_probs))
         values = ratio * tokens.advantages - self.penalty * moved
-        nowhere = no_tokens(ratio)
-        return Surrogate(values, ratio, nowhere, nowhere, {"selected": chosen.sum(dtype=ratio.dtype)})
-
-    @classmethod
-    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
-        if algorithm.entropy.bonus_on == "clipped":
-            yield (
-                "algorithm.entropy.bonus_on = clipped gives the bonus to tokens that a clip closes, but "
-                "algorithm.objective.name = kl_cov has no clip; set bonus_on to all"
-            )
+        return Surrogate(values, ratio, no_tokens(ratio), {"selected": chosen.sum(dtype=ratio.dtype)})

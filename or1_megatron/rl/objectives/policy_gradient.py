@@ -29,8 +29,6 @@ class Surrogate:
     """rho, of the token or of its sequence."""
     clipped: Tensor
     """bool: a clip of the ratio took effect."""
-    stopped: Tensor
-    """bool: J has no gradient, by a clip or otherwise."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """More to report, summed over tokens."""
 
@@ -60,14 +58,10 @@ class PolicyGradientLoss(ABC):
     """beta. At 0 a KL to the reference is measured only."""
     kl_estimator: KLEstimator = "k3"
     kl_cap: float | None = None
-    kl_straight_through: bool = False
     correction: Literal["off", "truncated", "masked"] = "off"
     correction_cap: float = 2.0
     correction_floor: float | None = None
     correction_level: CorrectionLevel = "token"
-    bonus_on: Literal["all", "clipped"] = "all"
-    """clipped: only tokens whose J has no gradient get the bonus. Beyond the report: at N_SGD >= 4 a bonus on every
-    token makes entropy unstable (RECIPE section 2)."""
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
@@ -96,26 +90,23 @@ class PolicyGradientLoss(ABC):
         ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
-        found = self.surrogate(log_probs, old, tokens)
-        values, sums = found.values, dict(found.sums)
+        own = self.surrogate(log_probs, old, tokens)
+        values, sums = own.values, dict(own.sums)
         if self.correction != "off":
             weights, of_weights = self._correction(old, tokens)
             values, sums = weights * values, sums | of_weights
         per_token = -values
         if tokens.reference_log_probs is not None:
-            kl = kl_estimate(
-                log_probs, tokens.reference_log_probs, self.kl_estimator, self.kl_cap, self.kl_straight_through
-            )
+            kl = kl_estimate(log_probs, tokens.reference_log_probs, self.kl_estimator, self.kl_cap)
             sums["kl"] = kl.detach().sum()
             if self.kl_coefficient != 0.0:
                 per_token = per_token + self.kl_coefficient * kl
         policy_loss = weighted(per_token, tokens.weights).sum()
         loss = policy_loss
         if self.entropy_coefficient != 0.0:
-            bonus = entropies if self.bonus_on == "all" else entropies * found.stopped
-            loss = policy_loss - self.entropy_coefficient * weighted(bonus, tokens.weights).sum()
+            loss = policy_loss - self.entropy_coefficient * weighted(entropies, tokens.weights).sum()
         sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropies.detach().sum()}
-        return loss, sums | _ratio_sums(log_probs.detach(), tokens, found)
+        return loss, sums | _ratio_sums(log_probs.detach(), tokens, own)
 
     def _correction(self, old: Tensor, tokens: TokenInputs) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.correction != "off"
@@ -139,9 +130,9 @@ class PolicyGradientLoss(ABC):
 
 
 @torch.no_grad()
-def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, found: Surrogate) -> dict[str, Tensor]:
+def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[str, Tensor]:
     """Return the sums and maxima of rho, of the clips, and of the policy against ``old_log_probs``."""
-    ratio, clipped = found.ratio.detach(), found.clipped
+    ratio, clipped = own.ratio.detach(), own.clipped
     above = ratio > 1.0
     difference = (log_probs - tokens.old_log_probs).abs()
     return {

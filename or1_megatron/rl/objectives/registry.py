@@ -47,14 +47,12 @@ _KEYS: Final[Mapping[str, str]] = {
     "kl_coefficient": "kl.coefficient",
     "kl_estimator": "kl.estimator",
     "kl_cap": "kl.cap",
-    "kl_straight_through": "kl.straight_through",
     "correction": "correction.mode",
     "correction_cap": "correction.cap",
     "correction_floor": "correction.floor",
     "correction_level": "correction.level",
-    "bonus_on": "entropy.bonus_on",
 }
-"""The key below ``algorithm`` that each common field takes its value from; ``clip_high`` may be a controller's."""
+"""The key below ``algorithm`` that each common field takes its value from."""
 _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
 
 
@@ -75,12 +73,12 @@ def find(name: str) -> type[Any]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        kind: Any = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and is_dataclass(found) and any("__call__" in vars(k) for k in found.__mro__)):
-        raise ConfigError(f"{where}: found {found!r:.80}, expected a dataclass with __call__")
-    return found
+    if not (isinstance(kind, type) and is_dataclass(kind) and any("__call__" in vars(k) for k in kind.__mro__)):
+        raise ConfigError(f"{where}: found {kind!r:.80}, expected a dataclass with __call__")
+    return kind
 
 
 def name_of(objective: Objective) -> str:
@@ -128,12 +126,11 @@ def make_objective(
     algorithm: AlgorithmConfig,
     stage: StageConfig,
     alpha: float,
-    clip_high: float,
     stale: bool = False,
     seed: int = 0,
     mean_length: float | None = None,
 ) -> Objective:
-    """Return the objective of an SGD step, with the controllers' alpha_k and epsilon_high.
+    """Return the objective of an SGD step, with the controller's alpha_k.
 
     Args:
         stale: the samples are from older weights than the policy's (``old_is_the_policy``).
@@ -143,10 +140,7 @@ def make_objective(
     Raises ConfigError when ``algorithm.objective`` is wrong.
     """
     settings = {field: value_at(algorithm, key) for field, key in _KEYS.items()}
-    if algorithm.kl.where == "reward":
-        settings["kl_coefficient"] = 0.0
     settings |= {
-        "clip_high": clip_high,
         "entropy_coefficient": alpha,
         "temperature": stage.temperature,
         "on_policy": stage.sgd_steps == 1 and old_is_the_policy(algorithm, stale),
@@ -172,7 +166,7 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
         yield str(error)
         return
     try:
-        made = make_objective(algorithm, stage, algorithm.entropy.coefficient, algorithm.loss.clip_high)
+        made = make_objective(algorithm, stage, algorithm.entropy.coefficient)
         most = stage.prompts_per_update * stage.group_size * stage.max_response_tokens
         if isinstance(made, ClipCov | KLCov) and int(made.share * most) == 0:
             yield (
@@ -184,15 +178,14 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
     known = {field.name for field in fields(kind)}
     common = [key for key in algorithm.objective.args if key in _KEYS or key in _OF_THE_STEP]
     for key in common:
-        place = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
-        yield f"algorithm.objective.args.{key}: this parameter is set by {place}; take it out here"
+        setter = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
+        yield f"algorithm.objective.args.{key}: this parameter is set by {setter}; take it out here"
     plain = AlgorithmConfig()
     asked = [(field, key, value_at(plain, key)) for field, key in _KEYS.items()]
-    asked += [("clip_high", "loss.clip_high_control.delta", 0.0), ("entropy_coefficient", "entropy.mode", "off")]
+    asked += [("entropy_coefficient", "entropy.mode", "off")]
     for field, key, off in asked:
         value = value_at(algorithm, key)
-        unread = field not in known and not (field.startswith("kl_") and algorithm.kl.where == "reward")
-        if unread and value != off:
+        if field not in known and value != off:
             yield (
                 f"algorithm.{key} = {value}, but objective {name} does not read it; set it to "
                 f"{'null' if off is None else off}"

@@ -90,51 +90,51 @@ def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linear
 
     A loss that is not finite makes all constants NaN, so that the update is skipped.
     """
-    places = _places(batch)
+    locations = _locations(batch)
     log_probs, entropies = (_joined(values).requires_grad_() for values in (scores.log_probs, scores.entropies))
-    loss, sums = objective(log_probs, entropies, _inputs(batch, places))
-    found: tuple[Tensor | None, ...] = (None, None)
+    loss, sums = objective(log_probs, entropies, _inputs(batch, locations))
+    gradients: tuple[Tensor | None, ...] = (None, None)
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, (log_probs, entropies), allow_unused=True)
-    of_log_probs = torch.zeros_like(log_probs) if found[0] is None else found[0]
+        gradients = torch.autograd.grad(loss, (log_probs, entropies), allow_unused=True)
+    of_log_probs = torch.zeros_like(log_probs) if gradients[0] is None else gradients[0]
     if not torch.isfinite(loss):
         of_log_probs = torch.full_like(log_probs, float("nan"))
-    rows = [[_bare(row, found[1] is not None) for row in rank] for rank in batch.ranks]
-    lengths = [len(positions) for _, _, positions in places]
-    for name, of in (("log_prob_gradients", of_log_probs), ("entropy_gradients", found[1])):
+    rows = [[_bare(row, gradients[1] is not None) for row in rank] for rank in batch.ranks]
+    lengths = [len(positions) for _, _, positions in locations]
+    for name, of in (("log_prob_gradients", of_log_probs), ("entropy_gradients", gradients[1])):
         parts = () if of is None else of.float().split(lengths)
-        for (rank, m, positions), values in zip(places, parts, strict=of is not None):
+        for (rank, m, positions), values in zip(locations, parts, strict=of is not None):
             getattr(rows[rank][m], name)[positions] = values.numpy()
     linear = replace(batch, ranks=tuple(tuple(rank) for rank in rows))
     named = {name: float(value) for name, value in {"loss": loss.detach(), **sums}.items()}
     return Linearised(linear, LinearLoss(objective.temperature), named)
 
 
-_Place = tuple[int, int, NDArray[np.int64]]
+_Location = tuple[int, int, NDArray[np.int64]]
 """A sample's data-parallel rank, row there, and its counted positions in the row."""
 
 
-def _places(batch: Batch) -> list[_Place]:
+def _locations(batch: Batch) -> list[_Location]:
     """Return where each sample lies, in the order of the samples."""
-    found: dict[int, _Place] = {}
+    located: dict[int, _Location] = {}
     for r, rank in enumerate(batch.ranks):
         for m, row in enumerate(rank):
             for k, sample in enumerate(row.sample_index):
                 start, end = row.cu_seqlens[k], row.cu_seqlens[k + 1]
-                found[int(sample)] = r, m, start + row.loss_mask[start:end].nonzero()[0]
-    return [found[sample] for sample in range(batch.sample_count)]
+                located[int(sample)] = r, m, start + row.loss_mask[start:end].nonzero()[0]
+    return [located[sample] for sample in range(batch.sample_count)]
 
 
-def _inputs(batch: Batch, places: list[_Place]) -> TokenInputs:
+def _inputs(batch: Batch, locations: list[_Location]) -> TokenInputs:
     """Return the objective's inputs for all counted tokens of the batch, sample after sample."""
 
     def column(name: str) -> Tensor | None:
         if getattr(batch.ranks[0][0], name) is None:
             return None
-        return _joined([getattr(batch.ranks[r][m], name)[positions] for r, m, positions in places])
+        return _joined([getattr(batch.ranks[r][m], name)[positions] for r, m, positions in locations])
 
-    lengths = torch.tensor([len(positions) for _, _, positions in places])
-    groups = torch.zeros(len(places), dtype=torch.int64)
+    lengths = torch.tensor([len(positions) for _, _, positions in locations])
+    groups = torch.zeros(len(locations), dtype=torch.int64)
     for row in (row for rank in batch.ranks for row in rank):
         if row.groups is not None:
             groups[torch.from_numpy(row.sample_index).long()] = torch.from_numpy(row.groups).long()
@@ -146,7 +146,7 @@ def _inputs(batch: Batch, places: list[_Place]) -> TokenInputs:
         policy_log_probs=column("policy_log_probs"),
         reference_log_probs=column("reference_log_probs"),
         weights=column("weights"),
-        sequences=Sequences(torch.arange(len(places)).repeat_interleave(lengths), lengths, groups),
+        sequences=Sequences(torch.arange(len(locations)).repeat_interleave(lengths), lengths, groups),
     )
 
 
