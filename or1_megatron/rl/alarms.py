@@ -73,8 +73,8 @@ class Alarms:
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
         """Return (the alarms that start with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
-        row: dict[str, float] = {"stage": float(seen.stage_index), **seen.metrics}
-        kept = {name: row[name] for name in _REMEMBERED if name in row}
+        row = {"stage": float(seen.stage_index), **seen.metrics}
+        kept: dict[str, float] = {name: row[name] for name in _REMEMBERED if name in row}
         self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]
         starting = []
         for name, rule in self._rules.items():

@@ -48,8 +48,6 @@ SQUARES = SequenceCost(1.0, 1.0)
         ([4, 4, 4], BatchLayout(1, 8, 1, cost=SQUARES), [[[4], [4, 4]]], 8, (8 + 32) + (8 + 32)),
         # Tightest: 6 + 6 and 5 + 5 + 1 + 1, 72 against 52 of squares. By cost: 6 + 5 + 1 twice, 62 each.
         ([6, 6, 5, 5, 1, 1], BatchLayout(2, 20, 1, cost=SQUARES), [[[1, 5, 6]], [[1, 5, 6]]], 12, 12 + 62),
-        # Where buffers ask for it, the row is as long as the budget, aligned.
-        ([3, 4], BatchLayout(1, 30, 8, fixed_length=True, cost=BY_TOKENS), [[[3, 4]]], 32, 32),
         ([3, 4], BatchLayout(1, 30, 8, cost=BY_TOKENS), [[[3, 4]]], 8, 8),
     ],
 )  # fmt: skip
