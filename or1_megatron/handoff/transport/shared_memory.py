@@ -91,7 +91,7 @@ class SharedMemoryTransport(Transport):
 
         def start() -> Work:
             answers.append(self._group.recv([answer], destination, number))
-            return self._group.send([notice], destination, number)  # type: ignore[no-any-return]
+            return self._group.send([notice], destination, number)
 
         def taken() -> None:
             answers[0].wait(self._timeout)
