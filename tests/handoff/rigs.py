@@ -125,11 +125,8 @@ def stale_prefix_cache(handle: Any) -> AbstractContextManager[None]:
     """Nobody empties it after the update."""
 
     def keep(engine: Any) -> None:
-        from or1_megatron.rollout import engine as module
-
-        true = module.forget
-        module.forget = lambda *arguments: None  # type: ignore[assignment]
-        engine.undo = lambda: setattr(module, "forget", true)
+        engine._engine.reset_prefix_cache = lambda **arguments: True
+        engine.undo = lambda: delattr(engine._engine, "reset_prefix_cache")
 
     return fault(handle, keep)
 
