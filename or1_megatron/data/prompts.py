@@ -103,16 +103,16 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     evaluated = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in held_out]
     _drop_repeated(trained, unusable)
     unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
-    for made, source in zip((*trained, *evaluated), (*data.train, *config.evaluate.data), strict=True):
+    sources, by_title = [], {}
+    for made, source in zip(trained, data.train, strict=True):
         made.check(source.path)
-    sources = [
-        PromptSource(made.prompts, source.repeat, source.weight)
-        for made, source in zip(trained, data.train, strict=True)
-    ]
+        sources.append(PromptSource(made.prompts, source.repeat, source.weight))
     _check_enough(config, sources, read, [len(problems) for problems in train])
-    _warn_of_leaks(sources, [prompt for made in evaluated for prompt in made.prompts])
-    titles = [source.title for source in config.evaluate.data]
-    return sources, {title: made.prompts for title, made in zip(titles, evaluated, strict=True)}
+    for made, held in zip(evaluated, config.evaluate.data, strict=True):
+        made.check(held.path)
+        by_title[held.title] = made.prompts
+    _warn_of_leaks(sources, [prompt for prompts in by_title.values() for prompt in prompts])
+    return sources, by_title
 
 
 @dataclass(frozen=True, slots=True)
