@@ -139,7 +139,7 @@ class RolloutsClient:
         batch = pack(arguments | {"rule": rule, "urgent": urgent})
         self._progress = (0, len(prompts) * group_size)
         may_reuse = self._reused and not urgent
-        requests = plan_requests(prompts, group_size, sampling, seed).values() if may_reuse else ()
+        requests: Iterable[Request] = plan_requests(prompts, group_size, sampling, seed).values() if may_reuse else ()
         reused = self._sampled_before(requests)
         known = [pack(reused)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))

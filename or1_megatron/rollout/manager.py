@@ -96,7 +96,8 @@ class RolloutManager:
 
     async def start(self, run_id: str | None = None) -> None:
         """Start the verifiers, and with ``run_id`` the signs of life. Raises what a verifier's construction raises."""
-        make = (local_workers if on_one_node() else ray_workers)(self._verify, self._abilities)
+        settings = self._verify, self._abilities
+        make = local_workers(*settings) if on_one_node() else ray_workers(*settings)
         if run_id is not None:
             self._spawn(beat_on_loop(Heartbeat(beats_folder(run_id), "the RolloutManager", "serving", long=False)))
         self._verifiers = VerifierPool(self._verify, self._abilities, make)

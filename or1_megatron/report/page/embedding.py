@@ -1,7 +1,7 @@
 """Data inside a page: columns and JSON, compressed and in base64, so that no content can end its element.
 
 A packet is the gzip of: the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
-length]), and the columns, little endian, each at a multiple of 8 bytes. ``web/data.js`` reads it.
+length]), and the columns, little endian, those of the widest numbers first. ``web/data.js`` reads it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ _ALIGNMENT = 8
 def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> str:
     """Return the packet in base64.
 
-    Columns are uint8, uint16, int32, uint32 or float32. Of the last the digits of float16 stay, which compress to half
+    Columns are uint8, uint16, int32, uint32 or float32. The last keeps the digits of float16, which compress to half
     the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes] = []
     at = 0
-    for name, values in columns.items():
+    for name, values in sorted(columns.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
         if values.dtype == np.float32:
             with np.errstate(over="ignore"):
                 values = values.astype(np.float16).astype(np.float32)
         content = values.tobytes()
         places[name] = (values.dtype.name, at, len(values))
-        padding = -len(content) % _ALIGNMENT
-        parts += [content, bytes(padding)]
-        at += len(content) + padding
+        parts.append(content)
+        at += len(content)
     described = json.dumps(
         {**header, "columns": places}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     ).encode()
