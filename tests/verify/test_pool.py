@@ -20,7 +20,6 @@ import psutil
 import pytest
 import ray
 from math_table import HANGS
-from mixed_samples import MAY_BE, sample
 from waiting import PATIENCE_S
 
 from or1_megatron.rollout import verifier_actors
@@ -124,19 +123,34 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+CODE = json.dumps({"inputs": ["21\n"], "outputs": ["42\n"]})
+SAMPLES = [  # ability, ground truth, response, status
+    ("math", '["x+y"]', r"</think>\boxed{y+x}", "right"),
+    ("math", '["x+y"]', r"</think>\boxed{y-x}", "wrong"),
+    ("math", '["x+y"]', r"\boxed{y+x}", "no_answer"),
+    ("math", '["x+y"]', r"</think>\boxed{" + "9^{" * 40 + "9" + "}" * 41, "wrong"),
+    ("code", CODE, "</think>\n```python\nprint(int(input()) * 2)\n```", "right"),
+    ("code", CODE, "</think>\n```python\nprint(7)\n```", "wrong"),
+    ("code", CODE, "</think>no program", "no_answer"),
+    ("code", CODE, "</think>\n```python\nimport os\nos.kill(-1, 9)\nos._exit(0)\n```", "wrong"),
+]
+
+
 def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
-    """Math and code, right, wrong, cut off, without an answer and hostile."""
-    statuses: dict[int, list[str]] = {}
+    """Math and code: right, wrong, without an answer, hostile and cut off."""
+    expected = [status for *_, status in SAMPLES] * 2 + ["truncated"] * len(SAMPLES)
 
     async def body(pool: VerifierPool) -> None:
-        calls = [pool.verify(*sample(number)[:3], number // 8, 8) for number in range(24)]
-        statuses[len(statuses)] = [verdict.status for verdict in await asyncio.gather(*calls)]
+        attempts = [
+            (Problem("p", "s", ability, (Message("user", "q"),), truth, {}, "x.jsonl:1"), text, truncated)
+            for truncated in (False, False, True)
+            for ability, truth, text, _ in SAMPLES
+        ]
+        calls = [pool.verify(*attempt, number // 8, 8) for number, attempt in enumerate(attempts)]
+        assert [verdict.status for verdict in await asyncio.gather(*calls)] == expected
 
     for workers in (1, 2, 4):
-        options = {"memory_bytes": 512 << 20, "processes": 32}
-        with_pool(body, workers, 20.0, abilities=frozenset({"math", "code"}), **options)
-    assert statuses[0] == statuses[1] == statuses[2]
-    assert all(status in MAY_BE[sample(number)[3]] for number, status in enumerate(statuses[0]))
+        with_pool(body, workers, 20.0, abilities=frozenset({"math", "code"}), memory_bytes=512 << 20, processes=32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

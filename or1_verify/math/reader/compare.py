@@ -361,8 +361,6 @@ def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
         return side.rows
     if isinstance(side, Several) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
         return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
-    if isinstance(side, Relation) and (assigned := _assigned(side)):
-        return _rows(assigned[1])
     return None
 
 
@@ -383,8 +381,6 @@ def _ratio_parts(side: Reading) -> tuple[Node, ...] | None:
         return side.parts
     if isinstance(side, Quantity) and side.unit is None and not side.percent:
         return (side.tree, number_node(1))
-    if isinstance(side, Relation) and (assigned := _assigned(side)):
-        return _ratio_parts(assigned[1])
     return None
 
 

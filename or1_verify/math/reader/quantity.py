@@ -175,7 +175,7 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
-    """Return the power that stands at a place, and the place behind it: ``^2``, ``^{-1}``, squared."""
+    """Return the power that begins at an index, and the index behind it: ``^2``, ``^{-1}``, squared."""
     texts = [token.text for token in items[at : at + 5]]
     if texts[:1] in (["squared"], ["cubed"]):
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
