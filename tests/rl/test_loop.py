@@ -356,7 +356,7 @@ class Damaged(AgreedError, PartLost):
 
 
 @pytest.mark.parametrize("error", [AgreedError("the disk is full"), Damaged()])
-def test_a_save_in_memory_that_fails(tmp_path: Path, error: AgreedError) -> None:
+def test_a_save_in_memory_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AgreedError) -> None:
     """Shared memory is full: no step is lost for that, and the run's own checkpoints are made. Damage that the save
     finds ends the run: the launcher starts the ranks again."""
     world = World(tmp_path, every_steps=2, in_memory=True)
@@ -368,7 +368,7 @@ def test_a_save_in_memory_that_fails(tmp_path: Path, error: AgreedError) -> None
             raise error
         save(folder, state, responses)
 
-    world.policy.save = full  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(world.policy, "save", full)
     if isinstance(error, Damaged):
         with pytest.raises(Damaged):
             world.loop.run()
