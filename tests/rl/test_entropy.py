@@ -75,7 +75,6 @@ def test_state_survives_json_exactly() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"preset": "released-code", "delta": 0.005}, "preset 'released-code' stands for .*found also delta = 0.005"),
         ({"minimum": 0.001, "maximum": 0.002}, r"c_0.*outside.*\[0.001, 0.002\]"),
         ({"mode": "off", "estimate": "full"}, "estimate full takes a forward pass"),
         ({"delta": -0.1}, "greater than or equal to 0"),
