@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import os
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
     """
     if dist.is_initialized():
         return
+    gc.collect()  # a policy that was in the last world holds its groups in cycles, and gloo keeps threads for a group
     backend = "gloo"
     world: dict[str, Any] = {}
     if torch.cuda.is_available() and "RANK" in os.environ:
