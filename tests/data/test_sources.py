@@ -95,7 +95,7 @@ def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> No
     assert (first.stdin, first.expected, second.stdin, second.expected) == (b"1\n", "2\n", b"5\n", "10\n")
     assert (stdin.ability, stdin.source) == ("code", "lcb_atcoder")
     (only,) = parse_code_tests(function.ground_truth).tests
-    assert (only.request["name"], only.request["arguments"], only.expected) == ("twice", [3], 6)
+    assert (only.function, only.arguments, only.expected) == ("twice", [3], 6)
     assert "def twice(self, n):" in function.messages[0].content
 
 
