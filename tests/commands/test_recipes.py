@@ -39,7 +39,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_from_a_wheel(empty: Path, tmp_path: Path) -> None:
     """The wheel of a copy of this tree, unpacked; this tree itself is not on the path."""
     tree, wheels, unpacked = (tmp_path / name for name in ("tree", "wheels", "unpacked"))
-    shutil.copytree(ROOT / "or1_megatron", tree / "or1_megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("or1_megatron", "or1_verify"):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / file, tree)
     wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, tree]

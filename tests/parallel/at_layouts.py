@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import problem
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from torch.distributed import distributed_c10d
 
 from or1_megatron.checkpoint import loader
 from or1_megatron.checkpoint.saver import CheckpointSaver
@@ -53,11 +55,20 @@ def compare_and_export(cases: dict[str, dict[str, Any]], folder: Path) -> dict[s
     return rows
 
 
+def end_layout() -> None:
+    """Free the groups of the layout before. Each has threads of gloo, which wake a hundred times a second."""
+    dist.barrier()
+    for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # a policy holds its groups in cycles
+
+
 class Rank:
     """One rank's policy at one layout; ends the layout before."""
 
     def __init__(self, model: Path, dtype: str, layout: dict[str, Any]) -> None:
-        parallel_state.destroy_model_parallel()
+        end_layout()
         parallel = ParallelConfig(ranks=2, **layout)
         self.mesh = build_mesh(parallel, seed=1)
         config = OptimizerConfig(lr=1e-3, warmup_steps=10)
