@@ -1,7 +1,7 @@
-"""Everything that uses Megatron: the mesh, the model, the policy, its schedule and checkpoints, the CPU device layer.
+"""Everything that uses Megatron: the mesh, the model, the policy and its schedule, the CPU device layer.
 
-No other package imports megatron. Where there is no CUDA, ``import or1_megatron.parallel`` first installs the device
-layer, because Megatron makes some decisions at import time.
+Elsewhere only ``checkpoint.sharded_state`` imports megatron, after this package. Where there is no CUDA,
+``import or1_megatron.parallel`` first installs the device layer, because Megatron makes some decisions at import time.
 """
 
 import logging

@@ -1,12 +1,12 @@
-"""The folder of a run: its files, the lock on it, and which checkpoints stay.
+"""The folder of a run: its files, and the lock on it. ``checkpoint.keeper`` decides which checkpoints stay.
 
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     faults.jsonl       what died or stalled and was mended (runtime.faults)
     rollouts/          step_000012.parquet
-    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; in_memory (memory_folder);
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; in_memory (a link);
                        damaged ones are renamed to step_000008.damaged
-    dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
+    dumps/             step_000012_update_0/, for or1 replay: batches of SGD steps that were skipped or failed
     hf/                the exported model
     summary.json       the outcome of the run
     tensorboard/       event files

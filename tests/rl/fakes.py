@@ -100,7 +100,7 @@ def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, see
 
 
 class TableRollouts:
-    """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that rollout."""
+    """Engines and verifier. ``stop_at`` raises Stopped in that rollout."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -1,7 +1,7 @@
 """What users get wrong, and what machines do to them: one clear message, exit code 2, no traceback, no hang.
 
 Tested elsewhere: ranks and launchers that die (test_life_of_a_run), keys and values of the configuration
-(config/test_load), rows of every wrong kind (data/test_problems, test_unusable_rows), tokenizers (data/test_template),
+(config/test_load), rows of every wrong kind (data/test_problems, test_unusable_rows), tokenizers (data/test_prompts),
 responses that never close ``</think>`` and gold answers (verify), full disks under metrics and rollouts (runtime),
 engines that cannot start (rollout/test_manager).
 Not proven here: disks with quotas, file systems that are shared between nodes.
