@@ -94,9 +94,14 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         os.kill(os.getpid(), sig)
 
 
-def send(pipe: BinaryIO, message: Any) -> None:
+def pack(message: Any) -> bytes:
+    """Return a message's line. Raises TypeError when it is no JSON."""
     content = json.dumps(message).encode()
-    pipe.write(b"%08x %s\n" % (zlib.crc32(content), content))
+    return b"%08x %s\n" % (zlib.crc32(content), content)
+
+
+def send(pipe: BinaryIO, line: bytes) -> None:
+    pipe.write(line)
     pipe.flush()
 
 
@@ -135,18 +140,18 @@ def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = N
         try:
             answer = make()
         except Exception as error:  # of a user's module, too
-            send(replies, {"raised": f"{type(error).__name__}: {error}"})
+            send(replies, pack({"raised": f"{type(error).__name__}: {error}"}))
             return
-        send(replies, {})
+        send(replies, pack({}))
         for line in requests:
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S if timeout_s else 0)
             try:
-                reply = answer(unpack(line))
+                reply = pack(answer(unpack(line)))
             except Exception as error:
                 if memory_bytes and isinstance(error, MemoryError):
-                    send(replies, {"exhausted": memory_bytes})
+                    send(replies, pack({"exhausted": memory_bytes}))
                     return  # a fresh process is better than what is left of this heap
-                reply = {"raised": f"{type(error).__name__}: {error}"[:1000]}
+                reply = pack({"raised": f"{type(error).__name__}: {error}"[:1000]})
             signal.setitimer(signal.ITIMER_REAL, 0)
             send(replies, reply)
     except BrokenPipeError:  # the parent is gone
@@ -193,7 +198,7 @@ class ChildProcess:
             self._launch()
             self._wait_until_ready()
             try:
-                send(self._child.stdin, request)
+                send(self._child.stdin, pack(request))
                 reply = self._reply(self._timeout_s)
                 if "exhausted" in reply:
                     raise ChildLimit(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")

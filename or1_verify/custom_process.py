@@ -51,7 +51,10 @@ def answer(verifier: Any, request: dict[str, Any]) -> dict[str, Any]:
             check(problem)
         return {}
     verify = getattr(verifier, "verify", verifier)
-    return checked(verify(problem, request["response"], False))
+    try:
+        return checked(verify(problem, request["response"], False))
+    except MemoryError:  # an error of the verifier's, not of the response
+        raise RuntimeError(f"it needs more than the {_MEMORY_BYTES >> 30} GiB of memory that it may use") from None
 
 
 if __name__ == "__main__":

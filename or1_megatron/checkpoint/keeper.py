@@ -20,8 +20,20 @@ DAMAGED_SUFFIX: Final = ".damaged"
 """The end of the name of a checkpoint that was set aside because its files are not as they were saved."""
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""
+    names = chain([""], (f"_{number}" for number in count(2)))
+    paths = (folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}{name}") for name in names)
+    return folder.rename(next(path for path in paths if not path.exists()))
+
+
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Rename the complete checkpoint ``aside`` to ``folder``, which is not there: a run saves each step once."""
+    """Rename the complete checkpoint ``aside`` to ``folder``.
+
+    What has that name already is damaged, since the run did not go on from it, and is set aside.
+    """
+    if folder.exists():
+        set_aside(folder)
     aside.rename(folder)
     sync(folder.parent)
 
@@ -80,7 +92,7 @@ class CheckpointKeeper:
                 damaged.append((folder, error))
                 continue
             for broken, why in damaged:
-                aside = self._set_aside(broken)
+                aside = set_aside(broken)
                 logger.warning("%s. Set aside as %s; resuming from %s", why, aside.name, folder.name)
             self._intact = folder
             return folder
@@ -139,12 +151,6 @@ class CheckpointKeeper:
         missing, the checkpoint has been damaged since."""
         saved = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
         return sorted(saved, key=lambda path: step_of(path) or 0)
-
-    def _set_aside(self, folder: Path) -> Path:
-        """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""
-        names = chain([""], (f"_{number}" for number in count(2)))
-        paths = (folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}{name}") for name in names)
-        return folder.rename(next(path for path in paths if not path.exists()))
 
     def _point_best_at(self, folder: Path) -> None:
         aside = self.folder / f"best{PARTIAL_SUFFIX}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper, put_in_place
-from or1_megatron.checkpoint.manifest import sync
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, check_manifest, sync
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.run_folder import step_of
 
@@ -78,8 +78,9 @@ def bring_to_disk(keeper: CheckpointKeeper) -> None:
             shutil.copytree(newest, aside)
             for path in (*aside.iterdir(), aside):
                 sync(path)
+            check_manifest(aside)
             put_in_place(aside, keeper.folder / newest.name)
-    except OSError as error:
+    except (OSError, CheckpointDamaged) as error:
         kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
         log.warning(kept, memory_folder(keeper.folder), error)
         return

@@ -75,8 +75,11 @@ def resolved_yaml(config: Config) -> str:
 
 
 def to_json(config: Config) -> str:
-    """Return the whole configuration on a line, as ``from_json`` reads it back equal."""
-    return json.dumps(config.model_dump(mode="json"))
+    """Return the whole configuration on a line, as ``from_json`` reads it back equal.
+
+    It has no ``$``: torchrun replaces ``$$`` and ``$local_rank`` in a worker's arguments.
+    """
+    return json.dumps(config.model_dump(mode="json")).replace("$", "\\u0024")
 
 
 def from_json(text: str) -> Config:

@@ -90,7 +90,7 @@ class Alarms:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned; an older version's remembers no steps."""
-        self._remaining |= state["remaining"]
+        self._remaining = {name: state["remaining"].get(name, 0) for name in ALARMS}
         self._rows = [dict(row) for row in state.get("rows", [])]
 
     def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:

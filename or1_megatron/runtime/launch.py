@@ -241,8 +241,10 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank ended that failed first. ``signal_number``: the signal that the launcher got, or 0."""
-    rank, failure = error.get_first_failure()
+    """Return how the rank ended that failed first: of those that failed at once, one that was killed, since the others
+    lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
+    killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
+    rank, failure = killed[0] if killed else error.get_first_failure()
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))

@@ -55,6 +55,17 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)  # a closed terminal does not stop the run
 
 
+class _FileHandler(logging.StreamHandler[TextIO]):
+    """Writes to the log file. If a write fails, for example on a full disk, it says so once and the run continues."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
+        if not self._failed:
+            self._failed = True
+            print(f"or1: log lines cannot be written to {self.stream.name}: {sys.exc_info()[1]}", file=sys.stderr)
+
+
 def _for_console(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or record.name.split(".")[0] in _OWN
 
@@ -70,7 +81,7 @@ def set_up_logging(folder: Path, rank: int) -> None:
         os.environ.setdefault(variable, value)
 
     stream = (folder / f"rank_{rank}.log").open("a", encoding="utf-8")
-    to_file = logging.StreamHandler(stream)
+    to_file = _FileHandler(stream)
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname).1s %(name)s: %(message)s"))
     to_console = _ConsoleHandler(level=logging.WARNING)
     to_console.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
@@ -88,7 +99,6 @@ def set_up_logging(folder: Path, rank: int) -> None:
     # On CPU vLLM warns that it does not use Triton, which is installed for the tests of our kernels.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # on a full disk each line would print a traceback
     _trace_crashes(stream, to_file)
 
 

@@ -78,6 +78,9 @@ class Monitor:
         self._silences: dict[tuple[int, int, str], _Silence] = {}
         self._stopped_since: dict[tuple[int, int], float] = {}
         self._killed: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int]] = set()
+        """The run's processes at the last look. A parent that dies elsewhere, as below a Ray that runs already, leaves
+        children that are below nobody of ours any more."""
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -136,12 +139,15 @@ class Monitor:
 
     def _processes(self, there: Mapping[int, Process], beats: Mapping[int, Beat]) -> list[Process]:
         """Return the run's processes, without what verifiers run."""
-        below = {process.pid: process for process in descendants({self._root, *beats}, there)}
-        below |= {pid: there[pid] for pid in beats}
+        roots = set(beats) | {pid for pid, started in self._seen if pid in there and there[pid].started == started}
+        below = {process.pid: process for process in descendants({self._root, *roots}, there)}
+        below |= {pid: there[pid] for pid in roots}
         verifiers = {pid for pid in below if _OWN_CHILDREN in command_line(pid)}
         for inner in descendants(verifiers, below):
             del below[inner.pid]
-        return [process for process in below.values() if process.state != "Z" and process.pid != os.getpid()]
+        ours = [process for process in below.values() if process.state != "Z" and process.pid != os.getpid()]
+        self._seen = {(process.pid, process.started) for process in ours}
+        return ours
 
     def _stopped(self, process: Process, now: float) -> str:
         """Return why a stopped process is ended now; empty if it is not."""

@@ -10,13 +10,15 @@ seconds, in which the engines start, so it is imported after them.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from or1_megatron.config.load import from_json, load_config
 from or1_megatron.config.recipes import find
@@ -150,5 +152,20 @@ def main() -> int:
         raise
 
 
+def leave(status: int) -> NoReturn:
+    """End this process with ``status``, after its other threads and what is registered for its end.
+
+    Python's own end is left out: there a daemon thread inside a wait of torch's, for an engine that has died, would
+    abort the process.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

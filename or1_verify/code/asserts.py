@@ -57,10 +57,24 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
     wrong = [f"{name!r} is not defined: expected in import_prefix" for name in unbound if name not in given]
     if wrong and not has_unknown_star(prefix) and not has_unknown_star(module):
         raise ValueError(f"test_code: {'; '.join(wrong)}")
-    tested = {"candidate"} | {entry_point} & set(unbound)  # some tests call it by its own name, too
+    own_name = {entry_point} & set(unbound) - _whole_functions(prefix)  # some tests call it by its own name, too
+    tested = {"candidate"} | own_name
     _check_program("test_code", module, tested)
     program = decoded["test_code"] + "\ncheck(candidate)"
     return (ProgramTest("check", program, dict.fromkeys(tested, decoded["entry_point"])),)
+
+
+def _whole_functions(module: ast.Module) -> set[str]:
+    """Return the functions whose body does something: a signature with a docstring, as in a prompt, does not."""
+    return {
+        node.name
+        for node in module.body
+        if isinstance(node, ast.FunctionDef)
+        and not all(
+            isinstance(part, ast.Pass) or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            for part in node.body
+        )
+    }
 
 
 def _owners(module: ast.Module) -> set[str]:
@@ -138,7 +152,7 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
         sides = (test.left, *test.comparators)
         if any(isinstance(item, ast.Constant) and isinstance(item.value, bool) for item in sides):
             return any(_judged_inside(item, remote, results) for item in sides)
-        return all(isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in sides)
+        return all(_has_result(item, remote, results) for item in sides)
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in ("all", "any", "bool"):
         items = [item.elt if isinstance(item, ast.GeneratorExp | ast.ListComp) else item for item in test.args]
         return any(_judged_inside(item, remote, results) for item in items)

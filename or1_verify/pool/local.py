@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from or1_verify.child_process import close_pipes, describe_exit, send, start_module, unpack
+from or1_verify.child_process import close_pipes, describe_exit, pack, send, start_module, unpack
 from or1_verify.config import VerifyConfig
 from or1_verify.pool.queue import WorkerLost
 from or1_verify.types import Attempt, Verdict
@@ -50,7 +50,7 @@ class LocalWorker:
         """Send a message, if one is given, and return the next one that comes."""
         try:
             if message is not None:
-                send(self._child.stdin, message)
+                send(self._child.stdin, pack(message))
             answer = unpack(self._child.stdout.readline())
         except (OSError, EOFError, ValueError) as error:
             status = self._child.poll()

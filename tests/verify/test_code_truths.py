@@ -46,6 +46,9 @@ BAD_TRUTHS = {
     "no name": ({**STDIN, "fn_name": "f(x)"}, "expected the name of a function"),
     "assert is not python": ({"assert_case": ["assert f("]}, "assert_case[0]: not Python"),
     "two calls": ({"assert_case": ["assert f(1) == g(1)"]}, "judge its own result"),
+    "wrapped calls": ({"assert_case": ["assert sorted(f(1)) == sorted(g(1))"]}, "judge its own result"),
+    "by way of variables": ({"assert_case": ["a = f(1)\nb = g(1)\nassert a == b"]}, "judge its own result"),
+    "difference": ({"assert_case": ["assert abs(f(1) - g(1)) < f(2)"]}, "judge its own result"),
     "helper of nobody": ({"assert_case": ["assert same(f(1), [2])"]}, "judge its own result"),
     "nothing called": ({"assert_case": ["assert 1 + 1 == 2"]}, "uses nothing of the submission's"),
     "no check": ({**CHECK, "test_code": "x = 1"}, "check(candidate)"),
@@ -174,11 +177,13 @@ def test_what_a_check_may_call() -> None:
     code = "def check(candidate):\n    x = 3\n    assert candidate(g(x)) == 918273"
     own = {**CHECK, "test_code": code.replace("g(", "f("), "import_prefix": "def f(x): ..."}
     assert parsed(own).tests[0].stand_ins == {"candidate": "f", "f": "f"}
+    reference = {**own, "import_prefix": "def f(x): return x + 1"}
+    assert parsed(reference).tests[0].stand_ins == {"candidate": "f"}, "the row's own function is not the submission's"
     for prefix in ("def g(x): return x", "from nowhere import *"):
         (test,) = parsed({**CHECK, "test_code": code, "import_prefix": prefix}).tests
         assert test.stand_ins == {"candidate": "f"}
-    reference = f"def f(x): return 918273\n{CHECK['test_code'].replace('918273', 'f(1)')}"
-    assert parsed({**CHECK, "test_code": reference}).tests[0].stand_ins == {"candidate": "f"}
+    inner = f"def f(x): return 918273\n{CHECK['test_code'].replace('918273', 'f(1)')}"
+    assert parsed({**CHECK, "test_code": inner}).tests[0].stand_ins == {"candidate": "f"}
 
 
 def test_only_missing_imports_are_added() -> None:
