@@ -8,8 +8,8 @@ class Or1Error(Exception):
 
 
 class UserError(Or1Error):
-    """An error that its message explains: bad input, or something outside the code that failed.
+    """An error whose message says all that the user needs: the input is bad, or something outside the code failed.
 
-    A command prints the message, without a traceback, and exits with status 2 (the trainer's PART_LOST after a
-    PartLost).
+    A command prints the message without a traceback and exits with status 2. After a PartLost the trainer exits with
+    PART_LOST instead.
     """

@@ -114,10 +114,10 @@ def cpu_kv_cache_bytes(
 def with_length(
     settings: EvaluationSettings, model: str, problems: Sequence[Problem], out: Path, console: Console
 ) -> EvaluationSettings:
-    """Return the settings with ``max_response_tokens``; a length that the model's context decides is printed.
+    """Return the settings with ``max_response_tokens`` filled in.
 
-    If none is given it is that of the evaluation in ``out``, else the paper's, or what the longest prompt leaves of the
-    model's context if that is less.
+    Without a given length, take that of the evaluation begun in ``out``. If there is none, take the paper's length, but
+    at most the model's context less the longest prompt; print the length if the context limits it.
     """
     if settings.max_response_tokens is not None:
         return settings

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightSender:
-    """Brings the engines to the policy's weights; one on each trainer rank."""
+    """Sends the policy's weights to the engines. Each trainer rank has one sender."""
 
     def __init__(
         self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None

@@ -120,10 +120,11 @@ class HostCopy:
 
 
 class Offload:
-    """Moves one rank's parameters, gradients and optimizer state off the device, each by itself, and back.
+    """Moves one rank's parameters, gradients and optimizer state to the host and back; each can be moved alone.
 
-    All come back to the bit but gradients: they are spent once the optimizer has stepped, so they are dropped and come
-    back as zeros, from which an update starts. What is away already stays away, and likewise for what is back.
+    Parameters and optimizer state return bit for bit. Gradients are not needed after the optimizer's step, so they are
+    dropped and return as zeros. Offloading what is already offloaded does nothing, and so does restoring what is on the
+    device.
 
     Args:
         chunks: this rank's model chunks.

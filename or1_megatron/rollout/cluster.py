@@ -201,7 +201,7 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
     """Wait until ``count`` nodes are part of the cluster.
 
     Raises:
-        ClusterError: fewer are after ``timeout_s``.
+        ClusterError: after ``timeout_s`` fewer than ``count`` nodes have joined.
     """
     deadline = time.monotonic() + timeout_s
     while len(there := [node for node in ray.nodes() if node["Alive"]]) < count:

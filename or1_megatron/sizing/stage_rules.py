@@ -48,7 +48,10 @@ def stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
-    """Return the prompts of an epoch of ``stage``, with repeats and weights, for ``problems`` of each source."""
+    """Return the number of prompts in an epoch of ``stage``: the sum over sources of problems * repeats * weight.
+
+    ``problems``: the number in each source.
+    """
     sources = zip(problems, config.repeats(stage), config.data.train, strict=True)
     return round(sum(count * repeat * source.weight for count, repeat, source in sources))
 

@@ -25,7 +25,10 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 def word_sum(flat: Tensor) -> int | Tensor:
-    """Return the weighted sum of a slice's bytes [n] uint8, modulo 2^64; on a GPU [] int64, which nobody waits for."""
+    """Return the weighted sum of a slice's bytes [n] uint8, modulo 2^64.
+
+    For a tensor on a GPU the result is an int64 tensor [], and the host does not wait for it.
+    """
     return host_sum(flat.numpy()) if flat.device.type == "cpu" else device_sum(flat)
 
 

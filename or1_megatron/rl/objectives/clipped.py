@@ -44,7 +44,8 @@ class ClippedPolicyLoss(PolicyGradientLoss):
 
 
 def clipped_term(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return (min(rho A, clip(rho, 1 - low, 1 + high) A), where the clipped one is smaller). [N]."""
+    """Return two tensors [N]: min(rho A, clip(rho, 1 - low, 1 + high) A), and a mask that is true where the clipped
+    product is the smaller one."""
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return torch.minimum(free, clipped), clipped < free

@@ -50,7 +50,10 @@ _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def compare(gold: Reading, answer: Reading) -> bool:
-    """Whether two readings say the same under the policy. Raises Unreadable for what cannot be compared."""
+    """Return whether two readings are equal by the rules of docs/math_verifier.md.
+
+    Raises Unreadable if they cannot be compared.
+    """
     for kind, rule in _WHOLE_RULES:
         if isinstance(gold, kind) or isinstance(answer, kind):
             return rule(gold, answer)
