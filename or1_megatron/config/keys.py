@@ -43,7 +43,7 @@ def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Ke
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return (section class, whether the field is a list of it) for a field that holds a section, else (None, False)."""
+    """Return (section class, whether the field is a list of it) for a field with a section, else (None, False)."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
     for argument in typing.get_args(annotation):

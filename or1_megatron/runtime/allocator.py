@@ -14,7 +14,8 @@ def return_large_blocks() -> None:
     """Return freed blocks of 8 MiB and more to the system at once, from now on, where the C library is glibc.
 
     By itself glibc raises this threshold to 32 MiB. Smaller freed blocks then stay in its heap and leave holes that are
-    too small for later blocks: a trainer rank of a 0.1B grew by 1.2 GiB for its activations, and kept that after the update.
+    too small for later blocks: a trainer rank of a 0.1B grew by 1.2 GiB for its activations, and kept that after the
+    update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
