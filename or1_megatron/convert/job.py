@@ -26,14 +26,14 @@ _THREADS: Final = 4  # some of them wait for the disk
 _SPARE_BYTES: Final = 64 << 20  # for headers, tokenizer, metadata
 
 Advance = Callable[[int], None]
-"""Takes how many bytes have just been written or compared. Raises Stopped once another thread has failed."""
+"""Takes how many bytes have just been written or compared. Raises OtherThreadFailed once another thread has failed."""
 
 
 class ConvertError(UserError, RuntimeError):
     """A conversion that cannot be made: names the file or tensor, what was found and what was expected."""
 
 
-class Stopped(Exception):
+class OtherThreadFailed(Exception):
     """Ends a thread of a conversion that has failed in another thread, or that Ctrl-C has ended."""
 
 
@@ -118,7 +118,7 @@ def _for_each_file(conversion: Conversion, console: Console, label: str, work: C
 
         def advance(count: int) -> None:
             if stopped.is_set():
-                raise Stopped
+                raise OtherThreadFailed
             bar.advance(task, count)
 
         try:

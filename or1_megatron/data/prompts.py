@@ -38,9 +38,9 @@ class ProblemSets:
     """The problems of a run, as read."""
 
     train: list[list[Problem]]
-    """Of each source of ``data.train``."""
+    """One for each source of ``data.train``."""
     held_out: list[list[Problem]]
-    """Of each set of ``evaluate.data``."""
+    """One for each set of ``evaluate.data``."""
     unusable: UnusableRows
     verifiers: Mapping[str, Verifier]
     """By ability; one for each that occurs."""

@@ -64,7 +64,7 @@ class Residual:
     verb: str
     measured_s: float
     error: float
-    """Of the plan's seconds, relative."""
+    """Relative errors of the plan's seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class _Silence:
     """A counter of its heartbeat, and whether it does something long."""
     since_s: float
     times_ns: Mapping[int, int]
-    """Of its threads, then."""
+    """CPU times of its threads at that moment."""
     excused: bool = False
 
 

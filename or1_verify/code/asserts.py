@@ -95,12 +95,18 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
     results = _results(module, remote)
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
+    asserts = [node for node in ast.walk(module) if isinstance(node, ast.Assert)]
+    for node in asserts:
+        if _judged_inside(node.test, remote, results):
             raise ValueError(
                 f"{where}: '{ast.unparse(node)[:200]}': a function of the submission would judge its own result and be "
                 "shown what is expected; expected a comparison, such as `assert CALL == VALUE`"
             )
+    if asserts and all(_compares_results(node.test, remote, results) for node in asserts):
+        raise ValueError(
+            f"{where}: compares results of the submission only with each other, as '{ast.unparse(asserts[0])[:200]}': "
+            "it would judge its own result; expected a comparison with a value, such as `assert CALL == VALUE`"
+        )
 
 
 def _results(module: ast.Module, remote: set[str]) -> set[str]:
@@ -152,13 +158,20 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
         sides = (test.left, *test.comparators)
         if any(isinstance(item, ast.Constant) and isinstance(item.value, bool) for item in sides):
             return any(_judged_inside(item, remote, results) for item in sides)
-        return all(_has_result(item, remote, results) for item in sides)
+        return all(isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in sides)
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in ("all", "any", "bool"):
         items = [item.elt if isinstance(item, ast.GeneratorExp | ast.ListComp) else item for item in test.args]
         return any(_judged_inside(item, remote, results) for item in items)
     if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
         return False
     return any(_has_result(item, remote, results) for item in _arguments(test))
+
+
+def _compares_results(test: ast.expr, remote: set[str], results: set[str]) -> bool:
+    """Whether both sides of a comparison depend on the submission, which then needs only to agree with itself."""
+    return isinstance(test, ast.Compare) and all(
+        _has_result(item, remote, results) for item in (test.left, *test.comparators)
+    )
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:

@@ -100,7 +100,7 @@ print(sorted(os.sched_getaffinity(0)), flush=True)
 
 @pytest.mark.parametrize("listed", ["{mine},5000-5001", "5000", "", None])
 def test_a_process_and_what_it_starts_run_beside_the_device(tmp_path: Path, listed: str | None) -> None:
-    """Of the listed cores it takes the one that it may use; without any, or without a list, nothing changes."""
+    """A rank takes the listed core that it may use; without any, or without a list, nothing changes."""
     everywhere = sorted(os.sched_getaffinity(0))
     if listed is not None:
         (tmp_path / "0000:1b:00.0").mkdir()

@@ -215,7 +215,7 @@ def test_a_gpu_in_each_phase_of_a_turn() -> None:
 def test_the_smallest_gpu_counts(
     monkeypatch: pytest.MonkeyPatch, gpus_gib: tuple[int, ...], named_gb: int | None, has: float | None
 ) -> None:
-    """Of the GPUs here, if there are any, and ``cluster.gpu_memory_gb``. A stage of 0.5B in fp32 holds 4.69 GiB of
+    """The memory of the GPUs here, if there are any, and ``cluster.gpu_memory_gb``. A stage of 0.5B in fp32 holds 4.69 GiB of
     state, 14 GiB of reserves and activations: between 18.7 and 79 GiB."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus_gib))
     monkeypatch.setattr(
