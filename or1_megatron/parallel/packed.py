@@ -29,7 +29,7 @@ class PackedRow(PackedSeqParams):
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T / CP]: positions, in their sequences, of the tokens that this rank holds."""
     lengths: tuple[int, ...] = ()
-    """Values of the row's sequences, [S]."""
+    """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
     """This rank's part of the row; None if it holds the whole row."""
 

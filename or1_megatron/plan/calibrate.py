@@ -64,7 +64,7 @@ class Residual:
     verb: str
     measured_s: float
     error: float
-    """Relative errors of the plan's seconds."""
+    """Relative error of the plan's seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ EMBEDDING: Final = Row(
 )
 FINAL_NORM: Final = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
 OUTPUT: Final = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary())
-"""Rows of models whose embeddings are not tied."""
+"""The row of models whose embeddings are not tied."""
 
 
 @dataclass(frozen=True, slots=True)

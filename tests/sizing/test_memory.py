@@ -215,8 +215,8 @@ def test_a_gpu_in_each_phase_of_a_turn() -> None:
 def test_the_smallest_gpu_counts(
     monkeypatch: pytest.MonkeyPatch, gpus_gib: tuple[int, ...], named_gb: int | None, has: float | None
 ) -> None:
-    """The memory of the GPUs here, if there are any, and ``cluster.gpu_memory_gb``. A stage of 0.5B in fp32 holds 4.69 GiB of
-    state, 14 GiB of reserves and activations: between 18.7 and 79 GiB."""
+    """The memory of the GPUs here, if there are any, and ``cluster.gpu_memory_gb``. A stage of 0.5B in fp32 holds 4.69
+    GiB of state, 14 GiB of reserves and activations: between 18.7 and 79 GiB."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus_gib))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=gpus_gib[index] * GIB)
