@@ -21,11 +21,11 @@ class ObjectiveConfig(Section):
     """Which objective is trained on (docs/objectives.md). docs/changing_the_objective.md shows how to add one."""
 
     name: str = "clipped"
-    """clipped, gspo, cispo, dr_grpo, dapo, clip_cov, kl_cov, or package.module:Name of a dataclass of your own. Recipe:
-    clipped in the paper (eq. 3.1) and every released model."""
+    """clipped, gspo, cispo, dr_grpo, dapo, or package.module:Name of a dataclass of your own. Recipe: clipped in the
+    paper (eq. 3.1) and every released model."""
     args: dict[str, float | int | bool | str | None] = Field(default_factory=dict)
-    """The objective's own parameters by name, beside those that it takes from ``loss``, ``kl``, ``correction`` and
-    ``entropy``; clip_cov has share, lowest and highest, kl_cov has share and penalty. Unit: each its own."""
+    """Parameters by name that an objective of your own has beside those that it takes from ``loss``, ``kl``,
+    ``correction`` and ``entropy``. Unit: each its own."""
 
 
 class AdvantageConfig(Section):

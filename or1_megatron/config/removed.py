@@ -15,6 +15,14 @@ _CONTROLLED: Final = (
 )
 
 
+OBJECTIVES: Final = dict.fromkeys(
+    ("clip_cov", "kl_cov"),
+    "at N_SGD 4 entropy collapsed with Clip-Cov as without it (lab/ablations/entropy_at_n_sgd_4.md); take clipped with "
+    "algorithm.entropy.mode = adaptive, or write a class of your own of scope batch (docs/changing_the_objective.md)",
+)
+"""Values that ``algorithm.objective.name`` had once."""
+
+
 class Removed(NamedTuple):
     default: Any
     """What a run's own config.yaml has where the key was not set. It changed nothing, and is passed over."""

@@ -214,7 +214,6 @@ _MEANS: Mapping[str, str] = {
     "policy/clip_fraction_low": "clipped_low",
     "policy/clip_fraction_high": "clipped_high",
     "policy/clip_fraction_dual": "clipped_dual",
-    "policy/cov_fraction": "selected",
     "policy/approx_kl": "approx_kl",
     "policy/kl": "kl",
     "entropy/full": "entropy",

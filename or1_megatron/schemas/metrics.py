@@ -115,7 +115,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/clip_fraction_low", "fraction", "of these, below 1 - clip_low (but with cispo A < 0)"),
     Metric("policy/clip_fraction_high", "fraction", "of these, above 1 + clip_high (but with cispo A > 0)"),
     Metric("policy/clip_fraction_dual", "fraction", "tokens held at dual_clip * A (A < 0); 0 without dual clip"),
-    Metric("policy/cov_fraction", "fraction", "tokens chosen for their covariance; only with clip_cov and kl_cov"),
     Metric("policy/kl", "nats/token", "estimate of KL(policy || reference) by kl.estimator; only with a reference"),
     Metric("correction/weight", "", "mean importance weight pi_k / pi_engine after the cut; only with a correction"),
     Metric("correction/weight_max", "", "largest of these weights"),

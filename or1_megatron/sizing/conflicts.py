@@ -180,8 +180,8 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Yield switches that act only on clipped tokens where none is clipped: at N_SGD = 1 the ratio is 1, unless it is
-    to the log-probs of an older version (``old_is_the_policy``). And what the objective cannot be computed with."""
+    """Yield what the objective cannot be computed with, and a dual clip where no token is clipped: at N_SGD = 1 the
+    ratio is 1, unless it is to the log-probs of an older version (``old_is_the_policy``)."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens
@@ -193,16 +193,13 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
             )
     if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return
-    asked = {
-        f"loss.dual_clip = {algorithm.loss.dual_clip}": algorithm.loss.dual_clip is not None,
-        "objective.name = kl_cov": algorithm.objective.name == "kl_cov",
-    }
-    if all(stage.sgd_steps == 1 for stage in config.stages):
-        for setting in (name for name, is_set in asked.items() if is_set):
-            yield (
-                f"algorithm.{setting} works on tokens whose ratio has moved, but every stage has N_SGD = D_R / D_T * "
-                "reuse = 1, where the ratio is 1 and none has; raise reuse, lower prompts_per_update, or take it out"
-            )
+    dual_clip = algorithm.loss.dual_clip
+    if dual_clip is not None and all(stage.sgd_steps == 1 for stage in config.stages):
+        yield (
+            f"algorithm.loss.dual_clip = {dual_clip} works on tokens whose ratio has moved, but every stage has N_SGD "
+            "= D_R / D_T * reuse = 1, where the ratio is 1 and none has; raise reuse, lower prompts_per_update, or "
+            "take it out"
+        )
 
 
 def _divisors(value: int) -> str:

@@ -73,12 +73,6 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "gspo on policy": ("gspo", {"on_policy": True, "correction": "off"}, ["CP2 shuffled", "TP2 one_pass"]),
     "gspo on policy, corrected": ("gspo", {"on_policy": True}, ["CP2 PP2", "DP2 one_pass"]),
-    "clip_cov": (
-        "clip_cov",
-        {"share": 0.2, "lowest": 0.05, "highest": 2.0, "seed": 3},
-        ["CP2 PP2 shuffled", "TP2 DP2 one_pass response_mean"],
-    ),
-    "kl_cov": ("kl_cov", {"share": 0.2, "penalty": 0.5}, ["CP2 PP2 shuffled", "TP2 DP2 one_pass"]),
     "cispo": ("cispo", {"clip_low": 0.1, "clip_high": 0.1}, ["TP2 SP CP2", "PP2 DP2 one_pass"]),
     "dr_grpo": ("dr_grpo", {"length_share": 0.3}, ["PP2 one_pass", "TP2 CP2"]),
     "dapo": ("dapo", {"clip_high": 0.28}, ["DP2 CP2", "TP2 PP2 one_pass"]),
@@ -86,7 +80,7 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "geometric": ("clipped", {"correction_level": "geometric", "correction_cap": 1.05}, ["CP2 DP2", "PP2 one_pass"]),
 }
 """An objective, parameters that let its own part act on the probe, and layouts. gspo and the last two need whole
-sequences, clip_cov and kl_cov the whole batch."""
+sequences."""
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -251,8 +245,8 @@ def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
     assert args == {"scale": 0.5}
     assert measure_layouts(model, [], Console(file=told), objective="faulty_of_test:Mean", args=args) == 1
     assert "objective faulty_of_test:Mean: Mean returns a mean: its loss is" in told.getvalue()
-    with pytest.raises(ConfigError, match="did you mean clip_cov"):
-        measure_layouts(model, [], Console(), objective="clipcov")
+    with pytest.raises(ConfigError, match="did you mean cispo"):
+        measure_layouts(model, [], Console(), objective="cisop")
     with pytest.raises(ConfigError, match="--arg scale: expected NAME=VALUE"):
         parameters(["scale"])
 

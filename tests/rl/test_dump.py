@@ -16,7 +16,7 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpError, DumpStore, UpdateDump, first_not_finite, read_dump, unpack
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
-from or1_megatron.rl.objectives.kl_cov import KLCov
+from or1_megatron.rl.objectives.gspo import GSPO
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample, UpdateReport
 
@@ -109,7 +109,7 @@ def test_a_dump_comes_back(names: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_every_objective_of_ours_comes_back_and_an_update_that_raised(tmp_path: Path) -> None:
     store = DumpStore(tmp_path, 2, {})
-    for objective in (CrossEntropy(0.7), KLCov(0.1, entropy_coefficient=0.1, temperature=0.7, on_policy=False)):
+    for objective in (CrossEntropy(0.7), GSPO(0.1, 0.2, entropy_coefficient=0.1, temperature=0.7, on_policy=False)):
         read = read_dump(store.close(store.open(1, 0), dump(objective=objective, log_probs=(), raised="KeyError: 1")))
         assert (read.objective, read.log_probs, read.raised) == (objective, (), "KeyError: 1")
 

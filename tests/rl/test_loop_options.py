@@ -72,7 +72,7 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
 
 
 def test_the_engines_log_probs_stay_beside_the_policys(tmp_path: Path) -> None:
-    """With a correction, which compares the two, and without one: Clip-Cov draws by them."""
+    """With a correction, which compares the two, and without one."""
     for mode in ("off", "masked"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         stage = OFF_POLICY.model_copy(update={"steps": 1})
@@ -140,15 +140,15 @@ def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     ("stage", "objective", "passes"),
     [
         (OFF_POLICY, {"name": "gspo"}, 4),  # one before the first SGD step, which it serves, and one before each other
-        (OFF_POLICY, {"name": "clip_cov", "args": {"share": 0.1, "lowest": 0.0}}, 4),
-        (STAGE, {"name": "clip_cov", "args": {"share": 0.1, "lowest": 0.0}}, 1),
+        (OFF_POLICY, {"name": "test_scored:Centred"}, 4),
+        (STAGE, {"name": "test_scored:Centred"}, 1),
         (STAGE, {"name": "gspo"}, 0),  # pointwise on policy
     ],
 )
 def test_objectives_of_sequences_and_of_the_batch_learn(
     tmp_path: Path, stage: StageConfig, objective: dict[str, object], passes: int
 ) -> None:
-    """With a one-pass head, in 14 steps; scored only where it must be; clip_cov stops at most floor(share N) tokens."""
+    """With a one-pass head, in 14 steps; scored only where it must be."""
     aggregation = "response_mean" if objective["name"] == "gspo" else "token_mean"
     algorithm = AlgorithmConfig.model_validate({"objective": objective, "loss": {"aggregation": aggregation}})
     steps = [stage.model_copy(update={"steps": 14})]
@@ -159,8 +159,6 @@ def test_objectives_of_sequences_and_of_the_batch_learn(
     assert (world.policy.calls.count("score") == 0) == (passes == 0)
     rows = world.diary.rows
     assert rows[14]["accuracy/all"] > rows[1]["accuracy/all"] + 0.2
-    if objective["name"] == "clip_cov":
-        assert all(0 < row["policy/cov_fraction"] <= 0.1 for row in trained)
 
 
 def test_dr_grpo_takes_the_length_of_its_batch(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.rl.objectives.check import faults, probe_objective
-from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.objectives.registry import BUILT_IN, build, find, make_objective, name_of, objective_conflicts
@@ -44,6 +43,7 @@ class Mine(PolicyGradientLoss):
 class Bounded(Mine):
     positive: float = 1.0
     bounds: tuple[float, float] = (0.1, 0.2)
+    seed: int = 0
     elsewhere: object = None
 
 
@@ -77,33 +77,27 @@ def test_the_default_contradicts_nothing_and_every_name_is_found() -> None:
 
 def test_every_built_in_has_no_fault() -> None:
     for name in BUILT_IN:
-        args = {"share": 0.2, "lowest": -9.0} if name == "clip_cov" else {"share": 0.2} if name == "kl_cov" else {}
-        assert not list(faults(probe_objective("float32", name, args))), name
-        assert not list(faults(probe_objective("bfloat16", name, args))), name
+        assert not list(faults(probe_objective("float32", name))), name
+        assert not list(faults(probe_objective("bfloat16", name))), name
     assert not list(faults(CrossEntropy()))
 
 
 def test_unknown_names_and_parameters_name_the_nearest(here: Path) -> None:
     assert lines(objective={"name": "gpso"}) == [
         "algorithm.objective.name = gpso: unknown objective; did you mean gspo?; expected clipped, gspo, cispo, "
-        "dr_grpo, dapo, clip_cov, kl_cov, or package.module:Name of your own"
+        "dr_grpo, dapo, or package.module:Name of your own"
     ]
-    (line,) = lines(objective={"name": "clip_cov", "args": {"lowset": 1}})
-    assert "args.lowset: objective clip_cov has no such parameter; did you mean lowest?" in line
-    (line,) = lines(objective={"name": "clip_cov", "args": {"clip_low": 0.1, "share": 0.1}})
+    assert "was removed: at N_SGD 4 entropy collapsed" in lines(objective={"name": "clip_cov"})[0]
+    (line,) = lines(objective={"name": "mine_of_test:Bounded", "args": {"positiv": 1}})
+    assert "args.positiv: objective mine_of_test:Bounded has no such parameter; did you mean positive?" in line
+    (line,) = lines(objective={"name": "clipped", "args": {"clip_low": 0.1}})
     assert (
         line == "algorithm.objective.args.clip_low: this parameter is set by algorithm.loss.clip_low; take it out here"
     )
     assert "did you mean dapo?" in lines(objective={"name": "DAPO"})[0]
-    assert lines(objective={"name": "clip_cov", "args": {"lowest": "abc", "share": True, "highest": float("nan")}}) == [
-        "algorithm.objective.args.lowest: found 'abc', expected a valid number",
-        "algorithm.objective.args.share: found True, expected a valid number",
-        "algorithm.objective.args.highest: found nan, expected a finite number",
-    ]
-    (line,) = lines(objective={"name": "clip_cov", "args": {"share": 1e-9}})
-    assert "share = 1e-09 selects no token: stage" in line
-    (line,) = lines(objective={"name": "clip_cov", "args": {"lowest": 6, "share": 2}})
-    assert "expected a share above 0 and at most 1, and lowest at most highest" in line
+    for wrong, expected in (("abc", "valid number"), (True, "valid number"), (float("nan"), "finite number")):
+        (line,) = lines(objective={"name": "mine_of_test:Bounded", "args": {"positive": wrong}})
+        assert line == f"algorithm.objective.args.positive: found {wrong!r}, expected a {expected}"
     for name, expected in {
         "mine_of_test:Nine": "AttributeError",
         "no_such_module:Mine": "ModuleNotFoundError",
@@ -126,9 +120,6 @@ def test_fields_come_back_from_a_dump(here: Path) -> None:
         probe_objective("float32", "mine_of_test:Bounded", {"elsewhere": {1, 2}})
 
 
-COV = {"name": "kl_cov", "args": {"share": 0.1}}
-
-
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
@@ -139,7 +130,6 @@ COV = {"name": "kl_cov", "args": {"share": 0.1}}
         ({"objective": {"name": "dr_grpo"}}, ["algorithm.advantage.scale = std divides by the group's deviation"]),
         ({"objective": {"name": "dapo"}, "loss": {"aggregation": "response_mean"}},
          ["is a mean over tokens", "clips higher", "overlong_tokens is not set"]),
-        ({"objective": COV, "loss": {"clip_high": 0.3}}, ["loss.clip_high = 0.3, but objective kl_cov does not read"]),
     ],
 )  # fmt: skip
 def test_contradictions_are_named_all_at_once(sections: dict[str, Any], expected: list[str]) -> None:
@@ -149,13 +139,13 @@ def test_contradictions_are_named_all_at_once(sections: dict[str, Any], expected
     ), sentences
 
 
-def test_a_step_sets_what_an_objective_reads() -> None:
-    """The seed of clip_cov, the length of dr_grpo (mean 10 of T 40)."""
+def test_a_step_sets_what_an_objective_reads(here: Path) -> None:
+    """The seed of one that draws, the length of dr_grpo (mean 10 of T 40)."""
     kl = {"coefficient": 0.1, "reference": "folder"}
-    chosen = {"name": "clip_cov", "args": {"share": 0.5}}
-    cov = make_objective(algorithm(objective=chosen, loss={"clip_high": 0.3}, kl=kl), STAGE, 0.1, seed=7)
-    assert isinstance(cov, ClipCov)
-    assert (cov.seed, cov.share, cov.clip_high, cov.kl_coefficient, cov.entropy_coefficient) == (7, 0.5, 0.3, 0.1, 0.1)
+    chosen = {"name": "mine_of_test:Bounded", "args": {"positive": 0.5}}
+    mine = vars(make_objective(algorithm(objective=chosen, kl=kl), STAGE, 0.1, seed=7))
+    read = ("seed", "positive", "kl_coefficient", "entropy_coefficient")
+    assert [mine[name] for name in read] == [7, 0.5, 0.1, 0.1]
     constant = make_objective(algorithm(objective={"name": "dr_grpo"}), STAGE, 0.0, mean_length=10.0)
     assert isinstance(constant, DrGRPO) and constant.length_share == 0.25
 
@@ -298,7 +288,7 @@ def test_an_objective_is_tried_on_policy_and_off() -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_the_probe_lets_each_objectives_own_part_act(name: str) -> None:
-    """With no parameters given: tokens are clipped or selected, a few and not all. Dr. GRPO's part is its divisor."""
+    """With no parameters given: tokens are clipped, a few and not all. Dr. GRPO's part is its divisor."""
     generator = torch.Generator().manual_seed(4)
     old = -torch.rand(300, generator=generator) - 0.1
     log_probs = old + 0.2 * torch.randn(300, generator=generator)
@@ -310,7 +300,4 @@ def test_the_probe_lets_each_objectives_own_part_act(name: str) -> None:
     if name == "dr_grpo":
         _, whole = probe_objective("float32", name, {"length_share": 1.0})(log_probs, torch.ones(300), tokens)
         assert sums["loss"] != whole["loss"]
-    acted = sums["clipped"] + sums.get("selected", torch.zeros(()))
-    assert 0 < acted < 300
-    if name in ("clip_cov", "kl_cov"):
-        assert sums["selected"] == 60
+    assert 0 < sums["clipped"] < 300

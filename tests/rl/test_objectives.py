@@ -18,16 +18,13 @@ import torch
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.rl.objectives.cispo import CISPO
-from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.correction import correction_weights
-from or1_megatron.rl.objectives.covariance import covariances, shuffled
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.dapo import DAPO
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.objectives.estimators import kl_estimate
 from or1_megatron.rl.objectives.gspo import GSPO
-from or1_megatron.rl.objectives.kl_cov import KLCov
 from or1_megatron.rl.objectives.registry import make_objective
 
 LENGTHS = (9, 1, 14, 6, 11, 4)
@@ -110,12 +107,6 @@ def test_docstring_example_and_its_gradient() -> None:
          4 / 16, [-0.5, 0.25, 0.25, 0.25], {"loss": 4 / 16, "policy_loss": 4 / 16}),
         # rho 1.25 is open at a high of 0.28, 1.4 is not, nor 0.7 at A < 0.
         (DAPO(0.2, 0.28, **COMMON), [0] * 3, [1.25, 1.4, 0.7], [2, 2, -1], -4.26, [-2.5, 0, 0], {}),
-        # Covariances (4, 1, 0, 6), half of the four tokens, of those from 1 to 5: the first two.
-        (ClipCov(0.2, 0.2, share=0.5, lowest=1.0, highest=5.0, **ON_POLICY), [0, -1, -2, -5], [1] * 4, [2, 1, -1, -2],
-         0.0, [0, 0, 1, 2], {"selected": 2, "clipped": 0}),
-        # Covariances (1, 0, 0), a third of three tokens is the first; rho 1.2.
-        (KLCov(share=0.34, penalty=1.0, **COMMON), [0, -2, -1], [1.2] * 3, [1, 0, -1],
-         math.log(1.2), [-0.2, 0, 1.2], {"selected": 1}),
     ],
 )  # fmt: skip
 def test_by_hand(
@@ -204,15 +195,6 @@ def cispo_formula(drawn: Drawn, new: Array) -> float:
     return -float((drawn.omega * weight * drawn.advantages * new).sum())
 
 
-def kl_cov_formula(drawn: Drawn, new: Array) -> float:
-    """arXiv 2505.22617, eq. 13 and 14, with the authors' |log pi_old - log pi_theta|: a share of 0.2, penalty 0.7."""
-    fixed = (drawn.new - drawn.new.mean()) * (drawn.advantages - drawn.advantages.mean())
-    top = np.argsort(-fixed)[: int(0.2 * len(new))]
-    terms = np.exp(new - drawn.old) * drawn.advantages
-    terms[top] -= 0.7 * np.abs(drawn.old - new)[top]
-    return -float((drawn.omega * terms).sum())
-
-
 def switched(correction: Any) -> tuple[ClippedPolicyLoss, Formula, list[str]]:
     """Everything at once, with a correction of tokens."""
     options: dict[str, Any] = {"dual_clip": 1.3, "kl_coefficient": 0.3, "correction_cap": 1.25}
@@ -242,7 +224,6 @@ CASES: dict[str, tuple[Any, Formula, list[str]]] = {
     ),
     "gspo": (GSPO(0.015, 0.02, **COMMON), clipped_formula(low=0.015, high=0.02, by_sequence=True), ["clipped"]),
     "cispo": (CISPO(0.9, 0.25, **COMMON), cispo_formula, ["clipped"]),
-    "kl_cov": (KLCov(share=0.2, penalty=0.7, **COMMON), kl_cov_formula, ["selected"]),
     **{f"everything, {mode}": switched(mode) for mode in ("off", "truncated", "masked")},
     **{
         f"{mode} {floor} by {level}": corrected(mode, level, floor)
@@ -296,69 +277,6 @@ def test_gspo_on_policy_is_pointwise_and_the_same() -> None:
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
     assert GSPO(0.2, 0.2, correction="truncated", **ON_POLICY).scope == "sequence"
-
-
-def test_clip_cov_against_its_paper() -> None:
-    """arXiv 2505.22617, eq. 10 to 12, with the ratio's clip; which candidates are drawn is read off the gradient, and
-    must be floor(r N) of them."""
-    assert covariances(double(-1, -3), double(2, 0)).tolist() == [1, 1]
-    made = ClipCov(0.2, 0.3, share=0.1, lowest=0.1, highest=2.0, seed=3, **COMMON)
-    drawn = Drawn()
-    x = torch.tensor(drawn.new, requires_grad=True)
-    loss, _ = made(x, torch.zeros_like(x), drawn.inputs())
-    loss.backward()
-    cov = (drawn.new - drawn.new.mean()) * (drawn.advantages - drawn.advantages.mean())
-    ratio = np.exp(drawn.new - drawn.old)
-    closed = np.where(drawn.advantages > 0, ratio > 1.3, ratio < 0.8)
-    assert x.grad is not None
-    chosen = (x.grad.numpy() == 0) & ~closed
-    assert chosen.sum() == int(0.1 * len(cov)) and ((cov[chosen] >= 0.1) & (cov[chosen] <= 2.0)).all()
-    assert ((cov >= 0.1) & (cov <= 2.0) & ~closed).sum() > chosen.sum(), "there is nothing to draw"
-    assert loss.item() == pytest.approx(clipped_formula(high=0.3)(drawn, drawn.new))
-    expected = np.where(closed | chosen, 0.0, -drawn.omega * ratio * drawn.advantages)
-    np.testing.assert_allclose(x.grad.numpy(), expected, atol=1e-12)
-
-
-def test_clip_covs_draw_ignores_the_last_bits_of_the_policys_log_probs() -> None:
-    """They differ between layouts. Which tokens are drawn is read off the gradient: 50 of 100, of which all may be."""
-    generator = torch.Generator().manual_seed(1)
-    engine, advantages = (torch.randn(100, generator=generator) for _ in range(2))
-    made, drawn = ClipCov(0.2, 0.2, share=0.5, lowest=-99.0, highest=99.0, **COMMON), []
-    for policy in (engine, torch.nextafter(engine, torch.tensor(9.0))):
-        x = policy.clone().requires_grad_()
-        tokens = TokenInputs(advantages, engine_log_probs=engine, policy_log_probs=policy, sequences=sequences([100]))
-        made(x, torch.zeros(100), tokens)[0].backward()
-        assert x.grad is not None
-        drawn.append((x.grad == 0).tolist())
-    assert drawn[0] == drawn[1] and sum(drawn[0]) == 50
-
-
-def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> None:
-    """Half of the 60 tokens have a log-prob of exactly 0. Which are drawn: the same ones with the samples in another
-    order; others with another seed; over 400 seeds each token as often as any other, those of log-prob 0 too."""
-    lengths = [10, 4, 20, 1, 15, 10]
-    index = torch.arange(6).repeat_interleave(torch.tensor(lengths))
-    generator = torch.Generator().manual_seed(5)
-    old = torch.rand(60, generator=generator).sub(0.5).clamp(max=0.0)
-    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])[index]
-
-    def draw(seed: int, order: list[int]) -> set[int]:
-        turned = torch.cat([(index == i).nonzero()[:, 0] for i in order])
-        of = sequences([lengths[i] for i in order])
-        return set(turned[shuffled(seed, of, old[turned], advantages[turned])[:10]].tolist())
-
-    draws = [draw(seed, [0, 1, 2, 3, 4, 5]) for seed in range(400)]
-    assert draws == [draw(seed, [4, 2, 5, 0, 3, 1]) for seed in range(400)] and draws[0] != draws[1]
-    counts = np.bincount([token for drawn in draws for token in drawn], minlength=60)
-    expected = 400 / 6
-    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 5 / 6)  # of 400 draws of 10 in 60, each token
-
-
-def test_random_choice_is_made_on_the_tokens_device() -> None:
-    """`or1 check-parity` has them on the GPU. "meta" stands for it: a tensor made elsewhere raises."""
-    of = sequences([4, 2])
-    there = Sequences(of.index.to("meta"), of.lengths.to("meta"), None)
-    assert shuffled(1, there, torch.zeros(6, device="meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize(

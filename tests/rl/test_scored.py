@@ -6,28 +6,42 @@ The policy is the table of ``fakes``; ``parallel/test_parity`` does the same wit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from fakes import Clock, TablePolicy, TableRollouts
 
-from or1_megatron.interfaces import Sequences, TokenInputs
+from or1_megatron.interfaces import Scope, Sequences, TokenInputs
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
 from or1_megatron.rl.objectives.gspo import GSPO
-from or1_megatron.rl.objectives.kl_cov import KLCov
+from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
 from or1_megatron.rl.objectives.scored import linearise, needs_scores
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
 COMMON: dict[str, Any] = {"entropy_coefficient": 0.1, "temperature": 0.7, "on_policy": False, "kl_coefficient": 0.2}
+
+
+@dataclass(frozen=True)
+class Centred(PolicyGradientLoss):
+    """J = rho (A - mean A), constant for tokens whose log-prob is above the mini-batch's mean: scope batch."""
+
+    own_scope: ClassVar[Scope] = "batch"
+
+    def surrogate(self, log_probs: torch.Tensor, old: torch.Tensor, tokens: TokenInputs) -> Surrogate:
+        ratio = ratio_of(log_probs, old)
+        values = ratio * (tokens.advantages - tokens.advantages.mean())
+        above = log_probs > log_probs.mean()
+        return Surrogate(torch.where(above, values.detach(), values), ratio, no_tokens(ratio))
+
+
 OBJECTIVES = [
     GSPO(0.05, 0.05, **COMMON),
-    ClipCov(0.2, 0.2, share=0.2, lowest=-1.0, highest=3.0, **COMMON),
-    KLCov(share=0.2, penalty=0.5, **COMMON),
+    Centred(**COMMON),
     ClippedPolicyLoss(0.2, 0.2, correction="truncated", correction_cap=1.3, correction_level="geometric", **COMMON),
 ]
 
@@ -113,7 +127,7 @@ def test_who_needs_scores() -> None:
     and needs none."""
     clipped = ClippedPolicyLoss(0.2, 0.2, **COMMON)
     needs = [[needs_scores(objective, one_pass) for one_pass in (False, True)] for objective in (clipped, *OBJECTIVES)]
-    assert needs == [[False, False], [False, True], [True, True], [True, True], [False, True]]
+    assert needs == [[False, False], [False, True], [True, True], [False, True]]
     assert not needs_scores(replace(OBJECTIVES[0], on_policy=True), True)  # type: ignore[type-var]  # a dataclass
 
 

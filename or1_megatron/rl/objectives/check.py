@@ -30,8 +30,6 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cispo": {"clip_low": 0.1, "clip_high": 0.1},
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
-    "clip_cov": {"share": 0.2, "lowest": 0.05},
-    "kl_cov": {"share": 0.2},
 }
 """Parameters with which each objective's own part acts on a probe of some hundred tokens."""
 

@@ -19,15 +19,14 @@ from typing import Any, Final
 from or1_megatron.config.algorithm import AlgorithmConfig
 from or1_megatron.config.base import ConfigError, as_annotated
 from or1_megatron.config.keys import did_you_mean
+from or1_megatron.config.removed import OBJECTIVES
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import Objective, scope_of
 from or1_megatron.rl.objectives.cispo import CISPO
-from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.dapo import DAPO
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.objectives.gspo import GSPO
-from or1_megatron.rl.objectives.kl_cov import KLCov
 from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, old_is_the_policy
 
 BUILT_IN: Final[Mapping[str, type[Any]]] = {
@@ -36,8 +35,6 @@ BUILT_IN: Final[Mapping[str, type[Any]]] = {
     "cispo": CISPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
-    "clip_cov": ClipCov,
-    "kl_cov": KLCov,
 }
 
 _KEYS: Final[Mapping[str, str]] = {
@@ -64,6 +61,8 @@ def find(name: str) -> type[Any]:
     if name in BUILT_IN:
         return BUILT_IN[name]
     where = f"algorithm.objective.name = {name}"
+    if name in OBJECTIVES:
+        raise ConfigError(f"{where}: was removed: {OBJECTIVES[name]}")
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(
@@ -166,13 +165,7 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
         yield str(error)
         return
     try:
-        made = make_objective(algorithm, stage, algorithm.entropy.coefficient)
-        most = stage.prompts_per_update * stage.group_size * stage.max_response_tokens
-        if isinstance(made, ClipCov | KLCov) and int(made.share * most) == 0:
-            yield (
-                f"algorithm.objective.args.share = {made.share:g} selects no token: stage '{stage.name}' has at most "
-                f"{most} tokens in a mini-batch, and share * tokens is rounded down; raise it"
-            )
+        make_objective(algorithm, stage, algorithm.entropy.coefficient)
     except ConfigError as error:
         yield from str(error).splitlines()
     known = {field.name for field in fields(kind)}
