@@ -178,13 +178,9 @@ class EntropyConfig(Section):
     maximum: PositiveFloat | None = None
     """Highest c. Unset: no bound. Unit: none. Recipe: the paper names none; 0.005 in the released scripts
     (docs/recipe.md, section 2)."""
-    estimate: Literal["sampled", "full"] = "sampled"
-    """How e_k is measured. sampled: from the log-probs of the sampled tokens, free; full: full-vocabulary entropy, from
-    a forward pass over the rollout buffer before the update. Recipe: the released code uses sampled log-probs
-    (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
-    """Responses that e_k is measured on: all of the step, or those that were not rejected. Recipe: the released code
-    measures after rejection (docs/recipe.md, section 2)."""
+    """Responses that e_k is measured on, by the log-probs of their sampled tokens: all of the step, or those that were
+    not rejected. Recipe: the released code measures after rejection (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
     """Entropy that switches the bonus off above the target. now: e_k; late: that of the step before; off: never.
     Recipe: now in the paper (section 3.2.5); the released code applies it one step late (docs/recipe.md, section 2)."""
@@ -206,11 +202,6 @@ class EntropyConfig(Section):
         if self.mode == "adaptive" and self.delta == 0 and self.coefficient == 0:
             raise ValueError(
                 "entropy: mode adaptive with delta = 0 and coefficient = 0 (c_0) never acts; set delta, or mode to off"
-            )
-        if self.estimate == "full" and self.mode in ("off", "fixed"):
-            raise ValueError(
-                f"entropy: estimate full takes a forward pass per step, and mode {self.mode} makes no use of it; set "
-                "estimate to sampled (the update reports the full entropy anyway), or mode to adaptive"
             )
         return self
 

@@ -60,6 +60,11 @@ REMOVED: Final = {
         "neither the recipe nor a published trainer that we know divides by other steps' tokens; take the key out: a "
         "mini-batch's sum is divided by its own tokens",
     ),
+    "algorithm.entropy.estimate": Removed(
+        "sampled",
+        "e_k is always of the sampled tokens, as in every recipe; take the key out. The full-vocabulary entropy is "
+        "the metric entropy/full, which costs no forward pass of its own",
+    ),
     "algorithm.entropy.preset": Removed(
         None,
         "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "

@@ -255,7 +255,6 @@ def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array]) -
     """Return the seconds of the forward passes before the update: pi_k's log-probs where there are several SGD steps,
     and a reference's. At the update's speed, without communication."""
     forwards = (len(mini_batches) > 1) + (config.algorithm.kl.reference is not None)
-    forwards += config.algorithm.entropy.estimate == "full" and len(mini_batches) == 1
     if not forwards:
         return 0.0
     lengths = np.concatenate(mini_batches).astype(np.float64)

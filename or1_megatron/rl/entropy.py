@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from or1_megatron.config.algorithm import EntropyConfig
-from or1_megatron.types import Float32Array, Group
+from or1_megatron.types import Group
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float:
-    """Return e_k in nats per token (RECIPE section 2, ``sampled``): minus the mean log-prob of the sampled tokens.
+    """Return e_k in nats per token (RECIPE section 2): minus the mean log-prob of the sampled tokens.
 
     The log-probs are the engines' (temperature applied, before top-p and top-k). The mean is over tokens, not over
     responses. Worked example: responses with log-probs (-1, -2, -3) and (-2): e = 8 / 4 = 2.
@@ -34,30 +34,12 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
     return -sum(totals) / tokens
 
 
-def full_entropy(entropies: Sequence[Float32Array]) -> float:
-    """Return e_k by the option ``full`` (RECIPE section 2): the mean over all tokens of ``entropies`` [n per response].
-
-    Worked example: (1, 2, 3) and (2): 8 / 4 = 2. Raises ValueError when one is not finite or there is no token at all.
-    """
-    tokens = sum(values.size for values in entropies)
-    total = sum(float(values.sum(dtype=np.float64)) for values in entropies)
-    if tokens == 0 or not np.isfinite(total):
-        raise ValueError(f"full_entropy: the sum over {tokens} response tokens is {total:g}; expected a finite one")
-    return total / tokens
-
-
-def estimate(
-    groups: Sequence[Group], kept: Sequence[Group], full: Sequence[Float32Array] | None, config: EntropyConfig
-) -> tuple[float, float]:
+def estimate(groups: Sequence[Group], kept: Sequence[Group], config: EntropyConfig) -> tuple[float, float]:
     """Return (e_k as configured, the sampled entropy of all responses of the step), nats per token (RECIPE section 2).
 
-    Args:
-        kept: the ``groups`` that were not rejected. When there are none, e_k is measured on all groups.
-        full: full-vocabulary entropies of the responses that e_k is measured on, where ``estimate`` is full.
+    ``kept``: the ``groups`` that were not rejected. When there are none, e_k is measured on all groups.
     """
     of_all = sampled_entropy(groups)
-    if full is not None:
-        return full_entropy(full), of_all
     return (sampled_entropy(kept) if config.measured_on == "kept" and kept else of_all), of_all
 
 
@@ -68,7 +50,7 @@ class EntropyReading:
     entropy: float
     """e_k."""
     sampled: float
-    """The estimate ``sampled`` over all responses of the step."""
+    """The sampled entropy of all responses of the step."""
     alpha: float
     """alpha_k."""
     controller: float

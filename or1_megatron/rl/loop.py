@@ -36,7 +36,6 @@ from or1_megatron.rl.metrics import (
     step_metrics,
     time_metrics,
 )
-from or1_megatron.rl.mismatch import measured_mismatch
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
@@ -106,8 +105,8 @@ class Loop:
         self.observe(index, groups)
         advantaged = self.assign_advantages(groups, stage)
         kept, rejected = self.reject(advantaged)
-        scored = self.score(kept, rejected, stage)
-        reading = self.read_entropy(groups, kept, scored)
+        scored = self.score(kept, stage)
+        reading = self.read_entropy(groups, kept)
         batches = self.batch(scored.samples, stage)
         updates = self.update(batches, stage, reading, scored)
         self.control_entropy(reading)
@@ -124,7 +123,6 @@ class Loop:
             rejected=rejected,
             rollout=rollout,
             reading=reading,
-            mismatch=scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates),
             batches=batches,
             updates=updates,
             handoff=handoff,
@@ -238,16 +236,15 @@ class Loop:
         return kept, rejected
 
     @stopping_verb
-    def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
+    def score(self, kept: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
         """Make the forward passes that the step needs and return the kept groups as samples."""
         stale = self._staleness > 0
-        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
+        return score(self.ports.policy, kept, stage, self.config.algorithm, self.config.layout, stale)
 
     @stopping_verb
-    def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
+    def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> EntropyReading:
         """Estimate e_k on the rollout buffer, and derive the step's coefficient from it."""
-        of_kept = [group.group for group in kept]
-        entropy, sampled = estimate(groups, of_kept, scored.entropies, self.config.algorithm.entropy)
+        entropy, sampled = estimate(groups, [group.group for group in kept], self.config.algorithm.entropy)
         return EntropyReading(entropy, sampled, self.controller.alpha(entropy), self.controller.coefficient)
 
     @stopping_verb

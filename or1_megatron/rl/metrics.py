@@ -63,8 +63,6 @@ class StepRecord:
     rejected: Sequence[AdvantagedGroup]
     rollout: RolloutReport
     reading: EntropyReading
-    mismatch: Mapping[str, float]
-    """What ``measured_mismatch`` or ``scored_mismatch`` returned; empty: no SGD step was made."""
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
     handoff: HandoffReport | None
@@ -92,12 +90,11 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
         **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
     }
-    metrics |= step.mismatch
     if step.filtered is not None:
         metrics |= {f"filter/{name}": count for name, count in asdict(step.filtered).items()}
     if step.scores is not None:
         engine = [completion.log_probs for group in step.kept for completion in group.group.completions]
-        metrics |= mismatch_metrics(engine, step.scores.log_probs)
+        metrics |= mismatch_metrics(engine, step.scores.log_probs, step.staleness > 0)
     return metrics
 
 

@@ -1,17 +1,16 @@
-"""Forward passes between rejection and update: pi_k's log-probs, full entropies, the reference's log-probs.
+"""Forward passes between rejection and update: pi_k's log-probs, the reference's log-probs.
 
 Each is made only when it is needed: with the recipe's defaults and N_SGD = 1 a step makes none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
-from or1_megatron.rl.mismatch import scored_mismatch
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, Sample, TokenScores, UpdateReport
@@ -22,10 +21,6 @@ class Scored:
     """The kept groups as samples, and the results of the passes over them."""
 
     samples: list[list[Sample]]
-    mismatch: Mapping[str, float]
-    """Metrics of engine against policy; empty: no pass measured them."""
-    entropies: Sequence[Float32Array] | None
-    """Full entropies [n] of every response that e_k is measured on; None: e_k is not estimated by ``full``."""
     of_kept: TokenScores | None = None
     """The policy's scores of ``samples`` at the step's start; None: there was no pass over them."""
 
@@ -33,43 +28,29 @@ class Scored:
 def score(
     policy: Policy,
     kept: Sequence[AdvantagedGroup],
-    rejected: Sequence[AdvantagedGroup],
     stage: StageConfig,
     algorithm: AlgorithmConfig,
     layout: BatchLayout,
     stale: bool = False,
 ) -> Scored:
-    """Score with the policy where N_SGD > 1 or e_k is the full entropy, and with the reference where there is one.
+    """Score the kept groups with the policy where N_SGD > 1, and with the reference where there is one.
 
-    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'. The
-    policy scores rejected groups for their entropy only, and the reference does not score them. ``stale``: the samples
-    are from older weights than the policy's (``old_is_the_policy``), so that engine against policy is no mismatch.
+    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
+    ``stale``: the samples are from older weights than the policy's (``old_is_the_policy``).
     """
     groups = [to_samples(group, number) for number, group in enumerate(kept)]
     samples = [sample for group in groups for sample in group]
-    full = algorithm.entropy.estimate == "full"
-    freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
-    others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
-    passed = samples + [sample for group in others for sample in to_samples(group)]
-    mismatch: Mapping[str, float] = {}
-    entropies, of_kept = None, None
-    if passed and (freeze or full):
-        scores = policy.score(pack(passed, layout), stage.temperature)
-        check_log_probs(passed, scores.log_probs)
-        own = scores.log_probs[: len(samples)]
-        of_kept = TokenScores(own, scores.entropies[: len(samples)])
-        if samples and not stale:
-            made = [completion.log_probs for group in kept for completion in group.group.completions]
-            mismatch = scored_mismatch(made, own)
-        entropies = scores.entropies if full else None
-        if freeze:
-            samples = [replace(s, policy_log_probs=scored) for s, scored in zip(samples, own, strict=True)]
+    of_kept = None
+    if samples and stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale):
+        of_kept = policy.score(pack(samples, layout), stage.temperature)
+        check_log_probs(samples, of_kept.log_probs)
+        samples = [replace(s, policy_log_probs=own) for s, own in zip(samples, of_kept.log_probs, strict=True)]
     if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
         samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
-    return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
+    return Scored([[next(left) for _ in group] for group in groups], of_kept)
 
 
 def scores_of_first(scored: Scored, batch: Batch) -> TokenScores | None:

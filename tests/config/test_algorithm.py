@@ -49,7 +49,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.correction.cap=0.5", "cap: found 0.5 (number), expected greater than 1"),
         ("algorithm.kl.coefficient=1e-3", "kl: coefficient = 0.001 needs a policy to keep to; set algorithm.kl.ref"),
         ("algorithm.entropy={mode: adaptive, delta: 0.0}", "delta = 0 and coefficient = 0 (c_0) never acts"),
-        ("algorithm.entropy={mode: fixed, estimate: full}", "estimate full takes a forward pass per step"),
+        ("algorithm.entropy.estimate=full", "was removed: e_k is always of the sampled tokens"),
         (
             "rollout.speculation={method: ngram}",
             "was removed: drafts are vLLM's to configure; set rollout.engine_a",

@@ -11,7 +11,7 @@ import pytest
 from fakes import completion, group_of, verdict
 
 from or1_megatron.config.schema import EntropyConfig
-from or1_megatron.rl.entropy import EntropyController, estimate, full_entropy, sampled_entropy
+from or1_megatron.rl.entropy import EntropyController, estimate, sampled_entropy
 
 
 def drive(controller: EntropyController, entropies: list[float]) -> tuple[list[float], list[float]]:
@@ -76,7 +76,6 @@ def test_state_survives_json_exactly() -> None:
     ("values", "expected"),
     [
         ({"minimum": 0.001, "maximum": 0.002}, r"c_0.*outside.*\[0.001, 0.002\]"),
-        ({"mode": "off", "estimate": "full"}, "estimate full takes a forward pass"),
         ({"delta": -0.1}, "greater than or equal to 0"),
         ({"minimum": 0.1, "maximum": 0.05, "coefficient": 0.1}, "minimum = 0.1 is above maximum = 0.05"),
     ],
@@ -87,20 +86,15 @@ def test_settings_that_contradict_are_refused(values: dict[str, object], expecte
 
 
 def test_which_estimate_the_controller_gets() -> None:
-    """Two groups of log-prob -1 and -3 per token, the second kept: over all 2, over kept 3; full: the mean of (1, 2)
-    and (6)."""
+    """Two groups of log-prob -1 and -3 per token, the second kept: over all 2, over kept 3."""
     groups = [
         replace(group, completions=tuple(replace(c, log_probs=c.log_probs * factor) for c in group.completions))
         for group, factor in ((group_of([1, 1]), 1), (group_of([1, 0]), 3))
     ]
-    kept, full = groups[1:], [np.array([1, 2], np.float32), np.array([6], np.float32)]
-    on_kept = EntropyConfig(measured_on="kept")
-    assert estimate(groups, kept, None, EntropyConfig()) == (2.0, 2.0)
-    assert estimate(groups, kept, None, on_kept) == (3.0, 2.0)
-    assert estimate(groups, [], None, on_kept) == (2.0, 2.0)
-    assert estimate(groups, kept, full, EntropyConfig(estimate="full")) == (3.0, 2.0)
-    with pytest.raises(ValueError, match="over 1 response tokens is nan"):
-        full_entropy([np.array([np.nan])])
+    kept, on_kept = groups[1:], EntropyConfig(measured_on="kept")
+    assert estimate(groups, kept, EntropyConfig()) == (2.0, 2.0)
+    assert estimate(groups, kept, on_kept) == (3.0, 2.0)
+    assert estimate(groups, [], on_kept) == (2.0, 2.0)
 
 
 def test_sampled_entropy_is_a_token_mean_over_all_responses() -> None:

@@ -143,9 +143,9 @@ def test_a_step_sets_what_an_objective_reads(here: Path) -> None:
     """The seed of one that draws, the length of dr_grpo (mean 10 of T 40)."""
     kl = {"coefficient": 0.1, "reference": "folder"}
     chosen = {"name": "mine_of_test:Bounded", "args": {"positive": 0.5}}
-    mine = vars(make_objective(algorithm(objective=chosen, kl=kl), STAGE, 0.1, seed=7))
+    mine = make_objective(algorithm(objective=chosen, kl=kl), STAGE, 0.1, seed=7)
     read = ("seed", "positive", "kl_coefficient", "entropy_coefficient")
-    assert [mine[name] for name in read] == [7, 0.5, 0.1, 0.1]
+    assert [getattr(mine, name) for name in read] == [7, 0.5, 0.1, 0.1]
     constant = make_objective(algorithm(objective={"name": "dr_grpo"}), STAGE, 0.0, mean_length=10.0)
     assert isinstance(constant, DrGRPO) and constant.length_share == 0.25
 
