@@ -55,8 +55,6 @@ class Sequences:
     """[N] int64: the token's sequence, 0 to S - 1."""
     lengths: torch.Tensor
     """[S]: counted tokens of the whole sequence, also where this rank holds a part of it."""
-    groups: torch.Tensor | None = None
-    """[S] int64: the sequence's group; the responses to one prompt are a group. None unless the scope is "batch"."""
     add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds a tensor over the ranks that share the sequences, with gradient; None: there is one rank."""
 
@@ -72,16 +70,6 @@ class Sequences:
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return for each token [N] what ``values`` [S] says of its sequence."""
         return values[self.index]
-
-    def group_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return for each sequence [S] the mean of ``values`` [S] over the sequences of its group.
-
-        Raises ValueError where the objective's scope is not "batch": a group may lie in several micro-batches.
-        """
-        if self.groups is None:
-            raise ValueError('group_mean needs whole groups; give the objective the scope "batch"')
-        named, of_each, sizes = self.groups.unique(return_inverse=True, return_counts=True)
-        return (values.new_zeros(len(named)).index_add(0, of_each, values) / sizes)[of_each]
 
 
 @dataclass(frozen=True, slots=True)

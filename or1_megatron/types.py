@@ -204,8 +204,6 @@ class Sample:
     engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: unknown
     policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
-    group: int = 0
-    """Responses to one prompt of a step have the same number, and no others have it."""
     weight: float | None = None
     """The weight of each of its tokens in the loss, by the aggregation (``rl.aggregation``). None: 1."""
 
@@ -235,7 +233,6 @@ class MicroBatch:
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
     weights: Float32Array | None = None  # [T], ``Sample.weight``; None: all 1
-    groups: Int32Array | None = None  # [S], ``Sample.group`` of each sequence; None: unknown
     log_prob_gradients: Float32Array | None = None  # [T], these two by ``rl.objectives.scored``
     entropy_gradients: Float32Array | None = None  # [T]
 

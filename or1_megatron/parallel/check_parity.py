@@ -76,7 +76,6 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
                 engine_log_probs=(own + noise + engine).astype(np.float32),
                 policy_log_probs=(own + noise).astype(np.float32),
                 reference_log_probs=(own + reference).astype(np.float32),
-                group=len(made) // 4,
             )
         )
     return made

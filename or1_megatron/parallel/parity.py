@@ -171,8 +171,7 @@ def _mean_loss(
     inputs = _inputs(samples, log_probs)
     if scope_of(objective) != "token":
         index = torch.arange(len(samples)).repeat_interleave(counts).to(log_probs.device)
-        groups = torch.tensor([sample.group for sample in samples])
-        inputs = replace(inputs, sequences=Sequences(index, counts.to(index.device), groups.to(index.device)))
+        inputs = replace(inputs, sequences=Sequences(index, counts.to(index.device)))
     if by_response:
         share = counts.sum() / ((counts > 0).sum() * counts)
         inputs = replace(inputs, weights=share.repeat_interleave(counts).to(log_probs))

@@ -185,12 +185,12 @@ class _Steps:
         rollouts, supply, began_s = self.rollouts, self.supply, self.rollouts.now_s
         if not supply.asked:
             supply.ask(supply.take(self.stage), self.stage, step)
-        self._ask_ahead(step, supply.asked)
+        supply.ask_ahead(self.stage, range(step + supply.asked, step + self.ahead + 1))
         rollouts.wait_decoded()
         decoded_s = rollouts.now_s
         groups, report = supply.collect()
         judged_s = rollouts.now_s
-        self._ask_ahead(step, supply.asked + 1)
+        supply.ask_ahead(self.stage, range(step + supply.asked + 1, step + self.ahead + 1))
         verbs, update = self._trainer(groups, evaluations_s)
         waits = {"roll_out": decoded_s - began_s, "verify": judged_s - decoded_s}
         paused = ("hand_off", "evaluate")
@@ -198,11 +198,6 @@ class _Steps:
         rollouts.spend(sum(spent for name, spent in counting.items() if name not in paused))
         rollouts.hand_off(step + 1, sum(counting.get(name, 0.0) for name in paused))
         return waits | verbs, update, report
-
-    def _ask_ahead(self, step: int, first: int) -> None:
-        for ahead in range(first, self.ahead + 1):
-            if not self.supply.ask_ahead(self.stage, step + ahead):
-                return
 
     def _trainer(self, groups: Sequence[Group], evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
         """Return the seconds of the verbs after ``verify``; of a save those of its copy to the host alone."""

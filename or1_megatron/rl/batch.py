@@ -38,8 +38,8 @@ LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs
 """Optional fields of a sample. All samples of a batch have the same ones."""
 
 
-def to_samples(group: AdvantagedGroup, number: int = 0) -> list[Sample]:
-    """Return the responses of the step's ``number``-th group, in order, as training samples.
+def to_samples(group: AdvantagedGroup) -> list[Sample]:
+    """Return the responses of the group, in order, as training samples.
 
     Every response token is counted, also of truncated responses and under every truncation mask (eq. 3.1 as written).
     """
@@ -50,7 +50,6 @@ def to_samples(group: AdvantagedGroup, number: int = 0) -> list[Sample]:
             advantage=float(advantage),
             loss_mask=np.ones(completion.token_ids.size, dtype=np.bool_),
             engine_log_probs=completion.log_probs,
-            group=number,
         )
         for completion, advantage in zip(group.group.completions, group.advantages, strict=True)
     ]
@@ -183,6 +182,5 @@ def _fill(
         sample_index=np.array(members, dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
         weights=weights,
-        groups=np.array([samples[i].group for i in members], dtype=np.int32),
         **log_probs,
     )

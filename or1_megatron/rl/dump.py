@@ -33,7 +33,7 @@ from or1_verify.errors import UserError
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 _LENGTHS: Final = ".lengths"
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
@@ -84,7 +84,6 @@ def unpack(batch: Batch) -> list[Sample]:
                 response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
                 advantage=float(row.advantages[start + first]),
                 loss_mask=mask[first:],
-                group=0 if row.groups is None else int(row.groups[k]),
                 weight=None if row.weights is None else float(row.weights[start + first]),
                 **{name: values[predicting] for name, values in log_probs_of(row).items()},
             )

@@ -44,7 +44,7 @@ from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, first_scores, score, scores_of_first
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.verbs import deferred_verb, stopping_verb, verb
+from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
     AdvantagedGroup,
@@ -193,7 +193,7 @@ class Loop:
         """Sample gs responses to each prompt and wait until the last one is decoded."""
         if not self.supply.asked:
             self.supply.ask(prompts, stage, self.steps_done)
-        self._ask_ahead(stage, self.supply.asked)
+        self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked))
         self.ports.rollouts.wait_decoded()
 
     @stopping_verb
@@ -207,14 +207,12 @@ class Loop:
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
         """Start the rollout after this one if it had to wait for this one's refill."""
-        self._ask_ahead(stage, self.supply.asked + 1)
+        self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
-    def _ask_ahead(self, stage: StageConfig, first: int) -> None:
-        """Start the rollouts of the steps from ``first`` after this one that staleness allows in this stage."""
-        for ahead in range(first, self.config.max_staleness + 1):
-            sure = self.schedule.surely_goes_on(self.steps_done, ahead)
-            if not sure or not self.supply.ask_ahead(stage, self.steps_done + ahead):
-                return
+    def _sure_steps(self, first: int) -> list[int]:
+        """Return the steps from ``first`` after this one that staleness allows and that are surely of this stage."""
+        ahead = range(first, self.config.max_staleness + 1)
+        return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 
     @stopping_verb
     def observe(self, index: int, groups: Sequence[Group]) -> None:

@@ -38,7 +38,7 @@ def score(
     N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
     ``stale``: the samples are from older weights than the policy's (``old_is_the_policy``).
     """
-    groups = [to_samples(group, number) for number, group in enumerate(kept)]
+    groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
     of_kept = None
     if samples and stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale):

@@ -9,7 +9,7 @@ next step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +87,13 @@ class Supply:
         assert self._before is not None
         self._asked.append(_PendingStep(self._before, rule is not None))
 
-    def ask_ahead(self, stage: StageConfig, step: int) -> bool:
-        """Start the rollout of a later step; returns whether it could.
-
-        Which prompts it has is unknown while an earlier step with refill is under way.
-        """
-        if any(asked.refilled for asked in self._asked):
-            return False
-        self.ask(self.take(stage), stage, step)
-        return True
+    def ask_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
+        """Start the rollouts of later ``steps``, none while a step with refill is under way: which prompts a step after
+        that has is unknown."""
+        for step in steps:
+            if any(asked.refilled for asked in self._asked):
+                return
+            self.ask(self.take(stage), stage, step)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
         """Return the groups of the oldest step; prompts that it did not need go back to the stream."""

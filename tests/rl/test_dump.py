@@ -138,7 +138,7 @@ def test_the_newest_stay_and_those_asked_for(tmp_path: Path) -> None:
     [
         ({"objective": {"name": "os.system", "fields": {}}}, r"dump\.json: .* = os\.system: unknown objective"),
         ({"objective": {"name": "clipped", "fields": {"clip": 0.2}}}, r"args\.clip: objective clipped has no such"),
-        ({"format": 3}, "format 3, expected 4; replay it with the version that wrote it"),
+        ({"format": 4}, "format 4, expected 5; replay it with the version that wrote it"),
         ({}, r"samples\.npz: not readable"),  # cut short
     ],
 )

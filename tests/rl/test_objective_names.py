@@ -207,8 +207,6 @@ class Faulty:
                 loss = ((terms - terms.mean()) ** 2).sum()
             case "sequences":
                 loss = tokens.whole.mean(terms).sum()
-            case "groups":
-                loss = tokens.whole.group_mean(tokens.whole.mean(terms)).sum()
             case "constant":
                 loss = loss + 1.0
             case "wants a reference":
@@ -251,8 +249,6 @@ class Faulty:
         ("centred", "batch", ""),
         ("sequences", "token", "has no sequences; give the objective the scope"),
         ("sequences", "sequence", ""),
-        ("groups", "sequence", 'group_mean needs whole groups; give the objective the scope "batch"'),
-        ("groups", "batch", ""),
         ("wants a reference", "token", "where the inputs that a run need not have are None"),
         ("asks for a reference", "token", ""),
         ("constant", "token", "returns 1 for no tokens; expected 0"),
@@ -294,7 +290,7 @@ def test_the_probe_lets_each_objectives_own_part_act(name: str) -> None:
     log_probs = old + 0.2 * torch.randn(300, generator=generator)
     advantages = torch.randn(30, generator=generator).repeat_interleave(10)
     index = torch.arange(30).repeat_interleave(10)
-    sequences = Sequences(index, torch.full((30,), 10), torch.arange(30) // 2)
+    sequences = Sequences(index, torch.full((30,), 10))
     tokens = TokenInputs(advantages, old, old, old, sequences=sequences)
     _, sums = probe_objective("float32", name)(log_probs, torch.ones(300), tokens)
     if name == "dr_grpo":

@@ -41,7 +41,7 @@ def double(*values: float, grad: bool = False) -> torch.Tensor:
 
 def sequences(lengths: Sequence[int]) -> Sequences:
     sizes = torch.tensor(lengths)
-    return Sequences(torch.arange(len(lengths)).repeat_interleave(sizes), sizes, torch.arange(len(lengths)) // 2)
+    return Sequences(torch.arange(len(lengths)).repeat_interleave(sizes), sizes)
 
 
 def tokens_of(old: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor) -> TokenInputs:

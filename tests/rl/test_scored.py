@@ -58,7 +58,7 @@ def samples() -> list[Sample]:
         tokens = rng.integers(0, 8, n).astype(np.int32)
         prompt = np.array([8 + i % 4], dtype=np.int32)
         advantage = float(np.float32(rng.normal()))
-        made.append(Sample(prompt, tokens, advantage, mask, engine, policy, reference, i // 3))
+        made.append(Sample(prompt, tokens, advantage, mask, engine, policy, reference))
     return made
 
 
@@ -85,7 +85,7 @@ def directly(objective: Any, made: TablePolicy) -> torch.Tensor:
             columns.setdefault(name, []).append(torch.from_numpy(getattr(sample, name)[sample.loss_mask]).double())
         columns.setdefault("advantages", []).append(torch.full((lengths[-1],), sample.advantage).double())
     sizes = torch.tensor(lengths)
-    whole = Sequences(torch.arange(9).repeat_interleave(sizes), sizes, torch.arange(9) // 3)
+    whole = Sequences(torch.arange(9).repeat_interleave(sizes), sizes)
     inputs = TokenInputs(**{name: torch.cat(values) for name, values in columns.items()}, sequences=whole)
     log_probs, entropies = (torch.cat(kind) for kind in zip(*picked, strict=True))
     loss, _ = objective(log_probs, entropies, inputs)
@@ -132,12 +132,9 @@ def test_who_needs_scores() -> None:
 
 
 def test_sequences_by_hand() -> None:
-    """Two sequences (1, 2) and (3), of one group, have sums 3 and 3, means 1.5 and 3, and a group mean of 2.25."""
+    """Two sequences (1, 2) and (3) have sums 3 and 3, means 1.5 and 3."""
     sizes = torch.tensor([2, 1])
-    both = Sequences(torch.tensor([0, 0, 1]), sizes, torch.tensor([7, 7]))
+    both = Sequences(torch.tensor([0, 0, 1]), sizes)
     values = torch.tensor([1.0, 2.0, 3.0])
     assert both.sum(values).tolist() == [3, 3] and both.mean(values).tolist() == [1.5, 3]
     assert both.spread(both.mean(values)).tolist() == [1.5, 1.5, 3]
-    assert both.group_mean(both.mean(values)).tolist() == [2.25, 2.25]
-    with pytest.raises(ValueError, match='scope "batch"'):
-        Sequences(both.index, sizes).group_mean(values[:2])

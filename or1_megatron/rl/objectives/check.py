@@ -16,7 +16,7 @@ from or1_megatron.rl.objectives.registry import build
 
 PROBE_TEMPERATURE: Final = 0.8
 _LENGTHS: Final = (7, 1, 12, 5, 9, 3, 16, 11)
-"""Response tokens of the random sequences, two to a group."""
+"""Response tokens of the random sequences."""
 _TOLERANCE: Final = 1e-9
 """Relative, in float64."""
 
@@ -78,11 +78,11 @@ class _Tokens:
             policy_log_probs=old,
             reference_log_probs=old + normal(0.3),
             weights=1.0 + 0.5 * of_sequences[index].tanh(),
-            sequences=Sequences(index, self.lengths, torch.arange(len(_LENGTHS)) // 2),
+            sequences=Sequences(index, self.lengths),
         )
 
     def evaluate(self, objective: Objective, indices: Tensor, scope: Scope, bare: bool = False) -> Result:
-        """Evaluate on the tokens at ``indices``; what is there twice counts as sequences and groups of their own.
+        """Evaluate on the tokens at ``indices``; what is there twice counts as sequences of their own.
 
         ``bare``: with only those inputs that every run has.
         """
@@ -224,8 +224,6 @@ def _at(inputs: TokenInputs, indices: Tensor, scope: Scope) -> TokenInputs:
     picked = inputs[indices]
     if scope == "token":
         return picked
-    assert whole.groups is not None
     count, copies = len(whole.lengths), torch.arange(len(indices)) // sum(_LENGTHS)
     named, index = (whole.index[indices] + count * copies).unique_consecutive(return_inverse=True)
-    groups = whole.groups[named % count] + count * (named // count) if scope == "batch" else None
-    return replace(picked, sequences=Sequences(index, whole.lengths[named % count], groups))
+    return replace(picked, sequences=Sequences(index, whole.lengths[named % count]))

@@ -134,10 +134,6 @@ def _inputs(batch: Batch, locations: list[_Location]) -> TokenInputs:
         return _joined([getattr(batch.ranks[r][m], name)[positions] for r, m, positions in locations])
 
     lengths = torch.tensor([len(positions) for _, _, positions in locations])
-    groups = torch.zeros(len(locations), dtype=torch.int64)
-    for row in (row for rank in batch.ranks for row in rank):
-        if row.groups is not None:
-            groups[torch.from_numpy(row.sample_index).long()] = torch.from_numpy(row.groups).long()
     advantages = column("advantages")
     assert advantages is not None
     return TokenInputs(
@@ -146,7 +142,7 @@ def _inputs(batch: Batch, locations: list[_Location]) -> TokenInputs:
         policy_log_probs=column("policy_log_probs"),
         reference_log_probs=column("reference_log_probs"),
         weights=column("weights"),
-        sequences=Sequences(torch.arange(len(locations)).repeat_interleave(lengths), lengths, groups),
+        sequences=Sequences(torch.arange(len(locations)).repeat_interleave(lengths), lengths),
     )
 
 
