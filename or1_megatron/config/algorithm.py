@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from or1_megatron.config.base import AboveOne, NonNegativeFloat, Positive, PositiveFloat, Section
+from or1_megatron.config.base import AboveOne, NonNegativeFloat, Positive, PositiveFloat, Section, refuse_idle
 from or1_megatron.types import Aggregation
 
 KLEstimator = Literal["k2", "k3"]
@@ -61,16 +61,10 @@ class AdvantageConfig(Section):
                 f"advantage: overlong_tokens = {self.overlong_tokens} penalises long responses, but truncation_mask = "
                 f"{self.truncation_mask} gives truncated ones advantage 0; set truncation_mask to none"
             )
-        if self.scale == "none" and (self.std_ddof, self.eps) != (1, 1e-6):
-            raise ValueError(
-                f"advantage: std_ddof = {self.std_ddof} and eps = {self.eps:g} have no effect with scale = none; leave "
-                "them at 1 and 1e-6, or set scale to std"
-            )
-        if self.overlong_tokens is None and self.overlong_penalty != 0.5:
-            raise ValueError(
-                f"advantage: overlong_penalty = {self.overlong_penalty:g} has no effect without overlong_tokens; set "
-                "overlong_tokens, or leave the penalty at 0.5"
-            )
+        if self.scale == "none":
+            refuse_idle(self, "advantage", ("std_ddof", "eps"), "with scale = none; set scale to std")
+        if self.overlong_tokens is None:
+            refuse_idle(self, "advantage", ("overlong_penalty",), "without overlong_tokens; set it")
         return self
 
 
@@ -139,21 +133,10 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
-        if self.mode == "off" and self.level != "token":
-            raise ValueError(
-                f"correction: level = {self.level} has no effect with mode = off; set mode to truncated or masked, or "
-                "level to token"
-            )
-        if self.mode == "off" and self.cap != 2.0:
-            raise ValueError(
-                f"correction: cap = {self.cap:g} has no effect with mode = off; set mode to truncated or masked, or "
-                "leave the cap at 2"
-            )
-        if self.mode != "masked" and self.floor is not None:
-            raise ValueError(
-                f"correction: floor = {self.floor:g} has no effect with mode = {self.mode}; set mode to masked, or "
-                "take the floor out"
-            )
+        if self.mode == "off":
+            refuse_idle(self, "correction", ("level", "cap"), "with mode = off; set mode to truncated or masked")
+        if self.mode != "masked":
+            refuse_idle(self, "correction", ("floor",), f"with mode = {self.mode}; set mode to masked")
         return self
 
 
@@ -172,12 +155,9 @@ class EntropyConfig(Section):
     delta: NonNegativeFloat = 0.005
     """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5); 0.0001 in the released
     scripts."""
-    minimum: NonNegativeFloat = 0.0
-    """Lowest c. Unit: none. Recipe: alpha is never negative in the paper; 0 in the released scripts (docs/recipe.md,
-    section 2)."""
     maximum: PositiveFloat | None = None
-    """Highest c. Unset: no bound. Unit: none. Recipe: the paper names none; 0.005 in the released scripts
-    (docs/recipe.md, section 2)."""
+    """Highest c; the lowest is 0. Unset: no bound. Unit: none. Recipe: the paper names none; 0.005 in the released
+    scripts (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
     """Responses that e_k is measured on, by the log-probs of their sampled tokens: all of the step, or those that were
     not rejected. Recipe: the released code measures after rejection (docs/recipe.md, section 2)."""
@@ -186,19 +166,11 @@ class EntropyConfig(Section):
     Recipe: now in the paper (section 3.2.5); the released code applies it one step late (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")
-    def _within_bounds(self) -> Self:
-        highest = float("inf") if self.maximum is None else self.maximum
-        if self.minimum > highest:
-            raise ValueError(f"entropy: minimum = {self.minimum} is above maximum = {self.maximum}")
-        if self.mode == "adaptive" and not self.minimum <= self.coefficient <= highest:
-            raise ValueError(
-                f"entropy: coefficient (c_0) = {self.coefficient:g} is outside [minimum, maximum] = "
-                f"[{self.minimum:g}, {highest:g}]"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:
+        if self.mode == "adaptive" and self.maximum is not None and self.coefficient > self.maximum:
+            raise ValueError(
+                f"entropy: coefficient (c_0) = {self.coefficient:g} is above maximum = {self.maximum:g}; lower it"
+            )
         if self.mode == "adaptive" and self.delta == 0 and self.coefficient == 0:
             raise ValueError(
                 "entropy: mode adaptive with delta = 0 and coefficient = 0 (c_0) never acts; set delta, or mode to off"

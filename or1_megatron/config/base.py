@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,6 +23,15 @@ class Section(BaseModel):
     """Base of all sections: immutable, and strict about names and types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> None:
+    """Raise ValueError for the first of the section's ``keys`` that is not at its default: it has no effect ``why``."""
+    for key in keys:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default:
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ValueError(f"{name}: {key} = {shown} has no effect {why}, or take {key} out")
 
 
 class ConfigError(UserError, ValueError):

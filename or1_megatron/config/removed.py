@@ -65,6 +65,7 @@ REMOVED: Final = {
         "e_k is always of the sampled tokens, as in every recipe; take the key out. The full-vocabulary entropy is "
         "the metric entropy/full, which costs no forward pass of its own",
     ),
+    "algorithm.entropy.minimum": Removed(0.0, "the lowest coefficient is 0, as in every recipe; take the key out"),
     "algorithm.entropy.preset": Removed(
         None,
         "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "

@@ -94,15 +94,6 @@ def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
     return right, wrong, len(rejected) - right - wrong
 
 
-def check_steps(done: int, total: int) -> None:
-    """Raise ResumeError when a checkpoint is of a later step than the schedule's last."""
-    if done > total:
-        raise ResumeError(
-            f"the newest checkpoint is of step {done}, but the stages now have {total} steps in all; "
-            f"give stages.*.steps at least {done}, or start a new run with another run.dir"
-        )
-
-
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
     """Raise VerificationFailing when the share of verdicts ``error`` is above ``max_error_fraction``.
 

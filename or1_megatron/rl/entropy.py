@@ -58,7 +58,7 @@ class EntropyReading:
 
 
 class EntropyController:
-    """alpha_k = c_k * gate; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above, within [minimum, maximum].
+    """alpha_k = c_k * gate; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above, within [0, maximum].
 
     The report's rule (section 3.2.5, RECIPE section 2); with delta 0 the coefficient is fixed.
 
@@ -93,7 +93,7 @@ class EntropyController:
         target = self._config.target
         if self._config.mode == "adaptive" and entropy != target:
             moved = self.coefficient + (self._config.delta if entropy < target else -self._config.delta)
-            self.coefficient = min(max(moved, self._config.minimum), self._highest)
+            self.coefficient = min(max(moved, 0.0), self._highest)
         self._before = entropy
 
     def state(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.rl.saving import Saving
-from or1_megatron.rl.score import Scored, first_scores, score, scores_of_first
+from or1_megatron.rl.score import Scored, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb
@@ -108,7 +108,7 @@ class Loop:
         scored = self.score(kept, stage)
         reading = self.read_entropy(groups, kept)
         batches = self.batch(scored.samples, stage)
-        updates = self.update(batches, stage, reading, scored)
+        updates = self.update(batches, stage, reading)
         self.control_entropy(reading)
         self.steps_done += 1  # everything below is about the updated policy
         self.ports.rollouts.trained()
@@ -253,9 +253,7 @@ class Loop:
         return make_batches(samples, mini_batches, stage.reuse, layout, aggregation, stage.max_response_tokens)
 
     @stopping_verb
-    def update(
-        self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading, scored: Scored
-    ) -> list[UpdateReport]:
+    def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
         """Make the SGD steps, all with the same coefficient. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
         for i, batch in enumerate(batches):
@@ -267,8 +265,7 @@ class Loop:
                 seed=step * stage.sgd_steps + i,
                 mean_length=batch.token_count / batch.sample_count,
             )
-            scores = scores_of_first(scored, batch) if i == 0 else None
-            reports.append(self.guard.update(SgdStep(step, i, batch, objective, scores)))
+            reports.append(self.guard.update(SgdStep(step, i, batch, objective)))
         return reports
 
     @verb

@@ -15,7 +15,7 @@ from or1_megatron.config.schema import SafetyConfig
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
 from or1_megatron.rl.objectives.scored import update
-from or1_megatron.types import Batch, Float32Array, TokenScores, UpdateReport
+from or1_megatron.types import Batch, Float32Array, UpdateReport
 from or1_verify.errors import UserError
 
 
@@ -31,8 +31,6 @@ class SgdStep:
     index: int
     batch: Batch
     objective: Objective
-    scores: TokenScores | None = None
-    """The batch's samples, scored by the weights before this SGD step; None: there was no pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class UpdateGuard:
         """
         aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
         try:
-            report = update(self._policy, sgd_step.batch, sgd_step.objective, self._one_pass, sgd_step.scores)
+            report = update(self._policy, sgd_step.batch, sgd_step.objective, self._one_pass)
         except Exception as error:
             self._keep_raised(aside, sgd_step, error)
             raise

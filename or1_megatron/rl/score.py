@@ -13,7 +13,7 @@ from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, Sample, TokenScores, UpdateReport
+from or1_megatron.types import AdvantagedGroup, Float32Array, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,6 @@ def score(
         samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], of_kept)
-
-
-def scores_of_first(scored: Scored, batch: Batch) -> TokenScores | None:
-    """Return the scores of the step's first mini-batch at the step's start; None: there was no pass over it."""
-    if scored.of_kept is None:
-        return None
-    count = batch.sample_count
-    return TokenScores(scored.of_kept.log_probs[:count], scored.of_kept.entropies[:count])
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:

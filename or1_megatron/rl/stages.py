@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.rl.checks import ResumeError, check_stage_over, check_stage_steps, check_steps
+from or1_megatron.rl.checks import ResumeError, check_stage_over, check_stage_steps
 from or1_megatron.rl.plateau import Plateau
 from or1_megatron.types import Group
 
@@ -75,10 +75,6 @@ class StageSchedule:
         """Return how many steps of the current stage are done."""
         return steps_done - self._starts[-1]
 
-    def steps_left(self, steps_done: int) -> int:
-        """Return how many steps of the current stage are left, if no plateau ends it early."""
-        return self.stages[self.current].steps - self.stage_step(steps_done)
-
     def read(self, metrics: Mapping[str, float]) -> None:
         """Pass the last step's metrics to the current stage's plateau rule; they may come in several parts."""
         if self._plateau is not None:
@@ -108,7 +104,6 @@ class StageSchedule:
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
         self._starts, self._ends, self._chosen = starts, ends, False
-        check_steps(steps_done, self.most_steps)
         check_stage_steps(self.stages[self.current], self.stage_step(steps_done))
         self._plateau = self._plateau_of(self.current)
         if self._plateau is not None and state["plateau"] is not None:

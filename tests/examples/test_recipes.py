@@ -62,7 +62,7 @@ def test_the_released_scripts_beside_the_papers_recipes(recipe: str, monkeypatch
     assert stages == RELEASED
     assert all(s.restart_optimizer and s.restart_controller and not s.filter_solved for s in config.stages[1:])
     entropy, evaluate = config.algorithm.entropy, config.evaluate
-    assert (entropy.target, entropy.delta, entropy.minimum, entropy.maximum) == (0.2, 0.0001, 0.0, 0.005)
+    assert (entropy.target, entropy.delta, entropy.maximum) == (0.2, 0.0001, 0.005)
     assert (entropy.coefficient, entropy.measured_on, entropy.gate) == (0.0, "kept", "late")
     assert (config.algorithm.loss.aggregation, config.verify.math.judge) == ("released-code", "math_verify")
     evaluated = [(data.path.name, data.temperature or evaluate.temperature) for data in evaluate.data]

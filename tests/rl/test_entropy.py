@@ -42,9 +42,9 @@ SEQUENCE = [0.1, 0.1, 0.3, 0.1, 0.2]
             [0.01, 0.01, 0, 0, 0, 0],
         ),
         (
-            {"coefficient": 0.001, "delta": 0.0015, "minimum": 0.001, "maximum": 0.002},
+            {"coefficient": 0.001, "delta": 0.0015, "maximum": 0.002},
             [0.1, 0.1, 0.3, 0.3],
-            [0.001, 0.002, 0.002, 0.001],
+            [0.001, 0.002, 0.002, 0.0005],
             [0.001, 0.002, 0, 0],
         ),
         ({"mode": "fixed", "coefficient": 0.003}, [0.1, 0.9], [0.003, 0.003], [0.003, 0.003]),
@@ -75,9 +75,8 @@ def test_state_survives_json_exactly() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"minimum": 0.001, "maximum": 0.002}, r"c_0.*outside.*\[0.001, 0.002\]"),
         ({"delta": -0.1}, "greater than or equal to 0"),
-        ({"minimum": 0.1, "maximum": 0.05, "coefficient": 0.1}, "minimum = 0.1 is above maximum = 0.05"),
+        ({"maximum": 0.05, "coefficient": 0.1}, r"\(c_0\) = 0.1 is above maximum = 0.05"),
     ],
 )
 def test_settings_that_contradict_are_refused(values: dict[str, object], expected: str) -> None:

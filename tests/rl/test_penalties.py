@@ -53,7 +53,7 @@ def test_groups_that_are_all_right_or_wrong_stay_out_though_penalties_differ() -
         (CorrectionConfig, {"level": "geometric"}, "level = geometric has no effect with mode = off"),
         (CorrectionConfig, {"cap": 3.0}, "cap = 3 has no effect with mode = off"),
         (CorrectionConfig, {"mode": "truncated", "floor": 0.4}, r"floor = 0\.4 has no effect with mode = truncated"),
-        (AdvantageConfig, {"scale": "none", "std_ddof": 0}, "std_ddof = 0 and eps = 1e-06 have no effect with scale"),
+        (AdvantageConfig, {"scale": "none", "std_ddof": 0}, "std_ddof = 0 has no effect with scale = none"),
         (AdvantageConfig, {"overlong_penalty": 2.0}, "overlong_penalty = 2 has no effect without overlong_tokens"),
         (
             AdvantageConfig,

@@ -32,19 +32,12 @@ class Learner(Protocol):
     def update(self, batch: Batch, objective: Objective) -> UpdateReport: ...
 
 
-def update(
-    policy: Learner, batch: Batch, objective: Objective, one_pass: bool, scores: TokenScores | None = None
-) -> UpdateReport:
-    """Update the policy; an objective that needs scores is evaluated first.
-
-    Args:
-        one_pass: the policy's head is one-pass.
-        scores: of the batch's samples by the present weights; None: the policy scores them if need be.
-    """
+def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) -> UpdateReport:
+    """Update the policy, whose head is ``one_pass`` or not; an objective that needs scores is evaluated first."""
     if not needs_scores(objective, one_pass):
         return policy.update(batch, objective)
     started_s = time.perf_counter()
-    linear = linearise(batch, objective, scores or policy.score(batch, objective.temperature))
+    linear = linearise(batch, objective, policy.score(batch, objective.temperature))
     evaluated_s = time.perf_counter() - started_s
     report = policy.update(linear.batch, linear.objective)
     return replace(report, sums=linear.sums, forward_backward_s=report.forward_backward_s + evaluated_s)
