@@ -247,7 +247,11 @@ class Batch:
 
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]
     token_count: int
-    sample_count: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def sample_count(self) -> int:
+        return len(self.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
+from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
-from or1_megatron.rl.objectives.scored import update
+from or1_megatron.rl.objectives.scored import inputs_of, update
 from or1_megatron.types import Batch, Float32Array, Sample
 
 STEPS = 3
@@ -168,33 +168,11 @@ def _mean_loss(
     """Return the batch's mean over all tokens, or over the tokens of each response and then over responses."""
     counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
     log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
-    inputs = _inputs(samples, log_probs)
-    if scope_of(objective) != "token":
-        index = torch.arange(len(samples)).repeat_interleave(counts).to(log_probs.device)
-        inputs = replace(inputs, sequences=Sequences(index, counts.to(index.device)))
+    inputs = inputs_of(samples, log_probs)
     if by_response:
         share = counts.sum() / ((counts > 0).sum() * counts)
         inputs = replace(inputs, weights=share.repeat_interleave(counts).to(log_probs))
     return objective(log_probs, entropies, inputs)[0] / counts.sum()
-
-
-def _inputs(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
-    """Return the objective's inputs for the samples' counted tokens, end to end."""
-
-    def pick(name: str) -> Tensor | None:
-        recorded = [getattr(sample, name) for sample in samples]
-        if recorded[0] is None:
-            return None
-        counted = [values[sample.loss_mask] for values, sample in zip(recorded, samples, strict=True)]
-        return torch.from_numpy(np.concatenate(counted)).to(like.device)
-
-    advantages = [np.full(int(sample.loss_mask.sum()), sample.advantage, dtype=np.float32) for sample in samples]
-    return TokenInputs(
-        advantages=torch.from_numpy(np.concatenate(advantages)).to(like.device),
-        engine_log_probs=pick("engine_log_probs"),
-        policy_log_probs=pick("policy_log_probs"),
-        reference_log_probs=pick("reference_log_probs"),
-    )
 
 
 @dataclass(frozen=True)

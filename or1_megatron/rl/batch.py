@@ -97,12 +97,7 @@ def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
         tuple(_fill(samples, row, plan.row_tokens, layout.sequence_alignment) for row in rows) for rows in plan.ranks
     )
     counted = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return Batch(ranks, token_count=counted, sample_count=len(samples))
-
-
-def log_probs_of(source: Sample | MicroBatch) -> dict[str, Float32Array]:
-    """Return the fields of ``LOG_PROBS`` that are not None."""
-    return {name: values for name in LOG_PROBS if (values := getattr(source, name)) is not None}
+    return Batch(ranks, token_count=counted, samples=tuple(samples))
 
 
 def real_tokens(batch: Batch) -> int:
@@ -151,7 +146,8 @@ def _fill(
     loss_mask = np.zeros(row_tokens, dtype=np.bool_)
     advantages = np.zeros(row_tokens, dtype=np.float32)
     weights = None if samples[0].weight is None else np.zeros(row_tokens, dtype=np.float32)
-    log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in log_probs_of(samples[0])}
+    given = [name for name in LOG_PROBS if getattr(samples[0], name) is not None]
+    log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in given}
     bounds, lengths = [0], []
     for i in members:
         sample, start = samples[i], bounds[-1]

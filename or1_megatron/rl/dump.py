@@ -1,7 +1,7 @@
 """Dumps of single updates, which ``or1 replay`` repeats at any layout.
 
 step_000012_update_0/
-  samples.npz   the batch's samples, unpacked
+  samples.npz   the batch's samples
   dump.json     objective, results, model and layout, versions; written last
   weights/      HF folder of the parameters before the update (safety.dump_weights)
 """
@@ -24,10 +24,9 @@ import numpy as np
 
 from or1_megatron.config.base import ConfigError
 from or1_megatron.interfaces import Objective
-from or1_megatron.rl.batch import log_probs_of
 from or1_megatron.rl.objectives.registry import build, name_of
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
+from or1_megatron.types import Float32Array, Sample, UpdateReport
 from or1_verify.errors import UserError
 
 SAMPLES: Final = "samples.npz"
@@ -64,30 +63,6 @@ class UpdateDump:
     log_probs: tuple[Float32Array, ...]
     context: Mapping[str, Any]
     raised: str = ""
-
-
-def unpack(batch: Batch) -> list[Sample]:
-    """Return the samples that were packed, in their order: the inverse of ``rl.batch.pack``.
-
-    Response tokens before the first counted one come back as part of the prompt, which changes no result.
-    """
-    samples: list[Sample | None] = [None] * batch.sample_count
-    for row in (row for rank in batch.ranks for row in rank):
-        for k, index in enumerate(row.sample_index):
-            start = int(row.cu_seqlens[k])
-            end = start + int(row.lengths[k])
-            mask = row.loss_mask[start : end - 1]
-            first = int(mask.argmax()) if mask.any() else 0  # the position that predicts the first response token
-            predicting = slice(start + first, end - 1)
-            samples[index] = Sample(
-                prompt_ids=row.token_ids[start : start + first + 1].astype(np.int32),
-                response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
-                advantage=float(row.advantages[start + first]),
-                loss_mask=mask[first:],
-                weight=None if row.weights is None else float(row.weights[start + first]),
-                **{name: values[predicting] for name, values in log_probs_of(row).items()},
-            )
-    return [sample for sample in samples if sample is not None]
 
 
 def first_not_finite(log_probs: Sequence[Float32Array]) -> dict[int, int]:

@@ -21,7 +21,8 @@ _LARGEST: Final = 20.0
 def mismatch_metrics(
     engine: Sequence[Float32Array], policy: Sequence[Float32Array], stale: bool = False
 ) -> dict[str, float]:
-    """Return the metrics ``mismatch/...`` of at least one response, each with at least one token. Nats.
+    """Return the metrics ``mismatch/...`` of at least one response, each with at least one token. Nats. None where a
+    log-prob is not finite: the SGD step is then skipped, which says it.
 
     k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: the policy's perplexity of a response
     over the engine's, e^(mean of -d), mean over responses. chi_square: mean of w^2, less 1; sequence_chi_square: the
@@ -34,6 +35,8 @@ def mismatch_metrics(
     """
     ratios = [mine.astype(np.float64) - theirs for mine, theirs in zip(policy, engine, strict=True)]
     tokens = np.concatenate(ratios)
+    if not np.isfinite(tokens).all():
+        return {}
     sequences = np.array([ratio.sum() for ratio in ratios])
     mean_ratios = np.array([ratio.mean() for ratio in ratios])
     measures = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from or1_megatron.config.schema import SafetyConfig
 from or1_megatron.interfaces import Objective, Policy
-from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
+from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump
 from or1_megatron.rl.objectives.scored import update
 from or1_megatron.types import Batch, Float32Array, UpdateReport
 from or1_verify.errors import UserError
@@ -133,7 +133,7 @@ class UpdateGuard:
             update=sgd_step.index,
             reason=aside.reason,
             objective=sgd_step.objective,
-            samples=tuple(unpack(sgd_step.batch)),
+            samples=sgd_step.batch.samples,
             token_count=sgd_step.batch.token_count,
             report=report,
             log_probs=aside.log_probs,

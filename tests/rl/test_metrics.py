@@ -150,6 +150,7 @@ def test_mismatch_of_responses_by_hand() -> None:
     assert same.pop("mismatch/perplexity_ratio") == 1 and not any(same.values())
     apart = mismatch_metrics([np.zeros(50, np.float32)], [np.full(50, -100, np.float32)])
     assert all(np.isfinite(value) for value in apart.values())
+    assert mismatch_metrics(engine, [policy[0], np.array([np.nan], np.float32)]) == {}
 
 
 def test_throughput_and_mfu() -> None:

@@ -11,7 +11,7 @@ Shapes: N counted tokens of the mini-batch, sample after sample; S samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
-from or1_megatron.types import Batch, Float32Array, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.types import Batch, Float32Array, MicroBatch, Sample, TokenScores, UpdateReport
 
 
 class Learner(Protocol):
@@ -85,7 +85,7 @@ def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linear
     """
     locations = _locations(batch)
     log_probs, entropies = (_joined(values).requires_grad_() for values in (scores.log_probs, scores.entropies))
-    loss, sums = objective(log_probs, entropies, _inputs(batch, locations))
+    loss, sums = objective(log_probs, entropies, inputs_of(batch.samples, log_probs))
     gradients: tuple[Tensor | None, ...] = (None, None)
     if loss.requires_grad:
         gradients = torch.autograd.grad(loss, (log_probs, entropies), allow_unused=True)
@@ -118,28 +118,31 @@ def _locations(batch: Batch) -> list[_Location]:
     return [located[sample] for sample in range(batch.sample_count)]
 
 
-def _inputs(batch: Batch, locations: list[_Location]) -> TokenInputs:
-    """Return the objective's inputs for all counted tokens of the batch, sample after sample."""
+def inputs_of(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
+    """Return an objective's inputs for the samples' counted tokens, end to end, with dtype and device of ``like``."""
 
     def column(name: str) -> Tensor | None:
-        if getattr(batch.ranks[0][0], name) is None:
+        if getattr(samples[0], name) is None:
             return None
-        return _joined([getattr(batch.ranks[r][m], name)[positions] for r, m, positions in locations])
+        # A single number is that of all tokens of its sample.
+        values = [np.asarray(getattr(sample, name), dtype=np.float32) for sample in samples]
+        tokens = [np.broadcast_to(v, s.loss_mask.shape)[s.loss_mask] for v, s in zip(values, samples, strict=True)]
+        return _joined(tokens).to(like)
 
-    lengths = torch.tensor([len(positions) for _, _, positions in locations])
-    advantages = column("advantages")
+    lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples], device=like.device)
+    advantages = column("advantage")
     assert advantages is not None
     return TokenInputs(
         advantages=advantages,
         engine_log_probs=column("engine_log_probs"),
         policy_log_probs=column("policy_log_probs"),
         reference_log_probs=column("reference_log_probs"),
-        weights=column("weights"),
-        sequences=Sequences(torch.arange(len(locations)).repeat_interleave(lengths), lengths),
+        weights=column("weight"),
+        sequences=Sequences(torch.arange(len(samples), device=like.device).repeat_interleave(lengths), lengths),
     )
 
 
-def _joined(values: list[Float32Array] | tuple[Float32Array, ...]) -> Tensor:
+def _joined(values: Sequence[Float32Array]) -> Tensor:
     return torch.from_numpy(np.concatenate(values)).double()
 
 
