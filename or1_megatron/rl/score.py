@@ -13,7 +13,7 @@ from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Float32Array, Sample, TokenScores, UpdateReport
+from or1_megatron.types import AdvantagedGroup, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,16 @@ def score(
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
-    """Return the policy's first scores of every sample in this step, in order; None where some are not known.
+    """Return the policy's first scores of every sample in this step, in order; None where there was no pass.
 
     They are from the pass before the updates, or else from the first SGD step that trained on the sample.
     """
     if scored.of_kept is not None:
         return scored.of_kept
-    wanted = sum(len(group) for group in scored.samples)
-    log_probs: list[Float32Array] = []
-    entropies: list[Float32Array] = []
-    for update in updates:  # the first pass over the mini-batches gives the samples in order; reuse repeats them
-        if update.scores is not None and len(log_probs) < wanted:
-            log_probs += update.scores.log_probs
-            entropies += update.scores.entropies
-    return TokenScores(tuple(log_probs), tuple(entropies)) if wanted and len(log_probs) == wanted else None
+    wanted = sum(
+        len(group) for group in scored.samples
+    )  # the first mini-batches' samples, in order; reuse repeats them
+    of_updates = [update.scores for update in updates if update.scores is not None]
+    log_probs = tuple(values for scores in of_updates for values in scores.log_probs)[:wanted]
+    entropies = tuple(values for scores in of_updates for values in scores.entropies)[:wanted]
+    return TokenScores(log_probs, entropies) if log_probs else None
