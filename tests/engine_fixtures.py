@@ -107,7 +107,7 @@ def rollout_config(**changes: Any) -> Any:
 @pytest.fixture(scope="session")
 def engine_pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[Any]:
     """Two engines with the folder's weights. A test that changes the weights must restore them."""
-    from or1_megatron.rollout.pool import EnginePool
+    from or1_megatron.rollout.engine_pool import EnginePool
 
     pool = EnginePool(rollout_config(), tiny_model.folder, "float32", MAX_MODEL_TOKENS, RUN_ID, on_cpu=True)
     pool.wait_ready()

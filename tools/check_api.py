@@ -63,9 +63,9 @@ STRINGS: Final[Sequence[tuple[str, str, str]]] = (
     ("rollout.worker", "rejection_sampler", "vllm.v1.worker.gpu_model_runner"),
     ("rollout.engine", "processed_logprobs", "vllm.config.model"),
     ("rollout.engine", "scheduling", "vllm.v1.engine.core"),
-    ("rollout.pool", "num_gpus", "ray._common.ray_option_utils"),
-    ("rollout.pool", "scheduling_strategy", "ray._common.ray_option_utils"),
-    ("rollout.pool", "runtime_env", "ray._common.ray_option_utils"),
+    ("rollout.engine_pool", "num_gpus", "ray._common.ray_option_utils"),
+    ("rollout.engine_pool", "scheduling_strategy", "ray._common.ray_option_utils"),
+    ("rollout.engine_pool", "runtime_env", "ray._common.ray_option_utils"),
     ("handoff.vllm.direct_copy", "UnquantizedLinearMethod", "vllm.model_executor.layers.linear"),
 )
 """Names that both sides write down: (module of ours, name, the library's module)."""

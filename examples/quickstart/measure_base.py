@@ -23,7 +23,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
-from or1_megatron.rollout.pool import engine_env
+from or1_megatron.rollout.engine_pool import engine_env
 from or1_megatron.types import Completion, Prompt, Request, Sampling
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.problems.unusable import UnusableRows

@@ -141,7 +141,7 @@ def _spec(
 def _transformer_engine_attention() -> type:
     """Return Transformer Engine's attention for our packed rows: it takes [T, heads, D] and the sequences' bounds.
 
-    Rotary angles are already applied per token, and context parallelism cuts sequences as ``context.py`` does.
+    Rotary angles are already applied per token, and context parallelism cuts sequences as ``context_parallel.py`` does.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

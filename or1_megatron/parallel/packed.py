@@ -4,7 +4,7 @@ A micro-batch is one row of T tokens in which S sequences lie end to end. Megatr
 object unchanged to every layer; ours holds the position of each token and the sequences' lengths.
 
 Shapes: T row tokens, S sequences, N query heads, G key/value heads of this TP rank, D head dimension. Under context
-parallelism (``context.py``) a rank holds T / CP of the row's tokens.
+parallelism (``context_parallel.py``) a rank holds T / CP of the row's tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from or1_megatron.parallel.context import ContextShard, attend, context_shard
+from or1_megatron.parallel.context_parallel import ContextShard, attend, context_shard
 
 
 @dataclass

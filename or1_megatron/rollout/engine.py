@@ -1,7 +1,7 @@
 """One vLLM engine, in this process and stepped by us: requests in, completions out, weights replaced in between.
 
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
-token would otherwise cross one more socket. The environment that this needs is in ``pool.engine_env``.
+token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``.
 
 Seeds: each request has its own generator, so its random numbers depend on its seed alone. vLLM does not promise more:
 logits differ in the last bits with the composition of the batch, so the same seed in another batch can, rarely, give

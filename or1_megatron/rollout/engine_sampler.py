@@ -17,7 +17,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_thread import Harvest
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Int32Array, Prompt, Request, Sampling
 from or1_verify.types import Message, Problem
@@ -84,7 +84,7 @@ class _EngineQueue:
 
 
 class EngineSampler:
-    """Sends requests to ``pool.EngineActor`` handles. Raises EngineError when an engine fails or dies."""
+    """Sends requests to ``engine_pool.EngineActor`` handles. Raises EngineError when an engine fails or dies."""
 
     def __init__(
         self,

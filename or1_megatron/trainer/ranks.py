@@ -36,7 +36,7 @@ from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import RolloutsClient
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.launch import threads_of_rank

@@ -8,7 +8,7 @@ import torch
 
 from or1_megatron.config.schema import Config, RolloutConfig
 from or1_megatron.rollout.cluster import wait_for_nodes
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes, with_gpu_memory

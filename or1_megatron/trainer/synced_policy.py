@@ -23,7 +23,7 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
 from or1_megatron.types import Float32Array, HandoffReport, Sample
 

@@ -19,7 +19,7 @@ from or1_megatron.commands.asked_model import LocalModel, cpu_kv_cache_bytes, wi
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.evaluate.settings import EvaluationSettings
-from or1_megatron.rollout.pool import EngineError
+from or1_megatron.rollout.engine_pool import EngineError
 from or1_megatron.runtime import driver
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape

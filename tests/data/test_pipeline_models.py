@@ -84,7 +84,7 @@ class Counted:
 @pytest.fixture(scope="module")
 def base_engine(ray_cluster: None) -> Iterator[Any]:
     """One engine on the quickstart's base model, which solves a part of its sums."""
-    from or1_megatron.rollout.pool import EnginePool
+    from or1_megatron.rollout.engine_pool import EnginePool
 
     pool = EnginePool(rollout_config(engines=1), BASE, "float32", 128, f"{RUN_ID}-data", on_cpu=True)
     pool.wait_ready()

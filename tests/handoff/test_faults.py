@@ -30,7 +30,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.failures import HandoffMismatch
 from or1_megatron.handoff.probe import Probe, compare_probe, probe_tokens
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 
 PROBE = probe_tokens(len(WORDS), 48)
 BOUND = 1e-3  # of the probe in float32

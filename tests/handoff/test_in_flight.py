@@ -18,7 +18,7 @@ from rigs import TamperedTrainer, in_engine, perturbed, scores
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Request, Sampling
 

@@ -19,7 +19,7 @@ from tiny_models import make_tiny
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
-from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout.engine_pool import EngineError, EnginePool
 
 TRANSPORTS = ("gloo", "shared_memory", "gloo+shared_memory")  # that run here
 VOCABULARY = 61

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from or1_megatron.parallel.context import context_shard, held_positions
+from or1_megatron.parallel.context_parallel import context_shard, held_positions
 
 
 def test_zig_zag_by_hand() -> None:

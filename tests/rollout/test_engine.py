@@ -15,7 +15,7 @@ from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.engine_group import EngineGroup, gather
-from or1_megatron.rollout.pool import EngineError, EnginePool, engine_env, start_deadline
+from or1_megatron.rollout.engine_pool import EngineError, EnginePool, engine_env, start_deadline
 from or1_megatron.types import Completion, Request, Sampling
 
 

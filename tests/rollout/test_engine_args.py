@@ -17,7 +17,7 @@ from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import engine
 from or1_megatron.rollout.engine_args import REFUSED, check_engine_args, faults, refusals
-from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout.engine_pool import EngineError, EnginePool
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 

@@ -24,7 +24,7 @@ from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import lost_engines
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Sampling
@@ -373,7 +373,7 @@ def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) 
 
 
 def test_engine_that_cannot_start_says_why(tmp_path: Any, ray_cluster: None) -> None:
-    from or1_megatron.rollout.pool import EngineError
+    from or1_megatron.rollout.engine_pool import EngineError
 
     pool = EnginePool(rollout_config(engines=1), tmp_path, "float32", 64, f"{RUN_ID}-none", on_cpu=True)
     with pytest.raises(

@@ -20,7 +20,7 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, request
 from rigs import in_engine
 
 from or1_megatron.rollout.engine import _accepted as of_response
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.speculation import DraftSampler
 from or1_megatron.types import Completion, Sampling
 

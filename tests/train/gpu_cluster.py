@@ -23,7 +23,7 @@ from ray.cluster_utils import Cluster
 from or1_megatron.config.schema import ClusterConfig, RolloutConfig
 from or1_megatron.parallel import mesh  # noqa: F401  # once, before the ranks are forked
 from or1_megatron.rollout import cluster, reaper
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.trainer import placement
 from or1_megatron.trainer.placement import engine_places
 

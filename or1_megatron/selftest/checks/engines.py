@@ -23,7 +23,7 @@ from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import result_of
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime import message
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.one_check import Context
