@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -104,6 +105,22 @@ def build_optimizer(
         config_overrides={},
         use_gloo_process_groups=False,
     )
+
+
+def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
+    """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return grad_norm, True
+    for chained in optimizer.chained_optimizers:
+        clip = chained.config.clip_grad
+        if clip > 0 and grad_norm > clip:
+            for parameter in chained.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(clip / (grad_norm + 1e-6))
+    optimizer.step_with_ready_grads()
+    return grad_norm, False
 
 
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:

@@ -22,7 +22,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload
-from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
+from or1_megatron.parallel.optimizer import build_optimizer, clip_and_step, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
@@ -85,7 +85,8 @@ class MegatronPolicy:
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        grad_norm, skipped = self._step(sums["loss"])
+        grad_norm, skipped = clip_and_step(self.optimizer, sums["loss"])
+        self.sgd_steps += not skipped
         finished_s = time.perf_counter()
         report = UpdateReport(
             sums=sums,
@@ -97,22 +98,6 @@ class MegatronPolicy:
             optimizer_s=finished_s - differentiated_s,
         )
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
-
-    def _step(self, loss: float) -> tuple[float, bool]:
-        """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return grad_norm, True
-        for optimizer in self.optimizer.chained_optimizers:
-            clip = optimizer.config.clip_grad
-            if clip > 0 and grad_norm > clip:
-                for parameter in optimizer.get_parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(clip / (grad_norm + 1e-6))
-        self.optimizer.step_with_ready_grads()
-        self.sgd_steps += 1
-        return grad_norm, False
 
     def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Return the objective's sums over all micro-batches of all data-parallel ranks; collective.

@@ -173,6 +173,7 @@ class RolloutsClient:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
         groups, report = unpack(answer)
+        self._manager.release.remote()  # not before: a successor would have them sampled again
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]

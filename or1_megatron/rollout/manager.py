@@ -89,6 +89,7 @@ class RolloutManager:
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
         self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
+        self._collected: list[int] = []  # seeds of what the client may not have yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
         self._changed = asyncio.Event()
@@ -138,10 +139,14 @@ class RolloutManager:
         if not self._open:
             self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
-        seeds = [request.seed for request in current.roll_out.requests.values()]
+        self._collected += [request.seed for request in current.roll_out.requests.values()]
+        return pack((groups, self._report(current)))
+
+    async def release(self) -> None:
+        """Have the engines forget what was collected: the client has it."""
+        seeds, self._collected = self._collected, []
         for engine in self._engines:
             engine.release.remote(seeds)  # nobody waits for it
-        return pack((groups, self._report(current)))
 
     async def finished_responses(self) -> bytes:
         """Return a packed list of the completions of all rollouts under way, but for urgent ones."""

@@ -34,8 +34,11 @@ _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
-    """Return whether this process runs under ``launch``, which then has the node's monitor."""
-    return LAUNCH_MARK in os.environ
+    """Return whether this process is a rank of ``launch``, which then has the node's monitor.
+
+    What a rank starts inherits the mark, and may be a run of its own.
+    """
+    return os.environ.get(LAUNCH_MARK) == str(os.getppid())
 
 
 class StopRequested:

@@ -83,7 +83,7 @@ def test_a_signal_asks_for_a_save_and_the_process_exits_normally(number: signal.
 
 def test_torchruns_own_sigterm_ends_a_rank_unless_the_launcher_asks_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent sends SIGTERM to the other ranks when one has failed: they cannot save without it."""
-    monkeypatch.setenv(LAUNCH_MARK, "1-test")
+    monkeypatch.setenv(LAUNCH_MARK, str(os.getpid()))
     with running(SAVES, "2.0") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == PART_LOST
