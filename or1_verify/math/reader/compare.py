@@ -45,7 +45,7 @@ from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node
 from or1_verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
 
-_MAX_ITEMS = 64
+_MAX_ITEMS = 200
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
