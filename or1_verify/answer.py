@@ -6,7 +6,9 @@ import re
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-_BOX = re.compile(r"(?:(?P<bare>\\boxed|[\bb]oxed(?=\{))|\\fbox|\\framebox|\\colorbox\s*\{\w+\})(?![A-Za-z])\s*")
+_BOX = re.compile(
+    r"(?:(?P<bare>\\boxed|\x08oxed|(?<![A-Za-z\\])b?oxed(?=\{))|\\fbox|\\framebox|\\colorbox\s*\{\w+\})(?![A-Za-z])\s*"
+)
 _BARE = re.compile(r"[^\s${][^$\n]*")
 _BETWEEN = re.compile(r"(?:[\s$,;]|\\[,;()\[\]]|\\text\s*\{\s*and\s*\}|\band\b|和)*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

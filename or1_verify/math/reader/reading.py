@@ -51,7 +51,7 @@ _HEAD = re.compile(
 )
 _NAMED = re.compile(
     r"\\(?:lim|det|max|min|sup|inf|gcd|lcm)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
-    r"|[A-Za-z]'*\([^()=]*,[^()=]*\)$|[A-Za-z]+$"
+    r"|[A-Za-z]'*\([^()=]*,[^()=]*\)$|(?i:lcm|gcd|hcf|gcf)$"
 )
 """The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
@@ -279,7 +279,7 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    if set(operators) == {"="} and not heads[0] and _NAMED.match(spelled[0]) and not _denies(parts[0]):
+    if set(operators) == {"="} and _NAMED.match(spelled[0]) and not _denies(parts[0]):
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)
