@@ -6,6 +6,7 @@ It also writes what is typed without LaTeX in LaTeX: ``x**2``, ``!=``, ``infinit
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 
 _ENVIRONMENT = re.compile(
     r"^\s*\\begin\s*\{(aligned|align|gathered|gather|equation|split|array)(\*?)\}((?:(?!\\\\|\\begin|\\end).)*)"
@@ -13,7 +14,11 @@ _ENVIRONMENT = re.compile(
     re.DOTALL,
 )
 _REMARK = re.compile(r"(?<=[\d}])\s*\\?[,;]?\s*(?:\\text\s*\{\s*)?\(\s*((?:[A-Za-z]{2,}\s*)+)\)\s*\}?\s*$")
-_CHINESE = (
+_METRES: Mapping[str, str] = {
+    "平方厘米": r"\text{ cm}^2", "平方米": r"\text{ m}^2", "立方厘米": r"\text{ cm}^3", "立方米": r"\text{ m}^3",
+    "厘米": r"\text{ cm}", "米": r"\text{ m}", "千米": r"\text{ km}", "公里": r"\text{ km}",
+}  # fmt: skip
+_CHINESE: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"^\s*(?:\\text\s*\{)?\s*(?:最终)?(?:答案|结果)\s*(?:是|为)?\s*[:：]?\s*\}?", ""),
     (r"^\s*(?:\\text\s*\{)?\s*[一共]?共有?\s*\}?(?=\s*\d)", ""),
     (r"^\s*(?:\\text\s*\{)?\s*(是|对|正确)的?\s*\}?\s*$", r"\\text{Yes}"),
@@ -27,10 +32,6 @@ _CHINESE = (
         lambda match: _METRES[match[0].strip("{}").split("{")[-1].strip()],
     ),
 )
-_METRES = {
-    "平方厘米": r"\text{ cm}^2", "平方米": r"\text{ m}^2", "立方厘米": r"\text{ cm}^3", "立方米": r"\text{ m}^3",
-    "厘米": r"\text{ cm}", "米": r"\text{ m}", "千米": r"\text{ km}", "公里": r"\text{ km}",
-}  # fmt: skip
 _GREEK = "alpha beta gamma delta theta lambda omega sigma phi psi"
 _TYPED = (
     (r"\*\*\s*\(([^()]*)\)", r"^{\1}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from or1_verify.math.reader.brackets import depths, spelling, split
 from or1_verify.math.reader.conditions import with_conditions
@@ -102,7 +103,7 @@ def _read(items: list[Token]) -> Reading:
     if separators:
         return _united([_read(part) for part in parts])
     for operator in ("cap", "setminus"):
-        parts, separators = split(items, lambda token, operator=operator: token.text == operator)
+        parts, separators = split(items, partial(_is, operator))
         if len(separators) == 1 and (chosen := _chosen(operator, [_read(part) for part in parts])) is not None:
             return chosen
     parts, separators = split(items, _separates)
@@ -131,6 +132,10 @@ def _read(items: list[Token]) -> Reading:
     return read_quantity(items)
 
 
+def _is(operator: str, token: Token) -> bool:
+    return token.text == operator
+
+
 def _united(parts: list[Reading]) -> Reading:
     """Return a union of finite sets as one set, each element once; any other union as its parts."""
     if not all(map(_is_finite, parts)):
@@ -152,8 +157,10 @@ def _chosen(operator: str, sides: list[Reading]) -> Reading | None:
 
 
 def _is_finite(side: Reading) -> bool:
-    numbers = isinstance(side, Several) and side.brackets == "{}"
-    return numbers and all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)  # type: ignore[attr-defined]
+    """Whether a side is a set of constants."""
+    if not (isinstance(side, Several) and side.brackets == "{}"):
+        return False
+    return all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)
 
 
 def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
