@@ -6,7 +6,11 @@ import re
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-_BOX = "\\boxed"
+_BOX = re.compile(
+    r"(?:(?P<bare>\\boxed|\x08oxed|(?<![A-Za-z\\])b?oxed(?=\{))|\\fbox|\\framebox|\\colorbox\s*\{\w+\})(?![A-Za-z])\s*"
+)
+_BARE = re.compile(r"[^\s${][^$\n]*")
+_BETWEEN = re.compile(r"(?:[\s$,;]|\\[,;()\[\]]|\\text\s*\{\s*and\s*\}|\band\b|和)*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -23,25 +27,41 @@ def after_reasoning(response: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what the last ``\boxed{...}`` holds, braces balanced and white space trimmed; "" when that box is broken.
+    r"""Return what the last box holds, braces balanced and white space trimmed; "" when that box is broken.
 
-    Returns None when there is no box at all. A last box that is empty or never closes is an answer that cannot be read,
-    so an earlier box does not stand in for it.
+    Boxes are ``\boxed``, ``\fbox`` and ``\framebox`` with braces, and ``\boxed`` before a value without any. Several
+    boxes at the end with nothing but commas and "and" between them are one list. None: there is no box at all. A last
+    box that is empty or never closes is an answer that cannot be read, so an earlier box does not stand in for it.
     """
-    start = text.rfind(_BOX)
-    while start >= 0:
-        after = start + len(_BOX)
-        if not text[after : after + 1].isalpha():  # \boxedfoo is another macro
-            return _braced(text, after)
-        start = text.rfind(_BOX, 0, start)
-    return None
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    at = boxes[-1]
+    content, first = _boxed(text, at), at.start()
+    contents = [content]
+    for box in reversed(boxes[:-1]):
+        end = _end_of(text, box)
+        if end is None or end > first or not _BETWEEN.fullmatch(text[end:first]):
+            break
+        contents.insert(0, _boxed(text, box))
+        first = box.start()
+    if len(set(contents)) == 1 or not all(contents):
+        return content
+    return ", ".join(contents)
 
 
-def _braced(text: str, start: int) -> str:
-    """Return the content of the braces that open at ``start``, after any white space; "" when there is none."""
-    start = len(text) - len(text[start:].lstrip())
-    end = closing_brace(text, start) if text[start : start + 1] == "{" else None
-    return "" if end is None else text[start + 1 : end].strip()
+def _boxed(text: str, box: re.Match[str]) -> str:
+    """Return the content of a box: of its braces, or a value behind ``\boxed`` up to the end of the formula."""
+    if text[box.end() : box.end() + 1] == "{":
+        end = closing_brace(text, box.end())
+        return "" if end is None else text[box.end() + 1 : end].strip()
+    bare = _BARE.match(text, box.end()) if box["bare"] else None
+    return bare[0].strip().rstrip(".") if bare else ""
+
+
+def _end_of(text: str, box: re.Match[str]) -> int | None:
+    end = closing_brace(text, box.end()) if text[box.end() : box.end() + 1] == "{" else None
+    return None if end is None else end + 1
 
 
 def closing_brace(text: str, start: int) -> int | None:

@@ -26,6 +26,10 @@ class MathConfig(_Section):
     """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which can
     also reward truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code;
     the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
+    without_box: Literal["claimed", "refuse"] = "claimed"
+    """With the judge own, what a response without a box earns. claimed: its last sentence may claim one value, by a
+    phrase such as "the answer is". refuse: nothing. Recipe: Math-Verify's extraction in the released code, which takes
+    the last number of a hedge, too (``judge: math_verify``)."""
     rounding: bool = False
     """With the judge own, an exact answer is right where it rounds to the digits that a decimal gold shows: 600/7 for
     85.71, but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: not there."""

@@ -11,7 +11,9 @@ from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Verifier
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
-    "math": lambda config: MathVerifier(config.timeout_s, config.math.judge, config.math.rounding),
+    "math": lambda config: MathVerifier(
+        config.timeout_s, config.math.judge, config.math.rounding, config.math.without_box
+    ),
     "code": CodeVerifier,
 }
 

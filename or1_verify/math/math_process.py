@@ -1,9 +1,9 @@
 r"""The child processes that judge answers for ``MathVerifier``. Nothing else imports this file.
 
-``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` imports Math-Verify
-too, which finds the answer in a text without a box, and judges as the released code does.
+``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` judges
+as the released code does, by Math-Verify.
 
-Requests are ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool, "rounding": bool}``, and for the released
+Requests are ``{"op": "verify", "golds": [...], "answer": ..., "rounding": bool}``, and for the released
 code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
 """
 
@@ -36,10 +36,7 @@ def _said(status: VerdictStatus, answer: str, detail: str) -> dict[str, Any]:
 
 def _verify(request: dict[str, Any]) -> dict[str, Any]:
     golds: list[str] = request["golds"]
-    answer: str = request["answer"]
-    text = answer if request["boxed"] else _text_of(_parse(answer))
-    if not text:
-        return _said("no_answer", "", "no box, and Math-Verify found no answer in the text")
+    text: str = request["answer"]
     if text in golds:
         return _said("right", text, "the same text")
     how = ""

@@ -2,10 +2,9 @@ r"""The math verifier: compares the last box after the reasoning with the golds,
 
 The text after ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
 0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
-(docs/math_verifier.md). Without any box Math-Verify's extraction finds the answer.
+(docs/math_verifier.md). Without any box the answer is what the last sentence claims (``math.claim``).
 
-An answer is compared in a child process that is killed and replaced at its time limit. Math-Verify, which takes long to
-import, has another one.
+An answer is compared in a child process that is killed and replaced at its time limit.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
 from or1_verify.child_process import ChildProcess
+from or1_verify.math.claim import claimed_answer
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
-"""Without a box Math-Verify gets the last characters only: its extraction takes more than linear time."""
+"""Without a box the claim is looked for in the last characters only."""
 
 _BOX_CHARS = 4000
 """A longer box is wrong; the golds of the data have a few hundred characters at most."""
@@ -33,25 +33,30 @@ Judge = Literal["own", "math_verify"]
 
 
 class MathVerifier:
-    """``types.Verifier`` for ability "math". Its child processes start when they are first needed."""
+    """``types.Verifier`` for ability "math". Its child process starts when it is first needed."""
 
-    def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        judge: Judge = "own",
+        rounding: bool = False,
+        without_box: Literal["claimed", "refuse"] = "claimed",
+    ) -> None:
         self._judge = judge
         self._rounding = rounding
-        self._reader, self._math_verify = (
-            ChildProcess("or1_verify.math.math_process", what, timeout_s=timeout_s, stderr=subprocess.DEVNULL)
-            for what in ("reader", "math_verify")
+        self._without_box = without_box
+        self._child = ChildProcess(
+            "or1_verify.math.math_process", judge, timeout_s=timeout_s, stderr=subprocess.DEVNULL
         )
-        self._main = self._reader if judge == "own" else self._math_verify
         self._golds: tuple[str, list[str]] = ("", [])
 
     @property
     def worker_pid(self) -> int | None:
-        return self._main.pid
+        return self._child.pid
 
     def start(self) -> None:
         """Start the child process of the judge, without waiting for it."""
-        self._main.start()
+        self._child.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError unless the ground truth is a JSON list of answers.
@@ -72,7 +77,7 @@ class MathVerifier:
 
         if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
             whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            return verdict(*self._main.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
+            return verdict(*self._child.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -88,22 +93,21 @@ class MathVerifier:
             return verdict("right", box or "", "the same text")
         if box is not None and len(box) > _BOX_CHARS:
             return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
-        answer = text[-_UNBOXED_CHARS:] if box is None else box
-        request = {
-            "op": "verify",
-            "golds": golds,
-            "answer": answer,
-            "boxed": box is not None,
-            "rounding": self._rounding,
-        }
-        child = self._math_verify if box is None else self._reader
-        status, read, detail = child.judge(request)
-        return verdict(status, read or box or "", detail)
+        if box is None:
+            box = claimed_answer(text[-_UNBOXED_CHARS:]) if self._without_box == "claimed" else None
+        if box is None:
+            return verdict(
+                "no_answer",
+                "",
+                "no box" + ", and the last sentence claims no single value" * (self._without_box == "claimed"),
+            )
+        request = {"op": "verify", "golds": golds, "answer": box, "rounding": self._rounding}
+        status, read, detail = self._child.judge(request)
+        return verdict(status, read or box, detail)
 
     def close(self) -> None:
-        """End the child processes. The next request starts another."""
-        self._reader.close()
-        self._math_verify.close()
+        """End the child process. The next request starts another."""
+        self._child.close()
 
     def _golds_of(self, problem: Problem) -> list[str]:
         if self._golds[0] != problem.ground_truth:  # a group's responses come in a row

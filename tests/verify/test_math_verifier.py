@@ -159,7 +159,7 @@ def test_last_box_reads_balanced_braces() -> None:
     assert last_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
     assert last_box(r"\boxed{1} \boxedtext{2}") == "1"
     assert last_box(r"\boxed{1} \boxed{2") == ""
-    assert last_box(r"\boxed 5") == ""
+    assert last_box(r"\boxed 5") == "5"
     assert last_box("none") is None
     assert after_reasoning("a</think>b") == "b"
     assert after_reasoning("a") is None

@@ -45,7 +45,7 @@ from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node
 from or1_verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
 
-_MAX_ITEMS = 64
+_MAX_ITEMS = 200
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
@@ -162,7 +162,15 @@ def _all_same(gold: Sequence[Reading], answer: Sequence[Reading]) -> bool:
     return len(gold) == len(answer) and all(map(compare, gold, answer))
 
 
+def _congruent(reading: Reading) -> Reading:
+    r"""Return ``3 \bmod 7`` as ``3 \pmod 7``, beside a side that is written so."""
+    if isinstance(reading, Quantity) and reading.tree.op == "mod":
+        return Modular(Quantity(reading.tree.args[0]), reading.tree.args[1])
+    return reading
+
+
 def _same_modular(gold: Reading, answer: Reading) -> bool:
+    gold, answer = _congruent(gold), _congruent(answer)
     if isinstance(gold, Modular) and isinstance(answer, Modular):
         left = [side.value.sides[0] for side in (gold, answer) if isinstance(side.value, Relation)]
         if not same(gold.modulus, answer.modulus) or (len(left) == 2 and not compare(*left)):

@@ -102,6 +102,8 @@ class _Parser:
                     right = self.juxtaposed(right)  # r \times m v
                 crossed = between == "times" and _has_vector(tree) and _has_vector(right)
                 tree = _cross(tree, right) if crossed else Node("mul", (tree, right))
+            elif self.take("bmod", "mod"):
+                tree = Node("mod", (tree, self.negatable()))
             elif self.take("/", "div"):
                 tree = Node("div", (tree, self.negatable()))
             elif self.starts_factor():

@@ -5,6 +5,7 @@ Each rule takes the cleaned gold and answer and says whether they agree, or None
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -17,11 +18,12 @@ from or1_verify.math.reader.units import NUMBER_WORDS, ORDINAL_WORDS, ROMAN
 SameValue = Callable[[str, str], bool]
 
 _BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
-_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?|(\d{1,2})( ?[ap]m)")
 _CHOICE = re.compile(
-    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H])[).])(.*)"
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H]) ?[).:])(.*)"
+    r"|([A-H]) ?(\([^()]*\))"
 )
-_SECOND_CHOICE = re.compile(r"\b[A-H]\b|\b(?:or|and|not|no)\b", re.IGNORECASE)
+_SECOND_CHOICE = re.compile(r"\b[A-H]\b|(?i:\b(?:or|and|not|no|nor|neither)\b)")
 _BARE_LETTER = re.compile(r"[A-H]")
 _MONTH = "|".join(
     (
@@ -66,17 +68,23 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
-    both = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
+    both = [_TIME.fullmatch(re.sub(r" ?([ap])\.? ?m\.?$", r"\1m", plain(text))) for text in (gold, answer)]
     if not (both[0] and both[1]):
-        return None
+        return False if both[0] and _is_clock(both[0]) and re.fullmatch(r"\d+ ?: ?\d+", answer) else None
     ours, theirs = (_clock(match) for match in both if match)
     return ours == theirs or (None in (ours[0], theirs[0]) and ours[1] == theirs[1])
 
 
+def _is_clock(match: re.Match[str]) -> bool:
+    """Whether ``10:30`` can be no ratio, which would be in its lowest terms and without a zero in front."""
+    return match[2] is not None and (match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1)
+
+
 def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
     """Return (half of the day or None, time on a 12-hour dial)."""
-    hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
-    half = None if not match[4] else int("p" in match[4])
+    hour, minute, second = int(match[1] or match[5]), int(match[2] or 0), int(match[3] or 0)
+    named = match[4] or match[6]
+    half = None if not named else int("p" in named)
     if hour > 12 or hour == 0:
         half = int(hour >= 12)
     return half, (hour % 12, minute, second)
@@ -99,7 +107,9 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
     if _BARE_LETTER.fullmatch(text):
         return text, ""
     match = _CHOICE.fullmatch(text)
-    return (match[1] or match[2] or match[3], match[4].strip(" .:")) if match else None
+    if match is None:
+        return None
+    return match[1] or match[2] or match[3] or match[5], (match[4] or match[6] or "").strip(" .:()")
 
 
 def dates(gold: str, answer: str, _: SameValue) -> bool | None:
@@ -120,12 +130,12 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare several letters, in rising order: ``ABD``, ``A, B, D``."""
+    """Compare several letters, a gold in rising order: ``ABD``, ``A, B, D``. An answer may have them in any order."""
     texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
     if not all(_LETTERS.fullmatch(text) for text in texts):
         return None
     ours, theirs = (re.findall("[A-H]", text) for text in texts)
-    return ours == theirs if ours == sorted(set(ours)) else None
+    return ours == sorted(theirs) if ours == sorted(set(ours)) else None
 
 
 _OTHER_PLACES = frozenset({"last", "root", "power", "from"})

@@ -83,7 +83,7 @@ def read_quantity(items: list[Token]) -> Quantity:
     percent = False
     if body and body[-1].text == "%" and not tail:
         percent, body = True, body[:-1]
-    elif tail and tail[0].text in ("percent", "percents", "pct") and len(tail) == 1:
+    elif tail and tail[0].text in ("percent", "percents", "pct", "percentage") and len(tail) == 1:
         percent, tail = True, []
     if body and body[-1].text in SYMBOL_UNITS and unit is None:
         unit, body = UNITS[SYMBOL_UNITS[body[-1].text]], body[:-1]
@@ -116,8 +116,12 @@ def _signed(quantity: Quantity, negative: bool) -> Quantity:
 
 def without_lead_in(items: list[Token], keep: int = 1) -> list[Token]:
     """Drop words such as "the answer is" from the front, while more than ``keep`` tokens are there."""
+    dropped: list[str] = []
     while len(items) > keep and items[0].kind == "word" and items[0].text in LEAD_INS:
+        dropped.append(items[0].text)
         items = items[1:]
+    if dropped[-1:] == ["of"] and dropped[-2:-1] != ["total"]:
+        raise Unreadable("what something of a value is")  # the sum of 5
     return items
 
 

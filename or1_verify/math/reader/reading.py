@@ -7,7 +7,8 @@ around everything, then a quantity. Anything else is words, where the text has a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from or1_verify.math.reader.brackets import depths, spelling, split
 from or1_verify.math.reader.conditions import with_conditions
@@ -34,8 +35,8 @@ from or1_verify.math.reader.records import (
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS
-from or1_verify.math.reader.value import symbols
+from or1_verify.math.reader.units import HEDGES, JOINERS, KNOWN_WORDS
+from or1_verify.math.reader.value import same, symbols
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
@@ -49,6 +50,11 @@ _HEAD = re.compile(
     r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[a-z]+ ?|[A-Z]{2,3})"
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
 )
+_NAMED = re.compile(
+    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
+    r"|[A-Za-z]'*\([^()=]*,[^()=]*\)$|(?i:lcm|gcd|hcf|gcf)$"
+)
+"""The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
@@ -95,7 +101,11 @@ def _read(items: list[Token]) -> Reading:
         return special
     parts, separators = split(items, lambda token: token.text == "cup")
     if separators:
-        return Union(tuple(_read(part) for part in parts))
+        return _united([_read(part) for part in parts])
+    for operator in ("cap", "setminus"):
+        parts, separators = split(items, partial(_is, operator))
+        if len(separators) == 1 and (chosen := _chosen(operator, [_read(part) for part in parts])) is not None:
+            return chosen
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -111,6 +121,8 @@ def _read(items: list[Token]) -> Reading:
     if separators:
         return _relation(parts, separators)
     parts, separators = split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    if separators == [":"] and parts[0] and parts[1] and not without_lead_in(parts[0], keep=0):
+        return _read(parts[1])  # "the answer is: 5"
     if separators:
         return _ratio(parts)
     if environment := _environment(items):
@@ -118,6 +130,41 @@ def _read(items: list[Token]) -> Reading:
     if group := _bracketed(items):
         return group
     return read_quantity(items)
+
+
+def _is(operator: str, token: Token) -> bool:
+    return token.text == operator
+
+
+def _united(parts: list[Reading]) -> Reading:
+    """Return a union of finite sets as one set, each element once; any other union as its parts."""
+    if not all(map(_is_finite, parts)):
+        return Union(tuple(parts))
+    elements: list[Reading] = []
+    for part in parts:
+        assert isinstance(part, Several)
+        elements += [item for item in part.items if not _is_among(item, elements)]
+    return Several(tuple(elements), "{}")
+
+
+def _chosen(operator: str, sides: list[Reading]) -> Reading | None:
+    """Return the intersection or difference of two finite sets; None for any others."""
+    if not all(map(_is_finite, sides)):
+        return None
+    first, second = (side.items for side in sides if isinstance(side, Several))
+    chosen = tuple(item for item in first if _is_among(item, second) == (operator == "cap"))
+    return Several(chosen, "{}") if chosen else Empty()
+
+
+def _is_finite(side: Reading) -> bool:
+    """Whether a side is a set of constants."""
+    if not (isinstance(side, Several) and side.brackets == "{}"):
+        return False
+    return all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)
+
+
+def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
+    return any(isinstance(item, Quantity) and isinstance(o, Quantity) and same(item.tree, o.tree) for o in others)
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
@@ -211,6 +258,9 @@ def _number_set(items: list[Token]) -> Reading | None:
 
 
 def _modular(items: list[Token]) -> Reading | None:
+    """Read a congruence. ``n \\bmod 7`` alone is a value, which ``expression`` reads."""
+    if not any(token.text in ("equiv", "=", "pmod") for token in items):
+        return None
     for index, (token, depth) in enumerate(zip(items, depths(items), strict=True)):
         if token.text in ("pmod", "bmod", "mod") and index > 0 and depth <= 1:
             before, after = items[:index], items[index + 1 :]
@@ -236,7 +286,14 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
+    if set(operators) == {"="} and _NAMED.match(spelled[0]) and not _denies(parts[0]):
+        named = Quantity(Node("sym", name=spelled[0]))
+        return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)
+
+
+def _denies(items: list[Token]) -> bool:
+    return any(token.kind == "word" and token.text in HEDGES for token in items)
 
 
 def _side(items: list[Token], spelled: str) -> Reading:

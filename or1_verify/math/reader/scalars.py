@@ -7,9 +7,10 @@ from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
 from or1_verify.math.reader.text import FUNCTION_FAMILIES
 from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import OTHER_NUMBERS, UNITS
+from or1_verify.math.reader.units import NEUTRAL, UNITS
 from or1_verify.math.reader.value import operations, real, same, symbols
 
+_TRIGONOMETRIC = FUNCTION_FAMILIES[0]
 _FAMILIES = (
     *FUNCTION_FAMILIES,
     frozenset({"factorial", "binom", "perm"}),
@@ -41,7 +42,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
         return False
-    if not gold.noun and OTHER_NUMBERS & set(answer.noun.split()):
+    if not gold.noun and not _changes_nothing(answer):
         return False
     if (gold.unit and answer.noun) or (answer.unit and gold.noun):
         return False
@@ -53,9 +54,29 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)
         if "pi" in operations(bare):  # radians
             return same(bare, Node("degree", (other,)))
-    return is_worked_out(gold.tree, answer.tree) and any(
-        same(gold.tree, scaled(answer.tree, factor)) for factor in factors(gold, answer)
-    )
+    ours, theirs = _in_degrees(gold.tree, answer.tree)
+    return is_worked_out(ours, theirs) and any(same(ours, scaled(theirs, factor)) for factor in factors(gold, answer))
+
+
+def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
+    """Take the degree signs off the one side that has some: ``180^\\circ - x`` is 180 - x where no function is."""
+    used = set(operations(gold)), set(operations(answer))
+    if ("degree" in used[0]) == ("degree" in used[1]) or (used[0] | used[1]) & {"pi", *_TRIGONOMETRIC}:
+        return gold, answer
+    return _without_degrees(gold), _without_degrees(answer)
+
+
+def _without_degrees(tree: Node) -> Node:
+    if tree.op == "degree":
+        return tree.args[0]
+    return Node(tree.op, tuple(map(_without_degrees, tree.args)), tree.number, tree.name)
+
+
+def _changes_nothing(answer: Quantity) -> bool:
+    """Whether every word behind a value is on the list of those that change nothing."""
+    if answer.tree.op == "sym" and answer.noun:  # "A rectangle", "I think"
+        return False
+    return all(word in NEUTRAL or word.removesuffix("s") in NEUTRAL for word in answer.noun.split())
 
 
 def _noun(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
+from or1_verify.math.reader.decoration import undecorated
 from or1_verify.math.reader.units import KNOWN_WORDS
 
 
@@ -59,6 +60,7 @@ _UNICODE = {
     **dict.fromkeys("′’", "'"),
     **dict.fromkeys("⁄∕", "/"),
     **dict.fromkeys("，、", ","),
+    **dict.fromkeys("∴■▪✓✔✅∎", ""),
     **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060“”", ""),
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000\t\n\r", " "),
     **{sign: f"^{{{digit}}}" for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
@@ -73,6 +75,8 @@ _STYLE_MACROS = (
     *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
     *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
     *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
+    *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
+    *("blacksquare", "checkmark", "therefore", "qed"),
 )
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
 _SPELLINGS = {
@@ -117,7 +121,7 @@ _SPELLINGS = {
     for name in names.split()
 }
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
-_GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\!|\\,|\\ | |,)\d{3})+)(?![\d])")
+_GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
 _ARCMINUTES = re.compile(
     _DEGREES + r"\s*(?:«and»\s*)?(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
@@ -164,7 +168,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
 
     Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
     """
-    text = raw.translate(_TRANSLATION)
+    text = undecorated(raw).translate(_TRANSLATION)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")
     text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
@@ -185,6 +189,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = re.sub(r"(«(?:sq|cu)») *\.", r"\1", text)
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _INTERCEPT.sub(r"«\1-intercept»", text)
+    text = re.sub(r"^\s*«?\b[Ee]qual»?\s+«?to»?(?![A-Za-z])", "«equals»", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
     text = _FAMILY.sub(_family, text)
     text = _BOUNDED.sub(_half_line, text)
@@ -222,7 +227,7 @@ def _cardinal(match: re.Match[str]) -> str:
 
 def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
     whole = match.group(0)
-    if not commas_group and "," in whole and "{" not in whole and "!" not in whole:
+    if not commas_group and "," in whole and "{" not in whole and "\\" not in whole:
         return whole
     separators = set(re.split(r"\d+", whole)) - {""}
     return _NOT_GROUPING.sub("", whole) if len(separators) == 1 else whole

@@ -114,18 +114,35 @@ HEDGES = _words(
 )
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
-OTHER_NUMBERS = _words(
-    "pi sqrt rooted imaginary mod gross lakh lakhs crore crores kilo mega",
-    "tenth tenths hundredth hundredths thousandth thousandths",
-    "bound excluded presumably guess nope ish off short",
+NEUTRAL = _words(
+    "in total altogether all overall exactly each per of the a an more way kind type set group people person",
+    "student child children boy girl man men woman women teacher player friend member team class family worker",
+    "guest voter passenger dancer singer soldier sailor runner driver customer employee adult kid candidate ball",
+    "marble coin card book page word letter digit number integer item thing piece part unit object box bag pack",
+    "bottle cup glass can jar bucket basket tray shelf shelves room house floor stair seat table chair desk door",
+    "window car bus buse train truck bike bicycle boat ship plane ticket trip lap mile step game match matche",
+    "point goal apple orange banana pear peach peache plum lemon mango grape cherry cherries berry berries",
+    "strawberry strawberries cookie cake pie pizza slice sandwich sandwiche egg candy candies chocolate muffin",
+    "cupcake donut loaf loaves bread potato potatoe tomato tomatoe carrot flower rose tulip tree plant seed leaf",
+    "leaves animal dog cat cow horse sheep pig chicken duck bird fish fishe frog rabbit bunny bunnies ant bee",
+    "spider snake turtle lion tiger bear elephant monkey mouse mice pen pencil crayon marker eraser notebook",
+    "paper sheet sticker stamp toy doll block brick tile puzzle shirt shoe sock hat dress dresse pant jacket",
+    "button bead ribbon bracelet necklace ring jewel stone rock shell question problem answer solution root value",
+    "term element subset triple pair tuple quadruple sequence permutation combination arrangement function",
+    "polynomial matrix matrice vector path route line segment edge vertex vertices vertice face side angle",
+    "triangle square rectangle circle polygon diagonal region intersection prime factor divisor multiple zero",
+    "case possibility possibilities outcome choice option color colour month quarter decade century centuries yen",
+    "rupee peso franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt",
+    "watt ampere kelvin celsius fahrenheit pascal bar barn rad radian steradian turn song movie photo picture",
+    "painting poster magazine newspaper email message call visit job task project shift",
 )
-"""Words behind a number that make another one of it, or take it back."""
+"""Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
 LEAD_INS = _words(
     "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
     "answer final value values result solution solutions number option point points set interval range function",
     "equation expression maximum minimum max min sum total ratio probability area volume length width height perimeter",
-    "radius distance angle cost price speed age",
+    "radius distance angle cost price speed age exactly equal equals",
 )
 JOINERS = frozenset({"and", "or"})
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -23,6 +24,7 @@ _MAX_BITS = 200_000
 _MAX_FACTORIAL = 5000
 _MAX_EXPONENT = 4096.0
 _DIGITS = (60, 300)
+_MOST_DIGITS = 10_000
 
 
 class TooLarge(Or1Error):
@@ -85,6 +87,8 @@ def _rational(tree: Node) -> Fraction | None:
             return Fraction(math.floor(first))
         case "ceil", _:
             return Fraction(math.ceil(first))
+        case "mod", [_, second]:
+            return first - second * math.floor(first / second)
         case "max", _:
             return max(known)
         case "min", _:
@@ -138,6 +142,11 @@ def _value(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
         return +mpmath.pi
     if tree.op not in _OPERATIONS:  # sum, prod, pm, mp, infty, gcd, lcm, det: compared as they are written
         raise TooLarge
+    if tree.op == "pow" and (exponent := rational(tree.args[1])) is not None and exponent.denominator % 2:
+        base = _value(tree.args[0], point)
+        if exponent.denominator > 1 and mpmath.im(base) == 0 and mpmath.re(base) < 0:  # a real root, as in school
+            return _power(-base, _value(tree.args[1], point)) * (-1) ** (exponent.numerator % 2)
+        return _power(base, _value(tree.args[1], point))
     return _OPERATIONS[tree.op](*[_value(argument, point) for argument in tree.args])
 
 
@@ -155,6 +164,12 @@ def _root(radicand: mpmath.mpc, index: mpmath.mpc) -> mpmath.mpc:
     if mpmath.im(radicand) == 0 and mpmath.re(radicand) < 0 and index % 2 == 1:  # a real root, as in school
         return -mpmath.power(-radicand, 1 / index)
     return mpmath.power(radicand, 1 / index) if index != 2 else mpmath.sqrt(radicand)
+
+
+def _floor(value: mpmath.mpf) -> mpmath.mpf:
+    """Return the floor; what is an integer but for rounding is that integer: the logarithm of 1000 to base 10."""
+    nearest = mpmath.nint(value)
+    return nearest if abs(value - nearest) < mpmath.mpf(10) ** -(mpmath.mp.dps // 2) else mpmath.floor(value)
 
 
 def _of_reals(function: Callable[..., mpmath.mpf]) -> Callable[..., mpmath.mpf]:
@@ -191,8 +206,9 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
     "pow": _power,
     "root": _root,
     "abs": abs,
-    "floor": _of_reals(mpmath.floor),
-    "ceil": _of_reals(mpmath.ceil),
+    "floor": _of_reals(lambda value: _floor(value)),
+    "ceil": _of_reals(lambda value: -_floor(-value)),
+    "mod": _of_reals(lambda value, modulus: value - modulus * _floor(value / modulus)),
     "max": _of_reals(lambda *values: max(values)),
     "min": _of_reals(lambda *values: min(values)),
     "perm": _of_reals(lambda n, k: mpmath.gamma(n + 1) / mpmath.gamma(n - k + 1)),
@@ -271,11 +287,23 @@ def same(left: Node, right: Node) -> bool:
 
 
 def same_constant(left: Node, right: Node) -> bool:
-    for digits in _DIGITS:
+    """Compare two constants, by twice the digits of the largest number in them: a root of 4^500 - 1 is not 2^500."""
+    largest = 2 * max(_longest(left), _longest(right)) + 60
+    if largest > _MOST_DIGITS:
+        raise TooLarge
+    for digits in (_DIGITS[0], max(_DIGITS[1], largest)):
         with mpmath.workdps(digits + 10):
             if not _close(evaluate(left, {}), evaluate(right, {}), digits):
                 return False
     return True
+
+
+def _longest(tree: Node) -> int:
+    """Return the decimal digits of the longest rational number in a tree, powers worked out."""
+    value = rational(tree)
+    if value is not None:
+        return int(max(value.numerator.bit_length(), value.denominator.bit_length()) * 0.302) + 1
+    return max(map(_longest, tree.args), default=0)
 
 
 def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:
@@ -347,9 +375,75 @@ def _is_complex(value: mpmath.mpc) -> bool:
     return bool(abs(mpmath.im(value)) > 1e-30)
 
 
+_STEPS = frozenset({"floor", "ceil", "mod"})
+_COUNTED = frozenset("ijklmnpqrNMK")
+"""Letters that stand for integers where a formula has steps, or a power of -1."""
+_CHECKED_POINTS = 200
+
+
+def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
+    """Compare at small integers, beside the multiples and powers of the numbers in both, and at random ones."""
+    seen = 0
+    with mpmath.workdps(60):
+        for values in _integer_points(names, left, right):
+            point = {name: Node("num", number=Fraction(value)) for name, value in zip(names, values, strict=True)}
+            sides = [substituted(side, point) for side in (left, right)]
+            exact = [rational(side) for side in sides]
+            try:
+                if None not in exact:
+                    agree = exact[0] == exact[1]
+                else:
+                    agree = _close(evaluate(sides[0], {}), evaluate(sides[1], {}), _NEAR_DIGITS)
+            except (Undefined, TooLarge):
+                continue
+            if not agree:
+                return False
+            seen += 1
+    return seen >= 10
+
+
+def _integer_points(names: list[str], *trees: Node) -> Iterator[tuple[int, ...]]:
+    steps = sorted({number for tree in trees for number in _integers_in(tree) if 1 < number < 10**7})
+    near = {
+        base + off for step in steps[:6] for base in (step, 2 * step, 3 * step, step**2, step**3) for off in (-1, 0, 1)
+    }
+    draw = random.Random(0)
+    if len(names) == 1:
+        yield from ((value,) for value in sorted({*range(1, 41), *near} - {0}))
+        yield from ((draw.randint(1, 10**5),) for _ in range(20))
+        return
+    for index in range(_CHECKED_POINTS):
+        most = 12 if index % 2 else 300
+        values = [draw.randint(1, most) for _ in names]
+        if near and index % 4 == 0:
+            values[index % len(names)] = draw.choice(sorted(near - {0}))
+        yield tuple(values)
+
+
+def _integers_in(tree: Node) -> Iterator[int]:
+    if tree.op == "num" and tree.number.denominator == 1:
+        yield int(tree.number)
+    for argument in tree.args:
+        yield from _integers_in(argument)
+
+
+def _alternates(tree: Node) -> bool:
+    """Whether a negative number has a variable in its exponent."""
+    if tree.op == "pow" and symbols(tree.args[1]):
+        base = rational(tree.args[0])
+        return base is not None and base < 0
+    return any(map(_alternates, tree.args))
+
+
 def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
     if _differ_exactly(left, right, names):
         return False
+    stepped = bool(_STEPS & {*operations(left), *operations(right)})
+    counted = set(names) <= _COUNTED
+    if stepped and not _same_on_integers(left, right, names):
+        return False
+    if counted and (stepped or _alternates(left) or _alternates(right)):
+        return stepped or _same_on_integers(left, right, names)
     seen = 0
     with mpmath.workdps(50):
         for ours, theirs, strict, digits in _samples(left, right, names):

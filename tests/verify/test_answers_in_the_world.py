@@ -1,0 +1,150 @@
+"""Answers as models write them: what is beside a value, claims without a box, steps, huge numbers, forms of one value.
+
+The labels are thought out by hand. That these kinds are all there are is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from or1_verify import verify
+from or1_verify.answer import last_box
+from or1_verify.config import MathConfig, VerifyConfig
+from or1_verify.math.claim import claimed_answer
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem
+
+RIGHT = [
+    # decoration
+    (r"17", r"\LARGE 17"),
+    (r"17", r"\begin{gathered} 17 \end{gathered}"),
+    (r"17", r"\begin{align*} y &= 17 \end{align*}"),
+    (r"17", r"\text{Final answer: } 17"),
+    (r"17", r"17 \text{ (in total)}"),
+    (r"17", r"17 (pencils)"),
+    (r"17", r"\therefore 17"),
+    (r"17", "17 ✓"),
+    (r"17", r"\text{exactly } 17"),
+    # typed without LaTeX
+    (r"y^3-2", "y**3 - 2"),
+    (r"(3,\infty)", "(3, infinity)"),
+    (r"y \ne 2", "y != 2"),
+    (r"\frac{m(m-1)}{2}", "C(m,2)"),
+    (r"\lfloor 7y \rfloor", "floor(7y)"),
+    (r"\alpha", "alpha"),
+    # an equation whose left side names what is asked for
+    (r"8", r"\lim_{x \to 1} (x+7) = 8"),
+    (r"8", r"\det B = 8"),
+    (r"8", r"g(g(1)) = 8"),
+    # choices
+    (r"D", r"D: \text{none of these}"),
+    (r"D", r"\text{(D) } 12"),
+    (r"B, D", "D, B"),
+    # sets, groups of digits, degrees, roots, times
+    (r"\{2,4,6\}", r"\{2,4\} \cup \{4,6\}"),
+    (r"\{4\}", r"\{2,4\} \cap \{4,6\}"),
+    (r"7,\! 250", "7250"),
+    (r"90 - \beta", r"90^\circ - \beta"),
+    (r"\sqrt[3]{(y-2)^2}", r"(y-2)^{2/3}"),
+    (r"14:05", r"2:05 \text{ p.m.}"),
+    (r"6 \text{ PM}", r"6:00 \text{ p.m.}"),
+    # integers
+    (r"\lceil \frac{m}{4} \rceil", r"\lfloor \frac{m+3}{4} \rfloor"),
+    (r"(-1)^k", r"\cos(k\pi)"),
+    (r"17 \bmod 5", "2"),
+    # other languages
+    (r"17", "答案：17"),
+    (r"17", r"17\text{个}"),
+    (r"\text{No}", "否"),
+]
+WRONG = [
+    *((r"17", rf"17 \text{{ {words}}}") for words in ("halves", "sevenths", "misses", "is rejected", "squares of it")),
+    (r"17", r"\text{the sum of } 17"),
+    (r"17", "17 doubled"),
+    (r"17", r"\text{not} = 17"),
+    (r"B", r"\text{B pentagon}"),
+    (r"B", r"\text{B: not this one}"),
+    (r"B", "B: or C"),
+    (r"\lceil \frac{m}{4} \rceil", r"\lfloor \frac{m}{4} \rfloor + 1"),
+    (r"\lfloor \frac{m}{300} \rfloor", r"\lfloor \frac{m}{299} \rfloor"),
+    (r"\lfloor \log_{10} m \rfloor", r"\lceil \log_{10} m \rceil - 1"),
+    (r"\lfloor \sqrt{m} \rfloor", r"\lfloor \sqrt{q} \rfloor"),
+    (r"m \bmod 6", "m"),
+    (r"\sqrt{9^{400}-1}", r"3^{400}"),
+    (r"\sqrt[3]{8^{300}+1}", r"2^{300}"),
+    (r"8:40", "1:5"),
+    (r"6:05", "6:5"),
+    (r"7,\! 250", "7, 250"),
+    (r"\{2,4,6\}", r"\{2,4\} \cup \{6,8\}"),
+    (r"A, C, D", "A, C"),
+]
+
+
+def judged(gold: str, answer: str) -> str:
+    return verify("math", json.dumps([gold]), rf"</think> So it is $\boxed{{{answer}}}$.").status
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_right_in_another_form(gold: str, answer: str) -> None:
+    assert judged(gold, answer) == "right"
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_another_answer_is_not_right(gold: str, answer: str) -> None:
+    assert judged(gold, answer) != "right"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is 17.", "17"),
+        ("Add 9 and 8.\n\n**Final Answer: 17**", "17"),
+        ("Final Answer: The final answer is $17$. I hope it is correct.", "17"),
+        ("So the total is **17**.", "17"),
+        ("9 + 8 is what we need.\n17", "17"),
+        ("最终答案：17", "17"),
+        ("Answer: (2, 3)", "(2, 3)"),
+        ("The answer is 17 or 18.", "17 or 18"),  # judged as it stands: a list, which is not 17
+        ("The answer is not 17.", "not 17"),
+        ("17 is not the answer.", None),
+        ("It is about 17.", None),
+        ("Page 17", None),
+        ("Could it be 17?", None),
+        ("The answer is 17?", None),
+        ("The answer is 17. Or the answer is 18.", None),
+        ("The answer is 17. No, wait.", None),
+        ("", None),
+    ],
+)
+def test_a_claim_without_a_box(text: str, value: str | None) -> None:
+    assert claimed_answer(text) == value
+
+
+@pytest.mark.parametrize(("without_box", "status"), [("claimed", "right"), ("refuse", "no_answer")])
+def test_whether_a_claim_counts(without_box: str, status: str) -> None:
+    config = VerifyConfig(math=MathConfig.model_validate({"without_box": without_box}))
+    verifier = MathVerifier(20.0, config.math.judge, config.math.rounding, config.math.without_box)
+    problem = Problem("p", "here", "math", (Message("user", "9 + 8?"),), '["17"]', {}, "here:1")
+    try:
+        assert verifier.verify(problem, "</think> The answer is 17.", truncated=False).status == status
+        assert verifier.verify(problem, "</think> The answer is 17 or 18.", truncated=False).reward == 0
+    finally:
+        verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"$\boxed{2}$ and $\boxed{3}$", "2, 3"),
+        (r"\boxed{2} or \boxed{3}", "3"),
+        (r"\boxed{2}. Therefore \boxed{3}", "3"),
+        (r"\boxed{3}, \boxed{3}", "3"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed\frac12$", r"\frac12"),
+        (r"\boxed{\boxed{7}}", "7"),
+    ],
+)
+def test_boxes(text: str, content: str) -> None:
+    assert last_box(text) == content
