@@ -19,18 +19,15 @@ _METRES: Mapping[str, str] = {
     "厘米": r"\text{ cm}", "米": r"\text{ m}", "千米": r"\text{ km}", "公里": r"\text{ km}",
 }  # fmt: skip
 _CHINESE: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r"^\s*(?:\\text\s*\{)?\s*(?:最终)?(?:答案|结果)\s*(?:是|为)?\s*[:：]?\s*\}?", ""),
-    (r"^\s*(?:\\text\s*\{)?\s*[一共]?共有?\s*\}?(?=\s*\d)", ""),
-    (r"^\s*(?:\\text\s*\{)?\s*(是|对|正确)的?\s*\}?\s*$", r"\\text{Yes}"),
-    (r"^\s*(?:\\text\s*\{)?\s*(否|不|不是|错误?)\s*\}?\s*$", r"\\text{No}"),
-    (r"\\text\s*\{\s*和\s*\}|和|以及", r" \\text{and} "),
-    (r"\\text\s*\{\s*或者?\s*\}|或者?", r" \\text{or} "),
-    (r"(?:\\text\s*\{\s*)?(?:人民币|元|円)\s*\}?", r" \\text{yuan}"),
-    (r"(?<=[\d}])\s*(?:\\text\s*\{\s*)?[个種种只本人件条枚次张块颗棵头辆页名位支双通り個]\s*\}?\s*$", ""),
-    (
-        r"(?:\\text\s*\{\s*)?(?:平方(厘米|米)|立方(厘米|米)|厘米|千米|公里|米)\s*\}?",
-        lambda match: _METRES[match[0].strip("{}").split("{")[-1].strip()],
-    ),
+    (r"^(\s*(?:\\text\s*\{)?)\s*(?:最终)?(?:答案|结果)\s*(?:是|为)?\s*[:：]?", r"\1"),
+    (r"^(\s*(?:\\text\s*\{)?)\s*[一总]?共有?(?=\s*\}?\s*\d)", r"\1"),
+    (r"^\s*(?:\\text\s*\{)?\s*(?:是|对|正确)的?\s*\}?\s*$", r"\\text{Yes}"),
+    (r"^\s*(?:\\text\s*\{)?\s*(?:否|不|不是|错误?)\s*\}?\s*$", r"\\text{No}"),
+    (r"和|以及", r" \\text{and} "),
+    (r"或者?", r" \\text{or} "),
+    (r"人民币|元|円", r" \\text{yuan} "),
+    (r"(?<=[\d}])(\s*(?:\\text\s*\{)?)\s*[个種种只本人件条枚次张块颗棵头辆页名位支双通り個](\s*\}?\s*)$", r"\1\2"),
+    (r"平方厘米|平方米|立方厘米|立方米|厘米|千米|公里|米", lambda match: _METRES[match[0]]),
 )
 _GREEK = "alpha beta gamma delta theta lambda omega sigma phi psi"
 _TYPED = (
