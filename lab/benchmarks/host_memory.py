@@ -83,7 +83,6 @@ CASES = {
         [
             *ALONE,
             "checkpoint.asynchronous=false",
-            "checkpoint.in_memory=false",
             "parallel.threads_per_rank=2",
             "parallel.micro_batch_tokens=1280",
             "rollout.max_concurrent=32",

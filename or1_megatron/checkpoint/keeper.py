@@ -10,7 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Final
 
-from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
+from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, check_manifest, sync
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.runtime.run_folder import step_name, step_of
 
@@ -48,11 +48,8 @@ class CheckpointKeeper:
         keep_last: int,
         keep_best: bool,
         keep_every_steps: int = 0,
-        memory: CheckpointKeeper | None = None,
     ) -> None:
-        """``memory``: the run's checkpoints in shared memory. They count as the run's where they are the newest."""
         self.folder = folder
-        self.memory = memory
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.keep_every_steps = keep_every_steps
@@ -68,8 +65,7 @@ class CheckpointKeeper:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint without comparing its files; None if there is none."""
-        newest = self.complete()[-1:] + (self.memory.complete()[-1:] if self.memory is not None else [])
-        return max(newest, key=lambda path: step_of(path) or 0, default=None)
+        return next(reversed(self.complete()), None)
 
     def newest_intact(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
@@ -81,8 +77,6 @@ class CheckpointKeeper:
             CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
             CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
         """
-        if (in_memory := self.newest_in_memory()) is not None:
-            return in_memory
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
             try:
@@ -104,22 +98,6 @@ class CheckpointKeeper:
             )
         return None
 
-    def newest_in_memory(self) -> Path | None:
-        """Return the newest intact checkpoint in memory if it is newer than all on disk; delete the others there."""
-        on_disk = max((step_of(path) or 0 for path in self.complete()), default=-1)
-        newest: Path | None = None
-        for folder in reversed(self.memory._saved() if self.memory is not None else []):
-            if newest is None and (step_of(folder) or 0) > on_disk:
-                try:
-                    if folder != self._intact:
-                        check_manifest(folder)
-                    newest = self._intact = folder
-                    continue
-                except (CheckpointDamaged, CheckpointUnreadable) as why:
-                    logger.warning("%s. It was in memory, and is deleted", why)
-            shutil.rmtree(folder)
-        return newest
-
     def best(self) -> Path | None:
         """Return the checkpoint that ``best`` points to; None if it is not complete."""
         pointer = self.folder / "best"
@@ -139,8 +117,6 @@ class CheckpointKeeper:
 
         Only the process that holds the run's lock may call this, and not while it saves.
         """
-        if self.memory is not None:
-            self.memory.clean()
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             if path.name.endswith(PARTIAL_SUFFIX):
                 logger.info("removing %s, left by an interrupted run", path)
@@ -170,3 +146,9 @@ class CheckpointKeeper:
             os.replace(path, doomed)
             # In a thread, since hundreds of gigabytes take a while. ``clean`` removes what a killed run leaves.
             threading.Thread(target=shutil.rmtree, args=(doomed, True), name="checkpoint-deletion").start()
+
+
+def newest_saved(checkpoints: Path) -> str:
+    """Say which checkpoint of a run is the newest that is complete."""
+    newest = CheckpointKeeper(checkpoints, 1, False).newest()
+    return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)}"

@@ -23,9 +23,9 @@ from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.responses import EvaluationError, settings_begun_with
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler
+from or1_megatron.rollout.engine_pool import EngineError
 from or1_megatron.rollout.engine_sampler import EngineSampler, start_engine_sampler
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
-from or1_megatron.rollout.engine_pool import EngineError
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.types import Sampling

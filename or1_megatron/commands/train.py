@@ -150,7 +150,7 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
 
 
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
-    from or1_megatron.trainer.preflight import check_inputs, check_room, no_room_in_memory, plan_start
+    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
     planned, here = plan_start(config, _device(device)), _ranks_here(config, nodes)
     if nodes is None or nodes.rank == 0:
@@ -158,10 +158,6 @@ def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
             print(f"or1: warning: {warning}", file=sys.stderr)
         check_inputs(config, here)
     check_room(planned)
-    if (lacking := no_room_in_memory(planned, here)) is not None:
-        print(f"or1: warning: {lacking}", file=sys.stderr)
-        without = config.checkpoint.model_copy(update={"in_memory": False})
-        config = config.model_copy(update={"checkpoint": without})
     raise typer.Exit(_keep_running(config, nodes))
 
 
@@ -174,20 +170,18 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
 
     They are given the configuration as it has been read, so that a file that is changed meanwhile changes nothing.
     """
-    from or1_megatron.checkpoint.memory_folder import bring_to_disk, memory_folder, newest_saved
+    from or1_megatron.checkpoint.keeper import newest_saved
     from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts, signals_leave
-    from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
-    from or1_megatron.trainer.preflight import checkpoint_keeper
+    from or1_megatron.runtime.run_folder import RunFolder
 
     folder = RunFolder(config.run.folder)
 
     def attempt() -> Ended:
         if nodes is not None and nodes.rank == 0:
-            leave_memory()  # of a run on this node alone: the ranks of the others cannot read it
             nodes.begin()
         return launch(
             "or1_megatron.trainer.run",
@@ -199,17 +193,6 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
             nodes=nodes,
         )
 
-    def leave_memory() -> None:
-        if memory_folder(folder.checkpoints) is None:
-            return
-        try:
-            with folder.lock():
-                bring_to_disk(checkpoint_keeper(config, folder))
-        except RunFolderBusy:
-            pass  # another trainer goes on with the run
-        except OSError as error:  # the disk that ended the run: what is in memory stays there
-            print(f"or1: warning: {error}", file=sys.stderr)
-
     def follow(nodes: Nodes) -> int:
         code = 1  # node 0 ends before the first attempt only for an error
         with signals_leave():
@@ -220,7 +203,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
     if nodes is not None and nodes.rank > 0:
         return follow(nodes)
     saved = partial(newest_saved, folder.checkpoints)
-    return Restarts(folder, config.run.max_restarts, saved).run(attempt, leave_memory)
+    return Restarts(folder, config.run.max_restarts, saved).run(attempt)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

@@ -31,6 +31,11 @@ class Removed(NamedTuple):
 
 
 REMOVED: Final = {
+    "checkpoint.in_memory": Removed(
+        True,
+        "checkpoints are on disk only, written while training goes on; take the key out and set checkpoint.every_steps "
+        "to the steps that the loss of a rank may cost",
+    ),
     "rollout.tail": Removed("wait", _DEFERRING),
     "rollout.tail_share": Removed(0.25, _DEFERRING),
     "rollout.continued": Removed("none", _DEFERRING),

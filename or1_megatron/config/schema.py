@@ -217,11 +217,6 @@ class CheckpointConfig(Section):
     """Write saves while training goes on; the loop waits for a copy of the state only. It takes host memory: 12 bytes
     per parameter in fp32, 14 in bf16, over all ranks, and up to twice that where it is page-locked. False: the loop
     waits until all is on disk."""
-    in_memory: bool = True
-    """After a step that leaves no checkpoint on disk, keep one in shared memory, so that the loss of a rank costs the
-    step under way only. It outlives the processes, not the node. Left out with trainer ranks on several nodes
-    (every_steps = 1 serves there), and, with a warning, where there is no room for two generations: 24 bytes per
-    parameter in fp32, 28 in bf16."""
     keep_last: Positive = 2
     """How many of the newest checkpoints to keep. Unit: checkpoints."""
     keep_best: bool = True

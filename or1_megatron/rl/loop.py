@@ -74,7 +74,7 @@ class Loop:
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
-        self.saving = Saving(ports.policy, ports.keeper, ports.rollouts, config.checkpoint.in_memory)
+        self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
         self._staleness = 0  # of the oldest token that the current step trains, in versions
@@ -319,9 +319,8 @@ class Loop:
     def save(self) -> None:
         """Remember the state that a stop saves, and start to write a checkpoint of it when one is due.
 
-        Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. After other steps one is
-        written in memory. Returns when the state is copied; it is written while training goes on. The next save and the
-        end of the run wait for it.
+        Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
+        copied; it is written while training goes on. The next save and the end of the run wait for it.
         """
         self.saving.finish(wait=False)
         self.saving.snapshot = self.state()
@@ -330,8 +329,6 @@ class Loop:
         due |= self.schedule.over(self.steps_done) or self.ports.stop()
         if due or (best and self.config.checkpoint.keep_best):
             self.saving.write(self.steps_done, best)
-        else:
-            self.saving.write_in_memory(self.steps_done)
 
     @verb
     def export(self) -> None:
@@ -370,7 +367,7 @@ class Loop:
                 # A stage's first step is never stale, also where the resume has ended the stage before it early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
                 self.ports.rollouts.reuse(responses.read_bytes(), only)
-            self.saving.resumed(newest, self.steps_done)
+            self.saving.resumed(self.steps_done)
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:
             self.restore(self.ports.policy.load(self.config.begin.checkpoint))

@@ -15,8 +15,8 @@ from ray.exceptions import RayError, RayTaskError
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
-from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.engine_pool import START_S, EnginePool
+from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack

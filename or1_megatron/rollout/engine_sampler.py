@@ -16,8 +16,8 @@ import torch
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineError, result_of
-from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.engine_pool import EnginePool
+from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Int32Array, Prompt, Request, Sampling
 from or1_verify.types import Message, Problem

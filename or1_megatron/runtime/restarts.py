@@ -59,23 +59,20 @@ class Restarts:
     ) -> None:
         """
         Args:
-            saved: says in words from where the run goes on (``memory_folder.newest_saved``).
+            saved: says in words from where the run goes on (``keeper.newest_saved``).
             say: prints a line for people; to standard error unless given.
         """
         self._folder, self._max, self._saved, self._pauses_s = folder, max_restarts, saved, pauses_s
         self._faults = FaultRecord(folder.root)
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
-    def run(self, launch: Callable[[], Ended], at_the_end: Callable[[], None] = lambda: None) -> int:
+    def run(self, launch: Callable[[], Ended]) -> int:
         """Launch, again and again; return the exit code for the shell. A signal in a pause ends it (SystemExit).
 
-        Main thread only. ``at_the_end``: called before the last words, when nothing is launched any more.
+        Main thread only.
         """
         with signals_leave():
-            try:
-                code, last_words = self._attempts(launch)
-            finally:
-                at_the_end()
+            code, last_words = self._attempts(launch)
         if last_words is not None:
             self._say(last_words())
         return code

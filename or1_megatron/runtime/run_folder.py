@@ -4,7 +4,7 @@
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     faults.jsonl       what died or stalled and was mended (runtime.faults)
     rollouts/          step_000012.parquet
-    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; in_memory (a link);
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
                        damaged ones are renamed to step_000008.damaged
     dumps/             step_000012_update_0/, for or1 replay: batches of SGD steps that were skipped or failed
     hf/                the exported model

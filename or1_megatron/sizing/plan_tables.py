@@ -16,7 +16,6 @@ from or1_megatron.sizing.conflicts import kv_tokens, longest_row
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Plan, micro_batches
 from or1_megatron.sizing.stage_rules import problems_per_epoch
-from or1_megatron.sizing.storage import in_memory_bytes
 
 Row = tuple[str, str]
 _NODE_GPUS = 8
@@ -143,6 +142,3 @@ def _memory_rows(planned: Plan) -> Iterator[Row]:
         yield process.process, str(process)
     if planned.device == "cpu":
         yield "at one time", gib(needed(planned.config, planned.memory, planned.device))
-    here = planned.config.parallel.ranks if planned.device == "cpu" else _NODE_GPUS
-    if in_memory := in_memory_bytes(planned.config, planned.shape, here):
-        yield "checkpoints in memory", f"{gib(in_memory)} of a node's host memory, if that much is free"

@@ -20,14 +20,6 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
     return shape.parameters * (12 if config.model.dtype == "float32" else 14)
 
 
-def in_memory_bytes(config: Config, shape: Shape, ranks_per_node: int) -> int:
-    """Return the shared memory that the two generations of checkpoints in memory take; 0 where the run makes none, as
-    on several nodes."""
-    if not config.checkpoint.in_memory or config.checkpoint.every_steps == 1 or ranks_per_node < config.parallel.ranks:
-        return 0
-    return 2 * checkpoint_bytes(config, shape)
-
-
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     """Return the most that a run has on disk at a time, by kind.
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import Config, RolloutConfig
-from or1_megatron.rollout.gpus import NodeGpus, gpu_uuid, node_gpus
 from or1_megatron.rollout.engine_pool import EnginePlace
+from or1_megatron.rollout.gpus import NodeGpus, gpu_uuid, node_gpus
 from or1_verify.errors import UserError
 
 

@@ -13,7 +13,6 @@ import torch
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
-from or1_megatron.checkpoint.memory_folder import SHARED_MEMORY, memory_keeper
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
@@ -27,10 +26,9 @@ from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
-from or1_megatron.sizing.memory import check_memory, gib, needed
+from or1_megatron.sizing.memory import check_memory
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.sizing.storage import disk_free, in_memory_bytes, node_memory
 from or1_megatron.weights.families import ModelError, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_verify.errors import UserError
@@ -90,24 +88,6 @@ def check_room(planned: Plan) -> None:
             return
         there = min(sizes)
     check_memory(planned.config, planned.shape, planned.device, there)
-
-
-def no_room_in_memory(planned: Plan, ranks_here: int) -> str | None:
-    """Return why this machine has no room for checkpoints in memory; None: it has, or the run makes none."""
-    config = planned.config
-    if not (wanted := in_memory_bytes(config, planned.shape, ranks_here)):
-        return None
-    rest = needed(config, planned.memory, "cpu")
-    if planned.device == "cuda":
-        rest = node_memory(config, planned.shape, torch.cuda.device_count()).peak_bytes
-    here, free = disk_free(SHARED_MEMORY), host_memory().free
-    if wanted <= here and (wanted + rest <= free or not config.cluster.check_memory):
-        return None
-    return (
-        f"no checkpoints in memory, which would take {gib(wanted)}: {SHARED_MEMORY} has {gib(here)} free, and of this "
-        f"machine's {gib(free)} of free memory the run itself needs about {gib(rest)}. After the loss of a rank the "
-        "run goes back to its newest checkpoint on disk"
-    )
 
 
 def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
@@ -213,5 +193,4 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
 
 def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
     keep = config.checkpoint
-    memory = memory_keeper(folder.checkpoints)
-    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps, memory)
+    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps)

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
-from or1_megatron.checkpoint.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import resolved_yaml
@@ -49,7 +48,7 @@ from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper, no_room_in_memory
+from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper
 from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 
@@ -187,15 +186,6 @@ def open_run(config: Config, folder: RunFolder, planned: Plan | None) -> tuple[C
         log.warning(warning)
     keeper.newest_intact()
     begin = begin_of(config, folder, whole=True)
-    here = ranks_per_node(config.parallel.ranks)
-    wanted = config.checkpoint.in_memory and config.checkpoint.every_steps > 1
-    if wanted and here == config.parallel.ranks:
-        lacking = None if planned is None else no_room_in_memory(planned, here)  # else the launcher has looked
-        if lacking is None:
-            make_memory_folder(folder.checkpoints)
-            keeper.memory = memory_keeper(folder.checkpoints)
-        else:
-            log.warning(lacking)
     folder.write_config(resolved_yaml(config))
     return keeper, begin
 
@@ -274,6 +264,5 @@ def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole, s
     model = folder.hf if result.finished else None
     summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
     folder.write_summary(summary)
-    remove_memory_folder(folder.checkpoints)  # all is on disk
     shown.finished(summary)
     return 0 if result.finished else STOPPED

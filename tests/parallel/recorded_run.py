@@ -16,7 +16,6 @@ from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts, asked_by
 from megatron.core import parallel_state
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
-from or1_megatron.checkpoint.memory_folder import memory_keeper
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.config.schema import (
@@ -103,8 +102,7 @@ class Run:
         every_steps: int = 1,
         **changes: Any,
     ) -> None:
-        """``every_steps``: of checkpoints on disk; others are in memory, if the folder leads there. ``changes``: to the
-        LoopConfig."""
+        """``every_steps``: of checkpoints. ``changes``: to the LoopConfig."""
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
@@ -135,9 +133,7 @@ class Run:
                 evaluator=None,
                 observer=self.diary,
                 tracker=self.diary,
-                keeper=CheckpointKeeper(
-                    folder / "checkpoints", keep_last=10, keep_best=True, memory=memory_keeper(folder / "checkpoints")
-                ),
+                keeper=CheckpointKeeper(folder / "checkpoints", keep_last=10, keep_best=True),
                 timer=StepTimer(),
                 stop=lambda: False,
             ),

@@ -27,7 +27,6 @@ from or1_megatron.config.schema import (
     SafetyConfig,
     StageConfig,
 )
-from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost, Objective
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
@@ -73,7 +72,6 @@ class World:
     """Changes to the LoopConfig."""
     safety: SafetyConfig = SafetyConfig()
     diary: Diary = field(default_factory=Diary)
-    in_memory: bool = False
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
@@ -118,7 +116,6 @@ class World:
                     self.folder / "checkpoints",
                     keep_last=2,
                     keep_best=True,
-                    memory=CheckpointKeeper(self.folder / "memory", 1, False) if self.in_memory else None,
                 ),
                 timer=StepTimer(self.clock),
                 stop=lambda: self.stopped,
@@ -313,67 +310,6 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
     assert second.diary.resumed_at == [result.steps]
     compare(second, whole)
     assert second.loop.result().before == whole.loop.result().before is not None
-
-
-@pytest.mark.parametrize("killed_in", range(2, 7))
-def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -> None:
-    """Checkpoints go to disk after each fourth step, and to memory after the others. The best evaluation is on disk,
-    too. Not proven here: that a checkpoint is whole (tests/train/test_keeps_running.py)."""
-    whole = World(tmp_path / "whole")
-    whole.loop.run()
-    first = World(tmp_path / "run", every_steps=4, in_memory=True)
-    assign, steps = first.loop.assign_advantages, iter(range(1, 7))
-
-    def killed(*arguments: Any) -> Any:
-        if next(steps) == killed_in:
-            raise Killed
-        return assign(*arguments)
-
-    first.loop.assign_advantages = killed  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        first.loop.run()
-    second = World(tmp_path / "run", every_steps=4, in_memory=True, diary=first.diary)
-    assert second.loop.run().finished
-    assert second.diary.resumed_at == [killed_in - 1]
-    compare(second, whole)
-    assert second.loop.saving.saved_at == 6 and (tmp_path / "run/checkpoints/step_000006/manifest.json").is_file()
-
-
-def test_a_stop_brings_to_disk_what_was_in_memory(tmp_path: Path) -> None:
-    """The resumed run is asked to stop before it has made a step: nobody looks into the memory after that."""
-    first = World(tmp_path, in_memory=True)
-    first.run_killed_in(6)
-    second = World(tmp_path, in_memory=True, diary=first.diary)
-    second.stop()
-    steps = second.loop.run().steps
-    assert second.diary.resumed_at == [steps] and steps > 0
-    assert World(tmp_path).loop.ports.keeper.newest() == tmp_path / "checkpoints" / f"step_{steps:06d}"
-
-
-class Damaged(AgreedError, PartLost):
-    pass
-
-
-@pytest.mark.parametrize("error", [AgreedError("the disk is full"), Damaged()])
-def test_a_save_in_memory_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AgreedError) -> None:
-    """Shared memory is full: no step is lost for that, and the run's own checkpoints are made. Damage that the save
-    finds ends the run: the launcher starts the ranks again."""
-    world = World(tmp_path, every_steps=2, in_memory=True)
-    save, asked = world.policy.save, []
-
-    def full(folder: Path, state: Mapping[str, Any], responses: bytes) -> None:
-        asked.append(folder.parent.name)
-        if folder.parent.name == "memory":
-            raise error
-        save(folder, state, responses)
-
-    monkeypatch.setattr(world.policy, "save", full)
-    if isinstance(error, Damaged):
-        with pytest.raises(Damaged):
-            world.loop.run()
-        return
-    assert world.loop.run().finished
-    assert asked.count("memory") == 1 and asked.count("checkpoints") >= 3
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

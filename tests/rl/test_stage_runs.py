@@ -413,21 +413,6 @@ def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, 
     assert again.loop.run().finished and not again.rollouts.reused
 
 
-def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path) -> None:
-    """A run is killed, and goes on from memory, where the next step's responses are. It is asked to stop before that
-    step: the checkpoint that it leaves on disk has them as well."""
-    given = stages({"steps": 6})
-    killed = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
-    killed.run_killed_in(5)
-    stopped = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
-    stopped.stop()
-    step = stopped.loop.run().steps + 1
-    again = with_stream(World(tmp_path, given, evaluated=False, changes=STALE))
-    again.loop.run()
-    assert again.diary.resumed_at == [step - 1] and step > 2
-    assert again.diary.rows[step]["rollout/staleness"] == 1
-
-
 def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:
     """The second full block may end the stage (step 4, and does): step 5, of the next, is not sampled ahead."""
     given = stages({"steps": 9, "plateau": PLATEAU}, {"steps": 2})

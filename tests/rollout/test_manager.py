@@ -22,9 +22,9 @@ from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import lost_engines
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
-from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Sampling

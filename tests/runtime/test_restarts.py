@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.checkpoint.memory_folder import make_memory_folder, newest_saved, remove_memory_folder
+from or1_megatron.checkpoint.keeper import newest_saved
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import COUNTED, Fault, FaultRecord
 from or1_megatron.runtime.launch import Ended
@@ -115,35 +115,6 @@ def test_zero_restarts(tmp_path: Path) -> None:
     code, count, said = keep_running(tmp_path, [(KILLED, 5, "")], max_restarts=0)
     assert (code, count) == (128 + signal.SIGKILL, 1)
     assert "run.max_restarts is 0" in said[-1]
-
-
-def test_what_is_in_memory_counts_as_saved_until_the_end(tmp_path: Path) -> None:
-    """Each restart names the newest checkpoint; the last words come after what is in memory was brought to the disk."""
-    folder, said = RunFolder(tmp_path), []
-    folder.create()
-
-    def save(place: Path, step: int) -> None:
-        (place / step_name(step)).mkdir()
-        (place / step_name(step) / "manifest.json").write_text("{}")
-
-    memory = make_memory_folder(folder.checkpoints)
-    save(folder.checkpoints, 2)
-    save(memory, 4)
-
-    def at_the_end() -> None:
-        said.append("brought to the disk")
-        save(folder.checkpoints, 4)
-        remove_memory_folder(folder.checkpoints)
-
-    saved = partial(newest_saved, folder.checkpoints)
-    Restarts(folder, 1, saved, [0.0], said.append).run(lambda: KILLED, at_the_end)
-    assert f"saved: the checkpoint of step 4 in {memory}" in said[0]
-    assert said[1] == "brought to the disk"
-    assert f"Saved: the checkpoint of step 4 in {folder.checkpoints}" in said[2]
-    assert not memory.exists()
-    ended: list[str] = []
-    Restarts(folder, 1, saved, say=said.append).run(lambda: DONE, lambda: ended.append("too"))
-    assert ended == ["too"]
 
 
 def test_a_signal_between_two_attempts_ends_the_run_and_brings_the_state_to_disk(tmp_path: Path) -> None:

@@ -228,23 +228,3 @@ def test_the_smallest_gpu_counts(
         return
     with pytest.raises(NotEnoughMemory, match=rf"a GPU has {has:.2f} GiB"):
         preflight.check_room(planned)
-
-
-@pytest.mark.parametrize(("shared_gib", "free_gib", "room"), [(64, 64, True), (1, 64, False), (64, 14, False)])
-def test_room_for_checkpoints_in_memory(
-    monkeypatch: pytest.MonkeyPatch, shared_gib: int, free_gib: int, room: bool
-) -> None:
-    """0.5B in fp32: 2 * 12 bytes per parameter are 11 GiB, beside what the run itself needs, which is more than 3 GiB.
-
-    In the plan they have a line of their own, and the run is not refused for them.
-    """
-    monkeypatch.setattr(preflight, "disk_free", lambda folder: shared_gib * GIB)
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(free_gib * GIB, free_gib * GIB))
-    planned = plan(quickstart(), HALF_B, device="cpu")
-    reason = preflight.no_room_in_memory(planned, planned.config.parallel.ranks)
-    assert (reason is None) == room
-    if reason is not None:
-        assert "would take 11.04 GiB" in reason and f"{free_gib}.00 GiB of free memory" in reason
-    without = plan(quickstart("checkpoint.in_memory=false"), HALF_B, device="cpu")
-    assert preflight.no_room_in_memory(without, without.config.parallel.ranks) is None
-    assert "11.04 GiB of a node's host memory" in shown(planned)

@@ -18,7 +18,6 @@ from or1_megatron.sizing.storage import (
     disk_free,
     disk_line,
     disk_short,
-    in_memory_bytes,
     node_memory,
 )
 from or1_megatron.weights.families import read_hf_config
@@ -56,22 +55,6 @@ def test_the_host_of_a_node() -> None:
     assert found["offloaded state"] == pytest.approx(LARGE.parameters * (2 + 12 / 16), rel=1e-4)
     assert found["copies for checkpoints"] == pytest.approx(8 * 2 * 14 * LARGE.parameters / 128, rel=1e-4)
     assert found["processes"] == 16 * 4 * GIB
-
-
-@pytest.mark.parametrize(
-    ("keys", "ranks_per_node", "checkpoints"),
-    [
-        ([], 128, 2),
-        ([], 8, 0),
-        (["checkpoint.in_memory=false"], 128, 0),
-        (["checkpoint.every_steps=1"], 8, 0),
-    ],
-)
-def test_checkpoints_in_memory(keys: list[str], ranks_per_node: int, checkpoints: float) -> None:
-    """Two generations; none with 16 nodes, and none where every step is on disk."""
-    config = load_config(named("recipe")["or1_32b"], ["checkpoint.every_steps=5", *keys])
-    assert config.parallel.ranks == 128
-    assert in_memory_bytes(config, LARGE, ranks_per_node) == checkpoints * 14 * LARGE.parameters
 
 
 def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
