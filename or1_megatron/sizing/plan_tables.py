@@ -18,8 +18,6 @@ from or1_megatron.sizing.run_plan import Plan, micro_batches
 from or1_megatron.sizing.stage_rules import problems_per_epoch
 
 Row = tuple[str, str]
-_NODE_GPUS = 8
-"""GPUs of a node: a plan is made for such nodes, whatever machine this is."""
 
 
 def render(planned: Plan) -> RenderableType:

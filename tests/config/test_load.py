@@ -136,11 +136,11 @@ def test_a_bad_key_or_value_is_named_with_its_line(base: Path, lines: str, expec
 def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
     """In a file, named by its line; in an override; and where one key is asked for."""
     first, *rest = key.split(".")
-    nested = "".join(f"{{{part}: " for part in rest) + "1" + "}" * len(rest)
+    nested = "".join(f"{{{part}: " for part in rest) + "7" + "}" * len(rest)
     base.write_text(f"{BASE}{first}: {nested}\n")
     assert refusal(base) == f"{base}:15: {key}: was removed: {REMOVED[key].why}"
     base.write_text(BASE)
-    assert refusal(base, f"{key}=1") == f"--set {key}=1: {key}: was removed: {REMOVED[key].why}"
+    assert refusal(base, f"{key}=7") == f"--set {key}=7: {key}: was removed: {REMOVED[key].why}"
     for ask in (lambda: value_of(load_config(base), key), lambda: explain(key)):
         with pytest.raises(ConfigError) as error:
             ask()
