@@ -36,6 +36,8 @@ class Prompt:
 
     problem: Problem
     token_ids: Int32Array  # [p]
+    opened: str = ""
+    """The tag of reasoning that the chat template leaves open, if it does; a verifier gets it before the response."""
 
 
 @pickled_by_fields

@@ -14,16 +14,31 @@ _BETWEEN = re.compile(r"(?:[\s$,;]|\\[,;()\[\]]|\\text\s*\{\s*and\s*\}|\band\b|å
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def after_reasoning(response: str) -> str | None:
-    """Return the text after the last ``</think>``, or None when the reasoning never closes.
+REASONING_TAGS = (
+    (THINK_OPEN, THINK_CLOSE),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+"""How models mark their reasoning: (opened, closed)."""
 
-    The chat template's generation prompt opens ``<think>``, so a response normally holds the closing tag alone. One
-    that opens another ``<think>`` afterwards and does not close it is still reasoning, so it gives None.
+
+def after_reasoning(response: str) -> str | None:
+    """Return the text after the reasoning, all of it if a model marks none; None when the reasoning never closes.
+
+    A chat template that ends its prompt with an open tag has opened the reasoning (``left_open``): whoever samples puts
+    that tag before the response. One that opens another tag behind the reasoning, and does not close it, is still
+    reasoning.
     """
-    _, closed, answer = response.rpartition(THINK_CLOSE)
-    if not closed or THINK_OPEN in answer:
-        return None
-    return answer
+    ends = [response.rfind(closed) + len(closed) for _, closed in REASONING_TAGS if closed in response]
+    answer = response[max(ends, default=0) :]
+    return None if any(opened in answer for opened, _ in REASONING_TAGS) else answer
+
+
+def left_open(prompt: str) -> str:
+    """Return the tag of reasoning at the end of a prompt in text, which the response has to close; "" without one."""
+    return next((opened for opened, _ in REASONING_TAGS if prompt.rstrip().endswith(opened)), "")
 
 
 def last_box(text: str) -> str | None:

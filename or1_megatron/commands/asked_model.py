@@ -46,7 +46,8 @@ class LocalModel:
         check_driver()
         self._folder = folder
         self.shape = Shape.of(read_hf_config(folder))
-        self._tokenise = ChatTemplate(load_tokenizer(folder)).token_ids
+        template = ChatTemplate(load_tokenizer(folder))
+        self._tokenise, self.opened = template.token_ids, template.opened
 
     def longest_prompt(self, problems: Sequence[Problem], limit: int) -> int:
         """Return the tokens of the longest prompt among those of at most ``limit``; 0 without any."""
@@ -76,7 +77,9 @@ class LocalModel:
             size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, concurrent, host_memory().free)
             say(f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)")
             engines = engines.model_copy(update={"kv_cache_bytes": size})
-        return start_engine_sampler(self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens)
+        return start_engine_sampler(
+            self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens, self.opened
+        )
 
 
 @cache

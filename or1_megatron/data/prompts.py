@@ -18,6 +18,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.stream import PromptSource
 from or1_megatron.types import Int32Array, Prompt
+from or1_verify.answer import left_open
 from or1_verify.problems.problem import no_verifier
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, UnusableRows
@@ -166,6 +167,10 @@ class ChatTemplate:
     def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
         return self._encode([self._text(messages)])[0]
 
+    def opened(self, messages: Sequence[Message]) -> str:
+        """Return the tag of reasoning that the template leaves open behind these messages; "" without one."""
+        return left_open(self._text(messages))
+
     def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
         """Return prompts in the order of the problems; those over the limit are left out and counted.
 
@@ -177,10 +182,10 @@ class ChatTemplate:
             chunk = [(problem, self._render(problem, unusable)) for problem in problems[start : start + _BATCH]]
             rendered = [(problem, text) for problem, text in chunk if text is not None]
             encoded = self._encode([text for _, text in rendered])
-            for (problem, _), ids in zip(rendered, encoded, strict=True):
+            for (problem, text), ids in zip(rendered, encoded, strict=True):
                 longest = max(longest, len(ids))
                 if len(ids) <= limit_tokens:
-                    prompts.append(Prompt(problem, ids))
+                    prompts.append(Prompt(problem, ids, left_open(text)))
                 else:
                     too_long += 1
         return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")

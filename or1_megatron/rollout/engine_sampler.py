@@ -28,6 +28,7 @@ LINGER_S = 0.2
 _CACHED_PROMPTS = 4096
 
 Tokenise = Callable[[tuple[Message, ...]], Int32Array]
+Opened = Callable[[tuple[Message, ...]], str]
 
 
 @contextmanager
@@ -39,6 +40,7 @@ def start_engine_sampler(
     tokenise: Tokenise,
     sampling: Sampling,
     max_prompt_tokens: int,
+    opened: Opened,
 ) -> Iterator[EngineSampler]:
     """Start a Ray and engines of its own on the HF folder ``model``; both end with the context.
 
@@ -56,7 +58,13 @@ def start_engine_sampler(
         try:
             pool.wait_ready()
             yield EngineSampler(
-                pool.handles, config.max_concurrent, tokenise, sampling, max_prompt_tokens, config.step_timeout_s
+                pool.handles,
+                config.max_concurrent,
+                tokenise,
+                sampling,
+                max_prompt_tokens,
+                opened,
+                config.step_timeout_s,
             )
         finally:
             pool.close()
@@ -93,14 +101,21 @@ class EngineSampler:
         tokenise: Tokenise,
         sampling: Sampling,
         max_prompt_tokens: int,
+        opened: Opened = lambda messages: "",
         timeout_s: float = 7200.0,
     ) -> None:
-        """``timeout_s``: the engines count as hung after this time without a completion."""
+        """
+        Args:
+            opened: the tag of reasoning that the chat template leaves open; a response's text begins with it.
+            timeout_s: the engines count as hung after this time without a completion.
+        """
         self._timeout_s = timeout_s
         self.engines, self._sampling = list(engines), sampling
         # The samples of a problem share its prompt, and come one round of all problems after another.
         self._prompt = lru_cache(_CACHED_PROMPTS)(
-            lambda key, messages: Prompt(Problem(key, "", "", messages, "", {}, key), tokenise(messages))
+            lambda key, messages: Prompt(
+                Problem(key, "", "", messages, "", {}, key), tokenise(messages), opened(messages)
+            )
         )
         self._max_prompt_tokens = max_prompt_tokens
         self._max_concurrent = max_concurrent
@@ -132,7 +147,8 @@ class EngineSampler:
                     request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
                     completed_s = time.monotonic()
                     if request is not None:  # None: of an earlier ``sample`` whose caller stopped reading
-                        yield ChatCompletion(request, completion.text, completion.truncated, completion.token_ids.size)
+                        text = self._prompt(request.key, request.messages).opened + completion.text
+                        yield ChatCompletion(request, text, completion.truncated, completion.token_ids.size)
 
     def _fill(
         self, waiting: Iterator[ChatRequest], engines: Sequence[_EngineQueue], refused: list[FailedRequest]

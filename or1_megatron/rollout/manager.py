@@ -262,10 +262,12 @@ class RolloutManager:
     async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
         completion, prompt_index = asked.completion, asked.key[0]
-        problem = roll_out.prompts[prompt_index].problem
+        prompt = roll_out.prompts[prompt_index]
+        problem = prompt.problem
+        opened = "" if problem.ability in self._verify.custom else prompt.opened
         try:
             verdict = await self._verifiers.verify(
-                problem, completion.text, completion.truncated, prompt_index, roll_out.group_size
+                problem, opened + completion.text, completion.truncated, prompt_index, roll_out.group_size
             )
         except Exception as error:  # of the verifier pool itself: a bad sample gets a verdict
             name = f"sample {completion.sample_index} of problem {completion.problem_id}"

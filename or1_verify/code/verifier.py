@@ -61,10 +61,10 @@ class CodeVerifier:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
         if text is None:
-            return verdict("no_answer", "", "the reasoning is never closed by </think>")
+            return verdict("no_answer", "", "the reasoning is never closed")
         source = last_python_block(text)
         if source is None:
-            return verdict("no_answer", "", "no closed ```python block follows </think>")
+            return verdict("no_answer", "", "no closed ```python block follows the reasoning")
         broken = _syntax_error(source)
         if broken:
             return verdict("wrong", source, broken)

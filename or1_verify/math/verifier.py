@@ -82,9 +82,9 @@ class MathVerifier:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
         if text is None:
-            return verdict("no_answer", "", "the reasoning is never closed by </think>")
+            return verdict("no_answer", "", "the reasoning is never closed")
         if not text.strip():
-            return verdict("no_answer", "", "nothing follows </think>")
+            return verdict("no_answer", "", "nothing follows the reasoning")
         golds = self._golds_of(problem)
         box = last_box(text)
         if box == "":

@@ -52,7 +52,8 @@ AFTER_THINK: list[tuple[list[str], str, str]] = [
 
 WHOLE: list[tuple[list[str], str, bool, str]] = [
     # (golds, whole response, truncated, status)
-    (["5"], r"so 5. \boxed{5}", False, "no_answer"),  # reasoning never closed
+    (["5"], r"<think>so 5. \boxed{5}", False, "no_answer"),  # reasoning never closed
+    (["5"], r"so 5. \boxed{5}", False, "right"),  # a model that marks no reasoning
     (["5"], r"\boxed{5}</think> I am not sure.", False, "no_answer"),  # box inside the reasoning only
     (["5"], r"\boxed{5}</think> \boxed{6}", False, "wrong"),
     (["5"], r"\boxed{6}</think> \boxed{5}", False, "right"),

@@ -160,7 +160,7 @@ def test_no_block_no_close_and_truncation(verifier: CodeVerifier) -> None:
     cases = {
         "no block": (f"</think>{right}", False, "no_answer"),
         "inside the reasoning": (f"```python\n{right}\n```\n</think>", False, "no_answer"),
-        "never closed reasoning": (f"```python\n{right}\n```", False, "no_answer"),
+        "never closed reasoning": (f"<think>```python\n{right}\n```", False, "no_answer"),
         "truncated": (answer(right), True, "truncated"),
         "last block wins": (f"</think>\n```python\n{right}\n```\n```python\nprint(0)\n```", False, "wrong"),
     }

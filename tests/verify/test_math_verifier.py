@@ -18,7 +18,7 @@ import math_pairs
 import psutil
 import pytest
 
-from or1_verify.answer import after_reasoning, last_box
+from or1_verify.answer import after_reasoning, last_box, left_open
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem
 
@@ -162,7 +162,9 @@ def test_last_box_reads_balanced_braces() -> None:
     assert last_box(r"\boxed 5") == "5"
     assert last_box("none") is None
     assert after_reasoning("a</think>b") == "b"
-    assert after_reasoning("a") is None
+    assert after_reasoning("a") == "a" and after_reasoning("<think>a") is None
+    assert after_reasoning("[THINK]a[/THINK]b") == "b"
+    assert left_open("<|Assistant|><think>\n") == "<think>" and left_open("Close <think> soon.") == ""
 
 
 def as_released(response: str, golds: list[str]) -> float:

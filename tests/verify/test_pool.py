@@ -127,7 +127,7 @@ CODE = json.dumps({"inputs": ["21\n"], "outputs": ["42\n"]})
 SAMPLES = [  # ability, ground truth, response, status
     ("math", '["x+y"]', r"</think>\boxed{y+x}", "right"),
     ("math", '["x+y"]', r"</think>\boxed{y-x}", "wrong"),
-    ("math", '["x+y"]', r"\boxed{y+x}", "no_answer"),
+    ("math", '["x+y"]', r"<think>\boxed{y+x}", "no_answer"),
     ("math", '["x+y"]', r"</think>\boxed{" + "9^{" * 40 + "9" + "}" * 41, "wrong"),
     ("code", CODE, "</think>\n```python\nprint(int(input()) * 2)\n```", "right"),
     ("code", CODE, "</think>\n```python\nprint(7)\n```", "wrong"),
