@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def test_torchruns_own_sigterm_ends_a_rank_unless_the_launcher_asks_for_a_save(m
         assert process.wait(PATIENCE_S) == PART_LOST
         assert process.stderr is not None
         where = process.stderr.read()
-        assert "another rank failed? The main thread is at" in where and "line 11, in <module>" in where
+        assert "another rank failed? The main thread is at" in where
+        assert re.search("line (9|10|11), in <module>", where)  # from its "ready" on
     with running(SAVES, "1e9") as process:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGUSR1)
