@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, how they are written and loaded, which stay, and those in shared memory."""
+"""Checkpoints: what is in them, how they are written and loaded, and which stay."""

@@ -42,13 +42,7 @@ class CheckpointKeeper:
     """Finds the checkpoints of a run. Deletes all but the newest ``keep_last``, the best by evaluation (if
     ``keep_best``), and those of every ``keep_every_steps``-th step (0: no such rule)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        keep_last: int,
-        keep_best: bool,
-        keep_every_steps: int = 0,
-    ) -> None:
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -146,9 +140,3 @@ class CheckpointKeeper:
             os.replace(path, doomed)
             # In a thread, since hundreds of gigabytes take a while. ``clean`` removes what a killed run leaves.
             threading.Thread(target=shutil.rmtree, args=(doomed, True), name="checkpoint-deletion").start()
-
-
-def newest_saved(checkpoints: Path) -> str:
-    """Say which checkpoint of a run is the newest that is complete."""
-    newest = CheckpointKeeper(checkpoints, 1, False).newest()
-    return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)}"

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -152,11 +151,11 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
-    planned, here = plan_start(config, _device(device)), _ranks_here(config, nodes)
+    planned = plan_start(config, _device(device))
     if nodes is None or nodes.rank == 0:
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
-        check_inputs(config, here)
+        check_inputs(config, _ranks_here(config, nodes))
     check_room(planned)
     raise typer.Exit(_keep_running(config, nodes))
 
@@ -170,13 +169,13 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
 
     They are given the configuration as it has been read, so that a file that is changed meanwhile changes nothing.
     """
-    from or1_megatron.checkpoint.keeper import newest_saved
     from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts, signals_leave
     from or1_megatron.runtime.run_folder import RunFolder
+    from or1_megatron.trainer.preflight import checkpoint_keeper
 
     folder = RunFolder(config.run.folder)
 
@@ -202,8 +201,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
 
     if nodes is not None and nodes.rank > 0:
         return follow(nodes)
-    saved = partial(newest_saved, folder.checkpoints)
-    return Restarts(folder, config.run.max_restarts, saved).run(attempt)
+    return Restarts(folder, config.run.max_restarts, checkpoint_keeper(config, folder).newest).run(attempt)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

@@ -367,7 +367,7 @@ class Loop:
                 # A stage's first step is never stale, also where the resume has ended the stage before it early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
                 self.ports.rollouts.reuse(responses.read_bytes(), only)
-            self.saving.resumed(self.steps_done)
+            self.saving.saved_at = self.steps_done
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:
             self.restore(self.ports.policy.load(self.config.begin.checkpoint))

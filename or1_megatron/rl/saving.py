@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from or1_megatron.errors import AgreedError
 from or1_megatron.interfaces import Policy, Rollouts
 
 if TYPE_CHECKING:
@@ -21,16 +20,12 @@ class Saving:
         self.snapshot: Mapping[str, Any] = {}
         """The loop's state after its last complete step."""
         self.saved_at: int | None = None
-        """The step of the newest checkpoint on disk, complete or still being written."""
+        """The step of the newest checkpoint, complete or still being written."""
         self._writing: tuple[int, bool] | None = None  # (step, best)
         self._write_s: float | None = None  # of the last one written, until it has been reported
 
-    def resumed(self, step: int) -> None:
-        """Learn from which step's checkpoint the run goes on."""
-        self.saved_at = step
-
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, which is of ``step``, on disk, unless it is saved there already."""
+        """Save the snapshot, which is of ``step``, unless it is saved already."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
@@ -44,15 +39,10 @@ class Saving:
         """If the checkpoint that is being written is complete, tell the keeper, which may then drop older ones."""
         if self._writing is None:
             return
-        step, best = self._writing
-        try:
-            write_s = self._policy.finish_save(wait)
-        except AgreedError:
+        if (write_s := self._policy.finish_save(wait)) is not None:
+            self._write_s = write_s
+            self._keeper.saved(*self._writing)
             self._writing = None
-            raise
-        if write_s is not None:
-            self._write_s, self._writing = write_s, None
-            self._keeper.saved(step, best)
 
     def take_write_s(self) -> dict[str, float]:
         """Return ``checkpoint/write_s`` of the last checkpoint written, once."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -22,7 +22,7 @@ from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.launch import ASKS, Ended
-from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.runtime.run_folder import RunFolder, step_of
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Before each restart in a row; the last one for all that follow."""
@@ -53,16 +53,16 @@ class Restarts:
         self,
         folder: RunFolder,
         max_restarts: int,
-        saved: Callable[[], str],
+        newest: Callable[[], Path | None],
         pauses_s: Sequence[float] = PAUSES_S,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
-            saved: says in words from where the run goes on (``keeper.newest_saved``).
+            newest: returns the checkpoint from which the run goes on (``CheckpointKeeper.newest``).
             say: prints a line for people; to standard error unless given.
         """
-        self._folder, self._max, self._saved, self._pauses_s = folder, max_restarts, saved, pauses_s
+        self._folder, self._max, self._newest, self._pauses_s = folder, max_restarts, newest, pauses_s
         self._faults = FaultRecord(folder.root)
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
@@ -72,26 +72,24 @@ class Restarts:
         Main thread only.
         """
         with signals_leave():
-            code, last_words = self._attempts(launch)
-        if last_words is not None:
-            self._say(last_words())
-        return code
+            return self._attempts(launch)
 
-    def _attempts(self, launch: Callable[[], Ended]) -> tuple[int, Callable[[], str] | None]:
-        """Launch until no restart is due; return the exit code, and the last words if the run is given up."""
+    def _attempts(self, launch: Callable[[], Ended]) -> int:
+        """Launch until no restart is due; return the exit code."""
         furthest, in_a_row = self._last_step(), 0
         before: _Failure | None = None
         while True:
             started_s = time.time()
             ended = launch()
             if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
-                return ended.code, None
+                return ended.code
             step = self._last_step()
             if step > furthest:
                 furthest, in_a_row = step, 0
             failure = _Failure(ended.rank_code == _RAISED, step, self._why(ended, started_s))
             if failure.repeats(before) or in_a_row >= self._max:
-                return ended.code, partial(self._last_words, failure, failure.repeats(before), in_a_row)
+                self._say(self._last_words(failure, failure.repeats(before), in_a_row))
+                return ended.code
             before = failure
             pause_s = self._pauses_s[min(in_a_row, len(self._pauses_s) - 1)]
             in_a_row += 1
@@ -123,6 +121,10 @@ class Restarts:
             f"training stopped for good, since {reason}: {failure.why}. Saved: {self._saved()}. Look at the messages "
             f"above and {self._folder.logs}{dumps}, then run the same command again to continue from there"
         )
+
+    def _saved(self) -> str:
+        newest = self._newest()
+        return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)} in {newest.parent}"
 
     def _last_step(self) -> int:
         """Return the last step with a row of metrics; -1 if there is none."""

@@ -172,8 +172,7 @@ def _previous(config: Config, number: int) -> Begin:
     before = chosen or config.run.dir / f"stage_{number - 1}"
     if (before / MANIFEST).is_file() and step_of(before) is not None:
         return Begin(before, number - 1, chosen=True)
-    keep = config.checkpoint
-    newest = CheckpointKeeper(RunFolder(before).checkpoints, keep.keep_last, keep.keep_best).newest()
+    newest = checkpoint_keeper(config, RunFolder(before)).newest()
     if newest is None:
         raise PreviousStageMissing(
             f"stage {number} ('{config.stages[number - 1].name}') begins from a checkpoint of stage {number - 1} "

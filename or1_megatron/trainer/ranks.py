@@ -46,7 +46,6 @@ from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
-from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper
 from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns
@@ -135,7 +134,6 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
 def lead(
     config: Config,
     folder: RunFolder,
-    planned: Plan | None,
     problems: ProblemSets,
     engines: EnginePool,
     stop: StopRequested,
@@ -145,12 +143,11 @@ def lead(
     """Run rank 0, with everything that exists once, and return its exit status (``run.run_rank``).
 
     Args:
-        planned: the run's plan; None where the launcher has it.
         engines: they need not be up yet.
         started_s: when this process started, in seconds since the epoch.
     """
     with ExitStack() as stack:
-        keeper, begin = open_run(config, folder, planned)
+        keeper, begin = open_run(config, folder)
         sources, held_out = make_prompts(config, problems)
         problems.close()
         rollouts = start_sampling(config, folder, engines, frozenset(problems.verifiers), stop, stack)
@@ -178,7 +175,7 @@ def lead(
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown, started_s)
 
 
-def open_run(config: Config, folder: RunFolder, planned: Plan | None) -> tuple[CheckpointKeeper, Begin | None]:
+def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
     """Find the checkpoint where the run begins, reading all of it; write the configuration."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from or1_megatron.config.load import from_json, load_config
 from or1_megatron.config.recipes import find
@@ -34,9 +34,6 @@ from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.world import check_torchrun, ranks_per_node
 from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
-
-if TYPE_CHECKING:
-    from or1_megatron.sizing.run_plan import Plan
 
 _STARTED_S = time.time()
 
@@ -80,7 +77,8 @@ def run_rank(config: Config, rank: int) -> int:
 
 def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
     """Run rank 0: first what may refuse the run, then what takes longest to start."""
-    planned = None if is_launched() else plan_and_check(config)
+    if not is_launched():
+        plan_and_check(config)
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
@@ -100,10 +98,10 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         with quick_imports():
             from or1_megatron.trainer.ranks import lead
 
-        return lead(config, folder, planned, problems, engines, stop, heart, _STARTED_S)
+        return lead(config, folder, problems, engines, stop, heart, _STARTED_S)
 
 
-def plan_and_check(config: Config) -> Plan:
+def plan_and_check(config: Config) -> None:
     """Plan the run and check its inputs, as ``or1 train`` does before it starts ranks."""
     with quick_imports():
         import torch
@@ -113,7 +111,6 @@ def plan_and_check(config: Config) -> Plan:
     check_inputs(config, ranks_per_node(config.parallel.ranks), wait_s=10.0)
     if planned.device == "cuda":  # of the host's memory the ranks hold some already
         check_room(planned)
-    return planned
 
 
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:

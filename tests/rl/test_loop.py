@@ -312,6 +312,29 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
     assert second.loop.result().before == whole.loop.result().before is not None
 
 
+@pytest.mark.parametrize("killed_in", range(2, 7))
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, killed_in: int) -> None:
+    """There is one after each step. Not proven here: that it is whole (checkpoint/test_killed_saves.py)."""
+    whole = World(tmp_path / "whole")
+    whole.loop.run()
+    first = World(tmp_path / "run", every_steps=1)
+    assign, steps = first.loop.assign_advantages, iter(range(1, 7))
+
+    def killed(*arguments: Any) -> Any:
+        if next(steps) == killed_in:
+            raise Killed
+        return assign(*arguments)
+
+    first.loop.assign_advantages = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.loop.run()
+    second = World(tmp_path / "run", every_steps=1, diary=first.diary)
+    assert second.loop.run().finished
+    assert second.diary.resumed_at == [killed_in - 1]
+    compare(second, whole)
+    assert second.loop.saving.saved_at == 6 and (tmp_path / "run/checkpoints/step_000006/manifest.json").is_file()
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("verb", VERBS)
 def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness: int) -> None:

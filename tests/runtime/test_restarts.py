@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from or1_megatron.checkpoint.keeper import newest_saved
+from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import COUNTED, Fault, FaultRecord
 from or1_megatron.runtime.launch import Ended
@@ -47,8 +46,8 @@ def keep_running(root: Path, attempts: Sequence[Attempt], max_restarts: int = 3)
             FaultRecord(root).write(Fault("failed", "rank 0", why))
         return ended
 
-    saved = partial(newest_saved, folder.checkpoints)
-    code = Restarts(folder, max_restarts, saved, [0.0], said.append).run(launch)
+    newest = CheckpointKeeper(folder.checkpoints, keep_last=1, keep_best=False).newest
+    code = Restarts(folder, max_restarts, newest, [0.0], said.append).run(launch)
     return code, count, said
 
 
@@ -127,5 +126,5 @@ def test_a_signal_between_two_attempts_ends_the_run(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        Restarts(folder, 3, lambda: "nothing", [3600.0], say).run(lambda: KILLED)
+        Restarts(folder, 3, lambda: None, [3600.0], say).run(lambda: KILLED)
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -34,11 +34,11 @@ def test_a_run_goes_on_by_itself(
 ) -> None:
     """An engine and the manager are stopped; the manager and rank 1 are killed; rank 0 is stopped, and Ray's head.
 
-    Nothing is on disk when the ranks start again: they go on from memory. Engines draft tokens (ngram) all the while.
+    The ranks go on from their newest checkpoint. Engines draft tokens (ngram) all the while.
     """
     run = tmp_path / "run"
     steps = "stages.1.steps=75"  # enough for the run to go on while the last fault is noticed
-    saves = ["checkpoint.every_steps=100", "checkpoint.keep_best=false"]
+    saves = ["checkpoint.every_steps=1", "checkpoint.keep_best=false"]
     ngram = "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 2}"
     drafts = f"rollout.engine_args.speculative_config={ngram}"
     config = small_config(run)
