@@ -136,7 +136,8 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
-        if not self._open:
+        if not self._open:  # what a predecessor was not told to release, and nobody asked for again
+            self._collected += self._recalled
             self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
         self._collected += [request.seed for request in current.roll_out.requests.values()]

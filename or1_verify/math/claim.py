@@ -11,7 +11,7 @@ import re
 from or1_verify.math.reader.units import LEAD_INS
 
 _PHRASE = re.compile(
-    r"(?:\bthe\s+)?(?:\bfinal\s+|\bcorrect\s+)*\banswer\s*(?:(?:\s+is|\s+equals)\s*[:=]?|[:=])"
+    r"(?:\bthe\s+)?(?:\bfinal\s+|\bcorrect\s+)*\banswer\s*(?:(?:\s+is\b|\s+equals)(?!')\s*[:=]?|[:=])"
     r"|(?:所以|因此|故)?(?:最终|最后|正确)?(?:的)?(?:答案|结果)\s*(?:是|为)?\s*[:：]?|答え\s*[はが]?\s*[:：]?"
     r"|\bla (?:respuesta|réponse)(?: (?:final|finale))?\s*(?:es|est)?\s*:?|\bdie antwort\s*(?:ist|lautet)?\s*:?"
     r"|(?:\bокончательный )?\bответ\s*:",
@@ -37,9 +37,15 @@ def claimed_answer(text: str) -> str | None:
     last = values[-1] if values[-1] is not None else _alone(sentences[-1])
     if values[-1] is None and len(sentences) > 1 and values[-2] == "":  # "Final answer:", and the value a line below
         last = _plain(sentences[-1])
-    if any(value not in (None, "", last) for value in values):
+    claims = [_alone(sentence) if value is None else value for sentence, value in zip(sentences, values, strict=True)]
+    if any(claim not in (None, "", last) and _result(claim) != last for claim in claims):
         return None
     return last or None
+
+
+def _result(claim: str) -> str:
+    """Return what a chain of equations comes to: 42 for ``6*7 = 42``."""
+    return claim.rpartition("=")[2].strip()
 
 
 def _behind_phrase(sentence: str) -> str | None:

@@ -50,6 +50,7 @@ def test_long_prompts_are_dropped_and_counted() -> None:
     template, unusable = ChatTemplate(tokenizer()), UnusableRows()
     made = template.make_prompts(problems, 6, unusable)
     assert [prompt.problem.messages[0].content for prompt in made.prompts] == ["w1", "w1 w2"]
+    assert {prompt.opened for prompt in made.prompts} == {"<think>"}
     assert (made.too_long, made.longest_tokens) == (1, 8)
     none = template.make_prompts(problems, 4, unusable)
     expected = r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"

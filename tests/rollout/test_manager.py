@@ -73,6 +73,20 @@ def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -
     assert report.verifier_retries == 0
 
 
+def test_reasoning_that_the_prompt_opened_must_be_closed(rollouts: RolloutsClient) -> None:
+    """The same responses, never closed, twice: the template has opened the reasoning of the first prompt only."""
+    opened, plain = replace(PROMPTS[0], opened="<think>"), PROMPTS[0]
+    details = []
+    for asked in (opened, plain):
+        rollouts.roll_out([asked], 24, SAMPLING, seed=1)
+        rollouts.wait_decoded()
+        ((group,), _) = rollouts.collect()
+        details.append({verdict.detail for verdict in group.verdicts if verdict.status != "truncated"})
+        rollouts.trained()
+    unclosed = {"the reasoning is never closed"}
+    assert details[0] == unclosed and details[1] and not details[1] & unclosed
+
+
 @dataclass
 class ByValue:
     """A function that goes to an actor as code: this module cannot be imported there."""

@@ -38,6 +38,7 @@ RIGHT = [
     (r"8", r"\lim_{x \to 1} (x+7) = 8"),
     (r"8", r"\det B = 8"),
     (r"8", r"g(g(1)) = 8"),
+    (r"8", "p+q = 5+3 = 8"),
     # choices
     (r"D", r"D: \text{none of these}"),
     (r"D", r"\text{(D) } 12"),
@@ -62,6 +63,10 @@ RIGHT = [
 WRONG = [
     *((r"17", rf"17 \text{{ {words}}}") for words in ("halves", "sevenths", "misses", "is rejected", "squares of it")),
     (r"17", r"\text{the sum of } 17"),
+    (r"7", "the 7th prime"),
+    (r"7", r"7 \text{ quarters}"),
+    (r"12,345,678", "(12, 345, 678)"),
+    (r"345,678", "345, 678"),
     (r"17", "17 doubled"),
     (r"17", r"\text{not} = 17"),
     (r"B", r"\text{B pentagon}"),
@@ -115,6 +120,9 @@ def test_another_answer_is_not_right(gold: str, answer: str) -> None:
         ("The answer is 17?", None),
         ("The answer is 17. Or the answer is 18.", None),
         ("The answer is 17. No, wait.", None),
+        ("The answer isn't 17.", None),
+        ("1. 16\n2. 17", None),
+        ("9 + 8 = 17\n17", "17"),
         ("", None),
     ],
 )

@@ -353,9 +353,9 @@ def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
     if not values and set(answer.operators) == {"="} and isinstance(last, Quantity) and isinstance(gold, Quantity):
         first = answer.sides[0]
         numbers = isinstance(first, Quantity) and is_numeral(gold.tree) and is_numeral(last.tree)
-        named = isinstance(first, Quantity) and len(symbols(first.tree)) > 1 and len(answer.sides) == 2
+        named = isinstance(first, Quantity) and len(symbols(first.tree)) > 1 and _consistent(answer.sides[1:])
         if numbers and (named or _consistent(answer.sides)):
-            return [last]  # a + b = 7, or 3 + 4 = 7, states a number
+            return [last]  # a + b = 7, a + b = 3 + 4 = 7 and 3 + 4 = 7 state a number
     return values
 
 

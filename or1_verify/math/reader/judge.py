@@ -74,7 +74,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
     rename = _renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
-    for gold_groups in _comma_readings(gold):
+    for gold_groups in _gold_readings(gold, answer):
         for answer_groups in _comma_readings(answer):
             try:
                 left = as_rounded(_reading(gold, gold_groups)) if rounding else _reading(gold, gold_groups)
@@ -121,6 +121,14 @@ def _reading(text: str, commas_group: bool) -> Reading:
 
 def _comma_readings(text: str) -> tuple[bool, ...]:
     return (True, False) if re.search(r"\d,\d{3}", text) else (True,)
+
+
+def _gold_readings(gold: str, answer: str) -> tuple[bool, ...]:
+    """Return the same for a gold. A list with blanks does not answer one that is a number in groups of digits."""
+    groups = re.fullmatch(r"\d{1,3}((?:,\d{3})+)", gold.strip().strip("$"))
+    if groups and (len(groups[1]) > 4 or re.search(r"\d,\s+\d", answer)):
+        return (True,)
+    return _comma_readings(gold)
 
 
 def _squeezed(cleaned: str) -> str:
