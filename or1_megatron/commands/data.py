@@ -29,7 +29,6 @@ def build_dataset(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Stop after this step, e.g. decontaminate.")] = None,
 ) -> None:
     """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
     with explained():
@@ -42,7 +41,7 @@ def build_dataset(
         for section in (loaded.difficulty, loaded.judges):
             for model in () if section is None else section.models:
                 _check_model(model)
-        build(loaded, partial(open_sampler, say=_say), _say, until)
+        build(loaded, partial(open_sampler, say=_say), _say)
 
 
 @data.command()
@@ -67,30 +66,6 @@ def why(
                 print("  kept" + (f"; failures in 16: {row.difficulty}" if row.difficulty else ""))
                 if row.notes.get("votes"):
                     print(f"    votes: {json.dumps(row.notes['votes'])}")
-
-
-@data.command()
-def report(
-    folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT,
-    out: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder.")] = None,
-) -> None:
-    """Draw the build as one HTML page: the funnel, the sources, lengths and difficulty."""
-    with explained():
-        from or1_megatron.data.pipeline.page import write_page
-
-        path = out or folder / "report.html"
-        write_page(folder, path)
-        print(path)
-
-
-@data.command()
-def prune(folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT) -> None:
-    """Delete results of steps that the newest build does not use. Models' answers and votes stay."""
-    with explained():
-        from or1_megatron.data.pipeline.build import prune as delete
-
-        for name in delete(folder):
-            print(f"deleted {name}")
 
 
 @data.command()

@@ -23,7 +23,7 @@ from or1_megatron.data.pipeline.difficulty import Difficulty
 from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates
 from or1_megatron.data.pipeline.judges import Judges
-from or1_megatron.data.pipeline.normalise import NAME, normalise
+from or1_megatron.data.pipeline.normalise import normalise
 from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, read_outcomes
 from or1_megatron.data.pipeline.sampling import OpenSampler
@@ -38,30 +38,24 @@ DATASET = "dataset"
 UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
-def build(recipe: Recipe, open_sampler: OpenSampler, say: Say, until: str | None = None) -> None:
-    """Run what has not been run, and write the dataset. With ``until``, stop after that step, without a dataset.
+def build(recipe: Recipe, open_sampler: OpenSampler, say: Say) -> None:
+    """Run what has not been run, and write the dataset.
 
     Raises:
         DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
         SandboxUnavailable: reference solutions or answers of code cannot be run here.
     """
     steps = steps_of(recipe, open_sampler)
-    names = [NAME, *(step.name for step in steps)]
-    if until is not None and until not in names:
-        raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
     recipe.out.mkdir(parents=True, exist_ok=True)
     with _locked(recipe.out):
         done = [normalise(recipe.out, recipe.sources, recipe.unusable, say)]
         for number, step in enumerate([*steps, None]):
-            _write_state(recipe, done, finished=False)
+            _write_state(recipe, done)
             refuse_empty(done[-1])
-            if until == done[-1].step:
-                return
             if step is not None:
                 done.append(run_step(recipe.out, number + 1, step, done[-1], say))
         counts = write_dataset(recipe.out / DATASET, done[-1].paths(recipe.out))
         say("dataset: " + ", ".join(f"{count} {ability}" for ability, count in sorted(counts.items())))
-        _write_state(recipe, done, finished=True)
 
 
 def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
@@ -126,32 +120,20 @@ def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
     return {ability: last + 1 for ability, last in counts.items()}
 
 
-def newest_build(out: Path) -> tuple[bool, list[Manifest]]:
-    """Return whether the newest build in a folder is finished, and its steps in order. Raises DataError without one."""
+def newest_build(out: Path) -> list[Manifest]:
+    """Return the steps of the newest build in a folder, in order. Raises DataError without one."""
     path = out / STATE
     try:
-        state = json.loads(path.read_text())
-        return state["finished"], [Manifest(**step) for step in state["steps"]]
+        return [Manifest(**step) for step in json.loads(path.read_text())["steps"]]
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; expected the folder ('out') of an or1 data build") from None
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: not the state of a build ({error}); run or1 data build again") from None
 
 
-def prune(out: Path) -> list[str]:
-    """Delete the results of steps that the newest build does not use; return their folders' names."""
-    _, steps = newest_build(out)
-    used = {Path(step.folder).name for step in steps}
-    with _locked(out):
-        unused = sorted(folder for folder in (out / "steps").iterdir() if folder.name not in used)
-        for folder in unused:
-            shutil.rmtree(folder)
-    return [folder.name for folder in unused]
-
-
 def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
     """Yield (step, exclusion) of all that the newest build left out, in the order of the steps and of the rows."""
-    for step in newest_build(out)[1]:
+    for step in newest_build(out):
         for outcome in read_outcomes(step.paths(out)):
             if isinstance(outcome, Exclusion):
                 yield step.step, outcome
@@ -159,7 +141,7 @@ def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
 
 def kept(out: Path) -> Iterator[Candidate]:
     """Yield what the newest build kept."""
-    return read_candidates(newest_build(out)[1][-1].paths(out))
+    return read_candidates(newest_build(out)[-1].paths(out))
 
 
 def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
@@ -185,9 +167,8 @@ def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
     return [*(("", row) for row in stayed), *left]
 
 
-def _write_state(recipe: Recipe, done: Sequence[Manifest], finished: bool) -> None:
-    steps = [asdict(manifest) for manifest in done]
-    state = {"finished": finished, "recipe": recipe.model_dump(mode="json"), "steps": steps}
+def _write_state(recipe: Recipe, done: Sequence[Manifest]) -> None:
+    state = {"recipe": recipe.model_dump(mode="json"), "steps": [asdict(manifest) for manifest in done]}
     write_atomically(recipe.out / STATE, json.dumps(state, indent=1).encode(), "the state of the build")
 
 
