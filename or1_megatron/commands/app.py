@@ -17,7 +17,6 @@ from or1_megatron.commands.convert import convert
 from or1_megatron.commands.data import data
 from or1_megatron.commands.doctor import doctor
 from or1_megatron.commands.eval import evaluate
-from or1_megatron.commands.picture import picture
 from or1_megatron.commands.plan import plan
 from or1_megatron.commands.recipes import recipes
 from or1_megatron.commands.replay import replay
@@ -61,7 +60,6 @@ _PLAIN = (
     doctor,
     selftest,
     rollouts,
-    picture,
     report,
 )
 for command in _PLAIN:

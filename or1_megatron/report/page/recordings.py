@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from or1_megatron.report.page.rollout_table import read_table
-from or1_megatron.report.recorded_config import entropy_target, read_config
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.rollout_store import rollout_files
@@ -68,7 +68,8 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 def read_recording(run: Path, label: str) -> Recording:
     """Return the records of a run folder. A rollout file that cannot be read is left out and named in a note."""
     folder, notes = RunFolder(run), list[str]()
-    config = read_config(folder)
+    config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
+    entropy = config.get("algorithm", {}).get("entropy", {})  # another version may have written it
     metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
     files = rollout_files(folder.rollouts)
     rows = read_table(files, notes)
@@ -85,7 +86,7 @@ def read_recording(run: Path, label: str) -> Recording:
         files=files,
         rows=rows,
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
-        entropy_target=entropy_target(config),
+        entropy_target=float(entropy["target"]) if entropy.get("mode") == "adaptive" else None,
         model=None if model is None else Path(model),
         notes=notes,
     )

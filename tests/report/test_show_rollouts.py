@@ -1,18 +1,15 @@
-"""``or1 rollouts`` and the figure of a run, on small real run folders. Not proven here: how the figure looks."""
+"""``or1 rollouts`` on small real run folders."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from report_runs import NASTY, write_run
 from rich.console import Console
 
 from or1_megatron.report.console.rollouts import show_rollouts
-from or1_megatron.report.figures.run_picture import draw_run
 from or1_megatron.runtime.run_folder import RunFolder
 
 
@@ -75,52 +72,3 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
         shown(tmp_path / "fresh")
     with pytest.raises(ValueError, match="status 'rihgt' is not known; expected one of right, wrong"):
         shown(run, status="rihgt")
-
-
-def write_metrics(run: Path, steps: int) -> None:
-    rows: list[dict[str, float | None]] = [{"step": 0, "evaluation/accuracy": 0.3}]
-    for step in range(1, steps + 1):
-        rows.append(
-            {
-                "step": step,
-                "stage/index": int(step > 10),
-                "stage/max_response_tokens": 96 if step <= 10 else 160,
-                "reward/mean": step / 100,
-                "accuracy/all": step / 100,
-                "accuracy/non_truncated": None if step == 3 else 0.5,
-                "entropy/sampled": 0.3,
-                "length/mean": 50.0 + step,
-                "length/p95": 90.0,
-                "truncation/ratio": 0.2,
-            }
-        )
-    rows.append({"step": steps, "evaluation/accuracy": 0.9})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.parametrize("steps", [1, 20])
-def test_the_picture_shows_what_was_measured_and_is_reproducible(run: Path, steps: int) -> None:
-    """Held-out accuracy has two values, and a mark for each of them and in the legend; a stage has a label in each
-    panel."""
-    write_metrics(run, steps)
-    draw_run(run, run / "run.svg")
-    root = ElementTree.parse(run / "run.svg").getroot()
-    texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"target 0.25", "e_k", "held-out", "training, non-truncated", "response length, tokens"} <= set(texts)
-    assert [text.strip() for text in texts].count("T 160") == 4 * (steps == 20)
-    marks = [use for use in root.iter("{http://www.w3.org/2000/svg}use") if "fill: #d9480f" in use.attrib["style"]]
-    assert len(marks) == 3
-    before = (run / "run.svg").read_bytes()
-    draw_run(run, run / "run.svg")
-    assert (run / "run.svg").read_bytes() == before
-
-
-def test_a_picture_of_nothing_is_refused(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
-        draw_run(run, run / "run.svg")
-    (run / "metrics.jsonl").write_text('{"step": 0, "evaluation/accuracy": 0.3}\n')
-    with pytest.raises(ValueError, match="no finished step to draw yet"):
-        draw_run(run, run / "run.svg")
-    with pytest.raises(ValueError, match=r"a name that ends in \.svg was expected"):
-        draw_run(run, run / "run.png")
