@@ -22,11 +22,13 @@ from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.report.page.frame import asset
+from or1_megatron.report.page import run_page
 from or1_megatron.report.page.recordings import labels
 from or1_megatron.report.page.run_page import Written, write_report
 from or1_megatron.report.page.selection import UnknownRollout, choose, named, thinned
 from or1_megatron.report.page.tokens import TokenTexts
+
+WEB = Path(run_page.__file__).with_name("web")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_the_page_is_whole_and_names_the_license_of_what_it_carries(run: Path, t
     code = [(tag, text) for tag, attributes, text in found if attributes.get("type") != "text/plain"]
     assert [tag for tag, _ in code] == ["style", "script"]
     for (_, text), last in zip(code, ("report.css", "main.js"), strict=True):
-        assert text.rstrip().removesuffix("})();").rstrip().endswith(asset(last).rstrip())
+        assert text.rstrip().removesuffix("})();").rstrip().endswith((WEB / last).read_text(encoding="utf-8").rstrip())
         assert "The MIT License (MIT)\n\nCopyright (c) 2022 Leon Sorokin" in text
     assert not any("src" in attributes or "href" in attributes for _, attributes, _ in found)
 
@@ -215,21 +217,12 @@ def test_named_rows_come_once_and_in_order() -> None:
     assert named(rows.astype({"problem": "category"}), ["abc/2", "ab", "abc"]) == [2, 0, 1]
 
 
-def test_the_page_keeps_its_size(run: Path, tmp_path: Path) -> None:
-    """Texts are left out first, the last chosen first, then rows by whole steps. A note says so each time."""
-    page, whole = report([run], tmp_path / "r.html")
-    bare = report([run], tmp_path / "r.html", texts=0)[1].size_bytes
-    limit = (whole.size_bytes + bare) // 2 + 10_000
-    page, fewer = report([run], tmp_path / "r.html", limit_bytes=limit)
-    assert 0 < fewer.texts < 48 and fewer.size_bytes <= limit
-    assert fewer.notes == (f"{48 - fewer.texts} of 48 texts are left out: the page would be over {limit:,} bytes",)
-    assert list(fewer.notes) == unpacked(page, "rows")[0]["notes"]
+def test_a_long_table_lists_whole_steps_and_says_so(run: Path, tmp_path: Path) -> None:
     page, thin = report([run], tmp_path / "r.html", most_rows=24, ids=["p0/1/0"])
     assert (thin.rows, thin.all_rows) == (25, 48)
     assert "25 of 48 responses are listed" in thin.notes[0]
+    assert list(thin.notes) == unpacked(page, "rows")[0]["notes"]
     assert unpacked(page, "head")[0]["runs"][0]["responses"] == 48
-    with pytest.raises(ValueError, match="1 runs take more than 1,000 bytes without a text"):
-        write_report([run], tmp_path / "r.html", limit_bytes=1000)
 
 
 def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from string import Template
 from typing import Any
 
 import pandas as pd
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 
 from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
 from or1_megatron.report.page.embedding import packet
-from or1_megatron.report.page.frame import asset, html_page
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import packets
 from or1_megatron.report.page.rollout_table import WORDS, join
@@ -25,11 +26,11 @@ from or1_megatron.schemas.metrics import METRICS
 
 TEXTS = 200
 """Responses that are chosen to be shown in full."""
-LIMIT_BYTES = 50_000_000
 ROWS = 250_000
 """The most rows of the table of responses; beyond it, steps are left out."""
 
-_STYLES = ("vendor/uplot/uPlot.min.css", "report.css")
+_WEB = files("or1_megatron.report.page") / "web"
+_STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
     *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "main.js"),
@@ -65,7 +66,6 @@ def write_report(
     ids: Sequence[str] = (),
     tokenizer: Path | None = None,
     texts: int = TEXTS,
-    limit_bytes: int = LIMIT_BYTES,
     most_rows: int = ROWS,
 ) -> Written:
     """Draw ``runs`` to ``out``.
@@ -76,7 +76,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: a path is not a run folder.
-        ValueError: nothing is recorded yet, or curves and table alone are larger than ``limit_bytes``.
+        ValueError: nothing is recorded yet.
         UnknownRollout: ``ids`` name a response that is not kept.
     """
     recordings = read_recordings(runs)
@@ -86,26 +86,17 @@ def write_report(
     notes: list[str] = []
     if len(listed) < len(table):
         notes.append(
-            f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step, since the page's size "
-            "is limited. Histograms and the migration of problems count all of them"
+            f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step. Histograms "
+            "and the migration of problems count all of them"
         )
     chosen = list(dict.fromkeys([*wanted, *choose(listed, texts)]))
     packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head = _head_packet(recordings, table)
-    room = limit_bytes - len(_page(recordings, head, _rows_packet(table, listed, chosen, notes), {}).encode()) - 1000
-    if room < 0:
-        raise ValueError(f"{len(recordings)} runs take more than {limit_bytes:,} bytes without a text; name fewer runs")
-    shown = _fitting(packed, chosen, room)
-    if len(shown) < len(chosen):
-        left_out = len(chosen) - len(shown)
-        notes.append(
-            f"{left_out:,} of {len(chosen):,} texts are left out: the page would be over {limit_bytes:,} bytes"
-        )
-    page = _page(recordings, head, _rows_packet(table, listed, list(shown), notes), shown).encode()
+    head, rows = _head_packet(recordings, table), _rows_packet(table, listed, chosen, notes)
+    page = _page(recordings, head, rows, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
-    return Written(len(page), len(listed), len(table), len(shown), said)
+    return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
 def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
@@ -185,24 +176,28 @@ def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None
     return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
-def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> dict[int, str]:
-    """Return the texts that fit into ``room`` bytes, in order of choice."""
-    shown: dict[int, str] = {}
-    for row in order:
-        size = len(packed[row]) + 80  # with its element
-        if size <= room:
-            shown[row] = packed[row]
-            room -= size
-    return shown
-
-
-def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Mapping[int, str]) -> str:
+def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Sequence[str]) -> str:
     named = [recording.label for recording in recordings]
     title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
-    body = asset("report.html").replace("{{title}}", escape(title))
+    body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held("head", head), _held("rows", rows)]
-    late = [_held(f"text-{place}", text) for place, text in enumerate(texts.values())]
-    return html_page(f"or1 report: {title}", body + "".join(data), styles=_STYLES, scripts=_SCRIPTS, late="".join(late))
+    late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]
+    return Template(_asset("frame.html")).substitute(
+        title=escape(f"or1 report: {title}"),
+        style="\n".join(map(_asset, _STYLES)),
+        body=body + "".join(data),
+        script="\n".join(map(_asset, _SCRIPTS)),
+        late="".join(late),
+    )
+
+
+def _asset(name: str) -> str:
+    """Return the text of a file of ``web/``; one of ``vendor/`` begins with its license, as a comment."""
+    text = (_WEB / name).read_text(encoding="utf-8")
+    if not name.startswith("vendor/"):
+        return text
+    license_text = (_WEB / str(PurePosixPath(name).with_name("LICENSE"))).read_text(encoding="utf-8")
+    return f"/*!\n{license_text}\n*/\n{text}"
 
 
 def _held(name: str, content: str) -> str:
