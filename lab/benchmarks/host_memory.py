@@ -102,7 +102,7 @@ ROLES = {  # the estimate's name of a process: what its command line holds; the 
     "engine": r"EngineActor",
     "rollout manager": r"RolloutManager",
     "verifier process": r"or1_megatron\.verify\.",
-    "Ray": r"raylet|gcs_server|ray::|/ray/|reaper",
+    "Ray": r"raylet|gcs_server|ray::|/ray/",
 }
 
 

@@ -1,9 +1,9 @@
 """Ray for one run: a cluster of its own on this machine, or a place in one that runs already.
 
 When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it, and the workers (engines,
-manager, verifiers) follow within about two seconds (measured with Ray 2.60). Ray's two agents would stay for a minute;
-``reaper`` ends them. On a cluster that we attached to, Ray ends the actors of a job whose driver is gone; ``reap_run``
-makes sure at the next start.
+manager, verifiers) follow within about two seconds (measured with Ray 2.60), Ray's two agents within a minute: where the
+run has a launcher, that ends them earlier. On a cluster that we attached to, Ray ends the actors of a job whose driver
+is gone; ``reap_run`` makes sure at the next start.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -48,7 +45,6 @@ _SETTINGS_TYPE = b"\x04"
 
 logger = logging.getLogger(__name__)
 
-_reaper: subprocess.Popen[bytes] | None = None
 _services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
 _asked_s = 0.0  # when they were asked last
 
@@ -100,7 +96,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         options |= {"address": address}
     try:
         with _patient_start() if address is None else contextlib.nullcontext():
-            context = ray.init(**options)
+            ray.init(**options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
             raise RayDidNotStart(
@@ -114,9 +110,7 @@ def start_ray(address: str | None, run_id: str) -> None:
             ) from error
         raise ClusterError(_no_cluster(address, error)) from error
     _find_services()
-    if address is None:
-        _start_reaper(context.address_info["session_dir"])
-    else:
+    if address is not None:
         reap_run(run_id)
 
 
@@ -187,14 +181,9 @@ def _find_services() -> None:
 
 def stop_ray() -> None:
     """Disconnect, and end a cluster that ``start_ray`` started, with all its processes."""
-    global _reaper
     _services.clear()
     if ray.is_initialized():
         ray.shutdown()
-    if _reaper is not None:
-        _reaper.terminate()
-        _reaper.wait()
-        _reaper = None
 
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:
@@ -273,15 +262,4 @@ def _no_cluster(address: str, error: Exception | str) -> str:
     return (
         f"no Ray cluster answers at cluster.ray_address = '{address}': {error}. Start one with 'ray start --head' "
         "(port 6379 unless told otherwise), or leave ray_address empty to run on this machine alone"
-    )
-
-
-def _start_reaper(session: str) -> None:
-    global _reaper
-    _reaper = subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session, str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C goes to the driver
     )

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch.distributed as dist
 from ray.cluster_utils import Cluster
 
 from or1_megatron.config.schema import ClusterConfig, RolloutConfig
 from or1_megatron.parallel import mesh  # noqa: F401  # once, before the ranks are forked
-from or1_megatron.rollout import cluster, reaper
+from or1_megatron.rollout import cluster
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.trainer import placement
 from or1_megatron.trainer.placement import engine_places
@@ -90,10 +91,12 @@ def start_nodes(nodes: list[dict[str, str]]) -> Cluster:
 
 
 def end(nodes: Cluster) -> None:
-    session = Path(nodes.head_node.get_session_dir_path())
+    children = psutil.Process().children(recursive=True)
     nodes.shutdown()
-    for pid in reaper.session_processes(session):  # Ray's agents would stay for another minute
-        os.kill(pid, signal.SIGKILL)
+    for child in children:  # Ray's agents would stay for another minute
+        with suppress(psutil.Error):
+            if __file__ not in child.cmdline():  # no trainer rank
+                child.kill()
 
 
 def seen_by_engines(settings: Settings, places: Any) -> list[dict[str, Any]]:
