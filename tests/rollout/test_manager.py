@@ -84,7 +84,7 @@ def test_reasoning_that_the_prompt_opened_must_be_closed(rollouts: RolloutsClien
         details.append({verdict.detail for verdict in group.verdicts if verdict.status != "truncated"})
         rollouts.trained()
     unclosed = {"the reasoning is never closed"}
-    assert details[0] == unclosed and details[1] and not details[1] & unclosed
+    assert details[0] == unclosed and details[1] - unclosed
 
 
 @dataclass
