@@ -1,9 +1,9 @@
 """Ray for one run: a cluster of its own on this machine, or a place in one that runs already.
 
 When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it, and the workers (engines,
-manager, verifiers) follow within about two seconds (measured with Ray 2.60), Ray's two agents within a minute: where the
-run has a launcher, that ends them earlier. On a cluster that we attached to, Ray ends the actors of a job whose driver
-is gone; ``reap_run`` makes sure at the next start.
+manager, verifiers) follow within about two seconds (measured with Ray 2.60), Ray's two agents within a minute: where
+the run has a launcher, that ends them earlier. On a cluster that we attached to, Ray ends the actors of a job whose
+driver is gone; ``reap_run`` makes sure at the next start.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from or1_megatron.errors import PartLost
@@ -28,13 +30,16 @@ _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
 ASK_EVERY_S = 5.0
 """How often a long wait asks whether Ray lives."""
+_START_PATIENCE_S = 300.0
 START_WAITS = {
-    "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
 """How long Ray waits for its own processes at a start; by default 30 to 60 s, which a busy machine exceeds."""
-_WORKERS = {
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+_SETTINGS = {
+    # One question for a raylet that starts lasts so long; between two we see whether it lives.
+    "RAY_raylet_start_wait_time_s": "2",
     # By default 15: beside any other busy program an engine would get 3% of a core.
     "RAY_worker_niceness": "0",
     # By default Ray starts a worker for each core at once. The engines need others, with an environment of their own.
@@ -86,7 +91,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         "log_to_driver": False,  # an actor's errors come back with its answers; its log is in Ray's session folder
     }
     if address is None:
-        for name, value in (_WORKERS | START_WAITS).items():
+        for name, value in (_SETTINGS | START_WAITS).items():
             os.environ.setdefault(name, value)
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
@@ -116,24 +121,48 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Give Ray's raylet as long as ``START_WAITS``, from now, to register: Ray gives it 30 s, always."""
-    get_node = ray._private.services.get_node
-    deadline = time.monotonic() + float(START_WAITS["RAY_raylet_start_wait_time_s"])
+    """Let ``ray.init`` wait for its own processes while they live, for ``_START_PATIENCE_S`` at most.
+
+    Ray 2.60 gives its raylet 30 s to register, and the raylet ends itself when its agents have not written files with
+    their ports within 15 s (ray-project/ray#65983). So the ports are chosen and written before the agents start.
+    """
+    services, parameters, node = ray._private.services, ray._private.parameter, ray._private.node.Node
+    get_node, start_raylet, ray_params = services.get_node, node.start_raylet, parameters.RayParams
+    deadline = time.monotonic() + _START_PATIENCE_S
+    ports = dict(zip(_AGENT_PORTS, _free_ports(len(_AGENT_PORTS)), strict=True))
+
+    def with_port_files(head: Any, *arguments: Any) -> None:
+        for name, port in ports.items():
+            Path(head.get_session_dir_path(), f"{name}_{head.node_id}").write_text(str(port))
+        start_raylet(head, *arguments)
 
     def registered(gcs_address: str, node_id: str) -> Any:
         while True:
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError:  # it has not registered yet
+                if not _raylet_lives():
+                    raise ChildProcessError("its raylet ended") from None
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(0.2)
 
-    ray._private.services.get_node = registered
+    services.get_node, node.start_raylet = registered, with_port_files
+    parameters.RayParams = lambda **options: ray_params(**options | ports)
     try:
         yield
     finally:
-        ray._private.services.get_node = get_node
+        services.get_node, node.start_raylet, parameters.RayParams = get_node, start_raylet, ray_params
+
+
+def _raylet_lives() -> bool:
+    children = psutil.Process().children()
+    return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
 def check_ray(every_s: float = 0.0) -> None:

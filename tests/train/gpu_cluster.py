@@ -75,7 +75,7 @@ def fork(world: int) -> int:
 
 def start_nodes(nodes: list[dict[str, str]]) -> Cluster:
     """Start a raylet for each node's environment."""
-    os.environ.update(cluster.START_WAITS)
+    os.environ.update(cluster.START_WAITS, RAY_raylet_start_wait_time_s="300")
     started = Cluster()
     for environment in nodes:
         seen = environment.get("CUDA_VISIBLE_DEVICES", environment["PRETENDED_GPUS"])
