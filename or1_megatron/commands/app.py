@@ -73,7 +73,10 @@ app.command(name="eval")(evaluate)
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def verify(context: typer.Context) -> None:
     """Score a file of recorded responses: the command or1-verify."""
-    raise typer.Exit(or1_verify_main(context.args))
+    try:
+        raise typer.Exit(or1_verify_main(context.args))
+    except SystemExit as ended:  # of its --help, or of a wrong option
+        raise typer.Exit(int(ended.code or 0)) from None
 
 
 if __name__ == "__main__":

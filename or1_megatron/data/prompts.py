@@ -18,7 +18,7 @@ from or1_megatron.data.template import ChatTemplate, PromptSet, load_tokenizer
 from or1_megatron.types import Prompt
 from or1_megatron.weights.families import read_hf_config
 from or1_verify.problems.problem import no_verifier
-from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 from or1_verify.types import Problem, Verifier
 from or1_verify.verifiers import build_verifiers, known_abilities
@@ -58,17 +58,17 @@ def read_problems(config: Config) -> ProblemSets:
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
 
-    def read(path: Path, split: str | None) -> list[Problem]:
+    def read(path: Path, split: str | None, columns: Mapping[str, str]) -> list[Problem]:
         usable = []
-        for problem in load_problems(path, split, unusable):
+        for problem in load_problems(path, split, unusable, columns=columns):
             if problem.ability in known:
                 usable.append(problem)
             else:
                 unusable.add(no_verifier(problem, known))
         return usable
 
-    train = [read(source.path, source.split) for source in config.data.train]
-    held_out = [read(source.path, source.split) for source in config.evaluate.data]
+    train = [read(source.path, source.split, source.columns) for source in config.data.train]
+    held_out = [read(source.path, source.split, source.columns) for source in config.evaluate.data]
     abilities = {problem.ability for problems in (*train, *held_out) for problem in problems}
     sets = ProblemSets(train, held_out, unusable, build_verifiers(config.verify, abilities))
     if unusable and config.data.unusable == "refuse":
@@ -95,7 +95,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
         train = [filter_by_difficulty(problems, data.difficulty_model, unusable) for problems in train]
     trained = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in train]
     evaluated = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in held_out]
-    _drop_repeated(trained, unusable)
+    _drop_repeated(trained)
     unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
     sources, by_title = [], {}
     for made, source in zip(trained, data.train, strict=True):
@@ -132,16 +132,17 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
             )
 
 
-def _drop_repeated(sources: Sequence[PromptSet], unusable: UnusableRows) -> None:
-    """Take out the prompts whose problem an earlier source has; they are ``unusable``."""
-    origin_of: dict[str, str] = {}
+def _drop_repeated(sources: Sequence[PromptSet]) -> None:
+    """Take out the prompts whose problem an earlier source has."""
+    seen: set[str] = set()
     for source in sources:
-        own = {prompt.problem.id: prompt.problem.origin for prompt in source.prompts}
-        for problem in own.keys() & origin_of.keys():
-            detail = f"the same problem as {origin_of[problem]}; expected it in one source only"
-            unusable.add(RowError(own[problem], "the same problem in an earlier source", detail))
-        source.prompts[:] = [prompt for prompt in source.prompts if prompt.problem.id not in origin_of]
-        origin_of |= own
+        own = [prompt for prompt in source.prompts if prompt.problem.id not in seen]
+        if repeated := len(source.prompts) - len(own):
+            log.warning(
+                "%d problems of the source of %s are in an earlier source and were left out", repeated, source.first
+            )
+        source.prompts[:] = own
+        seen |= {prompt.problem.id for prompt in own}
 
 
 def _warn_of_leaks(sources: Sequence[PromptSource], evaluated: Sequence[Prompt]) -> None:
