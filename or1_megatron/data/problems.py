@@ -41,7 +41,7 @@ def load_problems(
     split: str | None = None,
     unusable: UnusableRows | None = None,
     subset: str | None = None,
-    columns: Mapping[str, str] = {},
+    columns: Mapping[Any, str] = {},
 ) -> list[Problem]:
     """Read all problems of a file (``SUFFIXES``), a folder of them, or a set on the hub, in their order.
 
@@ -90,7 +90,7 @@ def load_problems(
     return list(problems.values())
 
 
-def choose_columns(raw: Any, columns: Mapping[str, str], origin: str) -> Any:
+def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
     """Return {prompt, answer, ability, source} of a row, from the columns of these names (``a.b``: b inside of a).
 
     Where the row has no column for ``ability`` or ``source``, the name itself is the value, as in ability: code.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from or1_megatron.config.schema import Config
+from or1_megatron.config.stages import ProblemSetConfig
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.stream import PromptSource
 from or1_megatron.data.template import ChatTemplate, PromptSet, load_tokenizer
@@ -58,17 +58,17 @@ def read_problems(config: Config) -> ProblemSets:
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
 
-    def read(path: Path, split: str | None, columns: Mapping[str, str]) -> list[Problem]:
+    def read(source: ProblemSetConfig) -> list[Problem]:
         usable = []
-        for problem in load_problems(path, split, unusable, columns=columns):
+        for problem in load_problems(source.path, source.split, unusable, columns=source.columns):
             if problem.ability in known:
                 usable.append(problem)
             else:
                 unusable.add(no_verifier(problem, known))
         return usable
 
-    train = [read(source.path, source.split, source.columns) for source in config.data.train]
-    held_out = [read(source.path, source.split, source.columns) for source in config.evaluate.data]
+    train = [read(source) for source in config.data.train]
+    held_out = [read(source) for source in config.evaluate.data]
     abilities = {problem.ability for problems in (*train, *held_out) for problem in problems}
     sets = ProblemSets(train, held_out, unusable, build_verifiers(config.verify, abilities))
     if unusable and config.data.unusable == "refuse":

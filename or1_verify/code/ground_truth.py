@@ -45,10 +45,8 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
         if decoded.get("checker") is not None:
             raise ValueError("tolerance: found beside checker; expected it inside: {kind: float, tolerance: ...}")
         decoded["checker"] = {"kind": "float", "tolerance": decoded["tolerance"]}
-    if isinstance(program := decoded.get("functional"), str):  # code-r1: a program that ends in check(entry point)
-        test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
-        tests = {"entry_point": entry.strip(), "import_prefix": "", "test_code": test} if call else {}
-        decoded |= tests or {"assert_case": [program]}
+    if isinstance(decoded.get("functional"), str):
+        decoded |= _of_code_r1(decoded["functional"])
     limits = _limits(decoded.get("limits"))
     if "test_code" in decoded:
         _no_checker(decoded)
@@ -69,6 +67,14 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if not isinstance(starter, str):
         raise ValueError(f"starter_code: found {starter!r:.100}, expected source")
     return CodeTests(tests, checker, starter=starter, limits=limits)
+
+
+def _of_code_r1(program: str) -> dict[str, Any]:
+    """Return the tests of code-r1's ``functional``: a program that ends in check(entry point), or assertions."""
+    test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
+    if not call:
+        return {"assert_case": [program]}
+    return {"entry_point": entry.strip(), "import_prefix": "", "test_code": test}
 
 
 def _limits(value: Any) -> RowLimits:
