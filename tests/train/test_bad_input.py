@@ -73,8 +73,8 @@ def cut(model: Path) -> str:
 
 
 def no_header(model: Path) -> str:
-    (model / "model.safetensors").write_bytes(b"version https://git-lfs")
-    return r"model\.safetensors is no safetensors file, or cut: 23 bytes"
+    (model / "model.safetensors").write_bytes(b"{} and no header")
+    return r"model\.safetensors is no safetensors file, or cut: 16 bytes"
 
 
 def wrong_shape(model: Path) -> str:
