@@ -36,9 +36,9 @@ _ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})  # testlib's: wrong, b
 class CheckerFailed(Or1Error):
     """The checker itself gave no verdict, which says nothing about the submission."""
 
-
-class _CheckerStopped(CheckerFailed):
-    """The checker met a limit of its sandbox."""
+    def __init__(self, words: str, result: SandboxResult | None = None) -> None:
+        super().__init__(words if result is None else f"{words}: {result.failure}")
+        self.met_a_limit = result is not None and result.ending != "exited"
 
 
 class CheckerPrograms:
@@ -66,15 +66,16 @@ class CheckerPrograms:
         """Whether the checker accepts the output, which is bytes, or a call's result, encoded. Raises CheckerFailed."""
         try:
             return self._accepts(checker, given, output, expected)
-        except _CheckerStopped:
-            in_its_place = expected.encode() if isinstance(output, bytes) else encode(expected)
-            try:
-                self._accepts(checker, given, in_its_place, expected)
-            except _CheckerStopped:
+        except CheckerFailed as failed:
+            if not failed.met_a_limit:
                 raise
-            except CheckerFailed:  # in time, which is all that is asked
-                pass
-            return False
+        in_its_place = expected.encode() if isinstance(output, bytes) else encode(expected)
+        try:
+            self._accepts(checker, given, in_its_place, expected)
+        except CheckerFailed as failed:
+            if failed.met_a_limit:
+                raise
+        return False  # the checker copes with that in time, which is all that is asked
 
     def _accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
         if checker.kind == "python":
@@ -93,14 +94,14 @@ class CheckerPrograms:
         result = self._sandbox.run(program)
         if result.ending == "exited" and result.exit_status in _ACCEPTS | _REFUSES:
             return result.exit_status in _ACCEPTS
-        raise _failed(result)(f"the testlib checker failed: {result.failure}")
+        raise CheckerFailed("the testlib checker failed", result)
 
     def _python(self, source: str, arguments: str) -> bool:
         result = self._sandbox.run(_CHECKER_RUNNER, json.dumps([source, arguments]).encode())
         try:
             answer = json.loads(result.output)
         except ValueError:
-            raise _failed(result)(f"the python checker gave no answer: {result.failure}") from None
+            raise CheckerFailed("the python checker gave no answer", result) from None
         if "broken" in answer:
             raise CheckerFailed(f"the python checker is broken: {answer['broken']}")
         return bool(answer["accepted"])
@@ -148,10 +149,6 @@ class CheckerPrograms:
         if not result.succeeded:
             raise ValueError(f"checker testlib: does not compile: {result.failure}: {result.errors.strip()[-1000:]}")
         return result.output
-
-
-def _failed(result: SandboxResult) -> type[CheckerFailed]:
-    return CheckerFailed if result.ending == "exited" else _CheckerStopped
 
 
 def _write(path: Path, content: bytes) -> None:

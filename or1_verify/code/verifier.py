@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import re
 import time
+from functools import lru_cache
 
 from or1_verify.answer import after_reasoning
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_verify.code.ground_truth import parse_code_tests
 from or1_verify.code.run_tests import CodeRun, TestOutcome
-from or1_verify.code.tests import CodeTests
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 from or1_verify.types import Problem, Verdict, VerdictStatus
@@ -40,7 +40,7 @@ class CodeVerifier:
         self._checkers = CheckerPrograms(self._sandbox, config.checker_headers)
         self._run = CodeRun(self._sandbox, self._checkers, config.budget_s)
         self._early_stop = config.early_stop
-        self._tests: tuple[str, CodeTests] | None = None
+        self._tests_of = lru_cache(maxsize=1)(parse_code_tests)  # a group's responses come in a row
 
     def start(self) -> None:
         """Do nothing: each program starts in a sandbox of its own."""
@@ -68,7 +68,7 @@ class CodeVerifier:
         broken = _syntax_error(source)
         if broken:
             return verdict("wrong", source, broken)
-        tests = self._tests_of(problem)
+        tests = self._tests_of(problem.ground_truth)
         outcomes: list[TestOutcome] = []
         try:
             for outcome in self._run.outcomes(tests, source):
@@ -85,11 +85,6 @@ class CodeVerifier:
     def close(self) -> None:
         """Close the sandbox."""
         self._sandbox.close()
-
-    def _tests_of(self, problem: Problem) -> CodeTests:
-        if self._tests is None or self._tests[0] != problem.ground_truth:
-            self._tests = (problem.ground_truth, parse_code_tests(problem.ground_truth))
-        return self._tests[1]
 
 
 def describe(outcomes: list[TestOutcome], tests: int) -> str:

@@ -3,15 +3,15 @@ r"""The child processes that judge answers for ``MathVerifier``. Nothing else im
 ``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` judges
 as the released code does, by Math-Verify.
 
-Requests are ``{"op": "verify", "golds": [...], "answer": ..., "rounding": bool}``, and for the released
-code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
+Requests are ``{"golds": [...], "answer": ..., "rounding": bool}``, and for Math-Verify ``{"golds": [...], "answer":
+text}``.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +25,10 @@ _CHILD_MEMORY_BYTES = 4 << 30
 
 def _ready() -> Callable[[dict[str, Any]], dict[str, Any]]:
     logging.disable(logging.CRITICAL)
-    if sys.argv[1] == "math_verify":
-        _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
-    return lambda request: _OPERATIONS[request["op"]](request)
+    if sys.argv[1] != "math_verify":
+        return _verify
+    _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
+    return _verify_as_released
 
 
 def _said(status: VerdictStatus, answer: str, detail: str) -> dict[str, Any]:
@@ -96,12 +97,6 @@ def _parse(text: str) -> Sequence[Any]:
 def _text_of(extracted: Sequence[Any]) -> str:
     """Return the string form, which Math-Verify puts last; "" when it extracted nothing."""
     return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
-
-
-_OPERATIONS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "verify": _verify,
-    "released": _verify_as_released,
-}
 
 
 if __name__ == "__main__":

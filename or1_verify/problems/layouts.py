@@ -59,7 +59,7 @@ class Published:
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
     """Return the layout that has such columns; None when no known layout has them."""
     names = columns.keys()
-    return next((layout for layout, telling in _TELLING if telling <= names), None)
+    return next((layout for layout, (telling, _) in _LAYOUTS.items() if telling <= names), None)
 
 
 def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
@@ -71,13 +71,11 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
     if layout == "auto":
         detected = detect_layout(row)
         if detected is None:
-            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
+            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, (telling, _) in _LAYOUTS.items())
             detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
             raise RowError(origin, "columns of no known layout", detail)
         layout = detected
-    if layout in ("skywork", "plain"):
-        return _own_layout(row, origin)
-    return _READERS[layout](Columns(row, layout, origin))
+    return _LAYOUTS[layout][1](Columns(row, layout, origin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +157,16 @@ def _some(*solutions: str) -> tuple[str, ...]:
     return tuple(solution for solution in solutions if solution)
 
 
-def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
-    row = parse_row(dict(raw), origin)
+def _own_layout(columns: Columns) -> Published:
+    row = parse_row(dict(columns.row), columns.origin, default_source="")
     if len(row.messages) != 1 or row.messages[0].role != "user":
         roles = [message.role for message in row.messages]
-        raise RowError(
-            origin,
-            "field 'prompt' is not one user message",
-            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
-        )
-    solution = Columns(raw, "skywork", origin).optional("solution")
-    statement, source = row.messages[0].content, row.source or ""
-    return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
+        fault = "field 'prompt' is not one user message"
+        detail = f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message"
+        raise RowError(columns.origin, fault, detail)
+    solutions = _some(columns.optional("solution"))
+    statement = row.messages[0].content
+    return Published(row.ability, statement, row.ground_truth, row.source, "", solutions, row.difficulty)
 
 
 def _numinamath(row: Columns) -> Published:
@@ -295,35 +291,20 @@ def _mbpp(row: Columns) -> Published:
     )
 
 
-_READERS: Mapping[str, Callable[[Columns], Published]] = {
-    "numinamath": _numinamath,
-    "deepscaler": _problem_answer,
-    "still3": _still3,
-    "omni_math": _omni_math,
-    "taco": _taco,
-    "leetcode": _leetcode,
-    "aime": _problem_answer,
-    "livecodebench": _livecodebench,
-    "humaneval": _humaneval,
-    "mbpp": _mbpp,
-    "olympiadbench": _olympiadbench,
-    "math": _math,
+_LAYOUTS: Mapping[LayoutName, tuple[frozenset[str], Callable[[Columns], Published]]] = {
+    "skywork": (frozenset({"data_source", "prompt", "reward_model"}), _own_layout),
+    "livecodebench": (frozenset({"question_content", "public_test_cases"}), _livecodebench),
+    "humaneval": (frozenset({"prompt", "canonical_solution", "test"}), _humaneval),
+    "mbpp": (frozenset({"task_id", "test_list"}), _mbpp),
+    "olympiadbench": (frozenset({"question", "final_answer"}), _olympiadbench),
+    "leetcode": (frozenset({"problem_description", "entry_point", "test"}), _leetcode),
+    "taco": (frozenset({"question", "input_output"}), _taco),
+    "numinamath": (frozenset({"problem", "question_type", "answer"}), _numinamath),
+    "omni_math": (frozenset({"problem", "domain", "answer"}), _omni_math),
+    "plain": (frozenset({"prompt", "answer"}), _own_layout),
+    "aime": (frozenset({"Problem", "Answer"}), _problem_answer),
+    "deepscaler": (frozenset({"problem", "answer"}), _problem_answer),
+    "still3": (frozenset({"question", "answer"}), _still3),
+    "math": (frozenset({"problem", "solution"}), _math),
 }
-
-_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
-    ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
-    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
-    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
-    ("mbpp", frozenset({"task_id", "test_list"})),
-    ("olympiadbench", frozenset({"question", "final_answer"})),
-    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
-    ("taco", frozenset({"question", "input_output"})),
-    ("numinamath", frozenset({"problem", "question_type", "answer"})),
-    ("omni_math", frozenset({"problem", "domain", "answer"})),
-    ("plain", frozenset({"prompt", "answer"})),
-    ("aime", frozenset({"Problem", "Answer"})),
-    ("deepscaler", frozenset({"problem", "answer"})),
-    ("still3", frozenset({"question", "answer"})),
-    ("math", frozenset({"problem", "solution"})),
-)
-"""The columns that tell a layout, the most particular first."""
+"""The columns that tell a layout, and what reads its rows; the most particular layout first."""

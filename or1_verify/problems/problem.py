@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from or1_verify.problems.layouts import detect_layout, read_published
-from or1_verify.problems.rows import RowError, parse_row, shown
+from or1_verify.problems.rows import RowError, parse_row, problem_id, shown
 from or1_verify.types import Message, Problem, Verifier
-
-_ID_HEX_DIGITS = 16
 
 
 def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
@@ -23,11 +19,9 @@ def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
     layout = detect_layout(raw) if isinstance(raw, dict) else None
     if layout not in (None, "skywork", "plain"):
         return _of_another_layout(raw, origin, default_source)
-    row = parse_row(raw, origin)
-    _check_is_json(row.ground_truth, row.truth_field, origin)
-    source = row.source or default_source
-    problem = problem_id(source, row.messages)
-    return Problem(problem, source, row.ability, row.messages, row.ground_truth, row.difficulty, origin)
+    problem = parse_row(raw, origin, default_source)
+    _check_is_json(problem.ground_truth, "reward_model.ground_truth" if "reward_model" in raw else "answer", origin)
+    return problem
 
 
 def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
@@ -50,12 +44,6 @@ def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
     )
 
 
-def problem_id(source: str, messages: Sequence[Message]) -> str:
-    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
-    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
-
-
 def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
     row = read_published(raw, "auto", origin)
     for what, value in (("statement", row.statement), ("answer or tests", row.ground_truth)):
@@ -70,20 +58,15 @@ def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
 
 
 def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
-    fault = f"field '{field}' is not the JSON of a list or an object"
     try:
         decoded = from_json(ground_truth, allow_inf_nan=False)
+        fault = "" if isinstance(decoded, list | dict) else f"found the JSON of a {type(decoded).__name__}"
     except ValueError as error:
+        fault = f"not JSON ({error})"
+    if fault:
         raise RowError(
             origin,
-            fault,
-            f"field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
-            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests',
-        ) from None
-    if not isinstance(decoded, list | dict):
-        raise RowError(
-            origin,
-            fault,
-            f"field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
-            'expected that of a list of answers, such as ["15625"], or of an object of tests',
+            f"field '{field}' is not the JSON of a list or an object",
+            f"field '{field}': {fault}, found {shown(ground_truth)}; expected a string that holds a JSON list of "
+            'answers, such as ["15625"], or the JSON object of a code problem\'s tests',
         )

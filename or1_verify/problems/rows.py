@@ -8,16 +8,16 @@ answers, or one answer as it is, as in Skywork-OR1's own evaluation files. Plain
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from or1_verify.errors import UserError
-from or1_verify.types import Message
+from or1_verify.types import Message, Problem
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
@@ -26,6 +26,7 @@ DIFFICULTY_TRIES = 16
 
 _SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _SHOWN_CHARS = 120
+_ID_HEX_DIGITS = 16
 
 
 class DataError(UserError, ValueError):
@@ -42,18 +43,6 @@ class RowError(DataError):
     def at(self, origin: str) -> RowError:
         """Return the same fault of another row."""
         return RowError(origin, self.reason, self._detail)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRow:
-    """A row of either schema. ``source`` is None where a plain row names none."""
-
-    source: str | None
-    messages: tuple[Message, ...]
-    ability: str
-    ground_truth: str
-    truth_field: str
-    difficulty: Mapping[str, int]
 
 
 class _StrictModel(BaseModel):
@@ -83,13 +72,14 @@ class _SkyworkRow(_StrictModel):
     reward_model: _RewardModel
     extra_info: _ExtraInfo
 
-    def parsed(self, origin: str) -> ParsedRow:
+    def problem(self, origin: str, _: str) -> Problem:
         measured = self.extra_info.model_difficulty or {}
         difficulty = {model: failures for model, failures in measured.items() if failures is not None}
-        truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
+        truth, messages = self.reward_model.ground_truth, _messages(self.prompt)
         if self.ability == "math":
             truth = _listed(truth)
-        return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
+        name = problem_id(self.data_source, messages)
+        return Problem(name, self.data_source, self.ability, messages, truth, difficulty, origin)
 
 
 class _PlainRow(_StrictModel):
@@ -98,7 +88,7 @@ class _PlainRow(_StrictModel):
     ability: NonEmpty = "math"
     source: NonEmpty | None = None
 
-    def parsed(self, origin: str) -> ParsedRow:
+    def problem(self, origin: str, default_source: str) -> Problem:
         """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
         messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
         if self.ability == "math":
@@ -109,11 +99,18 @@ class _PlainRow(_StrictModel):
         else:
             expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
             raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
-        return ParsedRow(self.source, messages, self.ability, truth, "answer", {})
+        source = self.source or default_source
+        return Problem(problem_id(source, messages), source, self.ability, messages, truth, {}, origin)
 
 
-def parse_row(raw: Any, origin: str) -> ParsedRow:
-    """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+def problem_id(source: str, messages: Sequence[Message]) -> str:
+    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
+
+
+def parse_row(raw: Any, origin: str, default_source: str) -> Problem:
+    """Validate one decoded row; ``origin`` is ``file:line``. A plain row may name no source. Raises RowError."""
     if not isinstance(raw, dict):
         raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
     schema = _PlainRow if "answer" in raw and "reward_model" not in raw else _SkyworkRow
@@ -121,7 +118,7 @@ def parse_row(raw: Any, origin: str) -> ParsedRow:
         row = schema.model_validate(raw)
     except ValidationError as error:
         raise _explained(error, raw, origin) from None
-    return row.parsed(origin)
+    return row.problem(origin, default_source)
 
 
 def published_row(

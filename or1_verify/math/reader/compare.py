@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
+from or1_verify.math.reader.equality import canonical, fraction, proportional, same
 from or1_verify.math.reader.families import same_family
 from or1_verify.math.reader.numerals import is_numeral
 from or1_verify.math.reader.quantity import Quantity
@@ -42,8 +43,8 @@ from or1_verify.math.reader.records import (
 from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
+from or1_verify.math.reader.tree import Node, number_node, symbols
+from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")

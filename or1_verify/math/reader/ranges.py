@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from or1_verify.math.reader.equality import same
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import (
     Dots,
@@ -17,8 +18,8 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.value import operations, rational, real, same, symbols
+from or1_verify.math.reader.tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))

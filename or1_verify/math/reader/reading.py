@@ -13,6 +13,7 @@ from functools import partial
 from or1_verify.math.reader.brackets import depths, spelling, split
 from or1_verify.math.reader.conditions import with_conditions
 from or1_verify.math.reader.declarations import ORDERS, split_off
+from or1_verify.math.reader.equality import same
 from or1_verify.math.reader.expression import parse
 from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
 from or1_verify.math.reader.records import (
@@ -34,9 +35,8 @@ from or1_verify.math.reader.records import (
     Words,
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
-from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.units import HEDGES, JOINERS, KNOWN_WORDS
-from or1_verify.math.reader.value import same, symbols
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")

@@ -60,47 +60,16 @@ _STYLE_MACROS = (
     *("blacksquare", "checkmark", "therefore", "qed"),
 )
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
-_SPELLINGS = {
-    name: spelling
-    for spelling, names in {
-        "frac": "dfrac tfrac cfrac",
-        "binom": "dbinom tbinom",
-        "le": "leq leqslant",
-        "ge": "geq geqslant",
-        "ne": "neq",
-        "ldots": "dots dotsc cdots",
-        "emptyset": "varnothing",
-        "{": "lbrace",
-        "}": "rbrace",
-        "|": "lvert rvert vert mid",
-        ":": "colon ratio",
-        "circ": "degree",
-        "<": "lt",
-        ">": "gt",
-        "wedge": "land",
-        "vee": "lor",
-        "vec": "overrightarrow",
-        "[": "lbrack",
-        "]": "rbrack",
-        "csc": "cosec",
-        "setminus": "backslash smallsetminus",
-        "tan": "tg",
-        "cot": "ctg",
-        "arctan": "arctg",
-        "cup": "bigcup",
-        "theta": "vartheta",
-        "phi": "varphi",
-        "epsilon": "varepsilon",
-        "'": "prime",
-        "mathbb": "Bbb",
-        "*": "ast",
-        "cdot": "bullet",
-        "to": "longrightarrow rightarrow",
-        "not": "lnot neg",
-        "approx": "thickapprox simeq",
-    }.items()
-    for name in names.split()
-}
+_SAME = (
+    "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
+    "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
+    "circ degree; < lt; > gt; wedge land; vee lor; vec overrightarrow; [ lbrack; ] rbrack; csc cosec; "
+    "setminus backslash smallsetminus; tan tg; cot ctg; arctan arctg; cup bigcup; theta vartheta; phi varphi; "
+    "epsilon varepsilon; ' prime; mathbb Bbb; * ast; cdot bullet; to longrightarrow rightarrow; not lnot neg; "
+    "approx thickapprox simeq"
+)
+_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _SAME.split(";")) for name in names}
+"""The one spelling of a macro by its others."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
