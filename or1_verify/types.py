@@ -63,6 +63,7 @@ class Verifier(Protocol):
 
     def start(self) -> None:
         """Start what verdicts need, in the background. Without this call the first verdicts start it."""
+        return
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""

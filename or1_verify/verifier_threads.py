@@ -40,15 +40,6 @@ class VerifierThreads:
                 for verifier in borrowed.enter_context(self.borrowed()).values():
                     verifier.start()
 
-    def check(self, problem: Problem) -> str:
-        """Return why the ground truth cannot be used; "" when it can. Runs on the calling thread."""
-        with self.borrowed() as verifiers:
-            try:
-                verifiers[problem.ability].check_ground_truth(problem)
-            except ValueError as error:
-                return str(error)
-        return ""
-
     def verdict(self, problem: Problem, response: str, truncated: bool = False) -> Future[Verdict]:
         """Judge a response on one of the threads."""
         return self._threads.submit(self.verify, problem, response, truncated)

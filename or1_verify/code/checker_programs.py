@@ -7,8 +7,6 @@ output, if it copes with the expected one in its place; else it failed.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import os
@@ -107,11 +105,6 @@ class CheckerPrograms:
         return bool(answer["accepted"])
 
     def _binary(self, checker: Checker) -> bytes:
-        if "binary" in checker.parameters:
-            try:
-                return base64.b64decode(checker.parameters["binary"], validate=True)
-            except binascii.Error as error:
-                raise ValueError(f"checker testlib: binary: not base64 ({error})") from None
         source, files = checker.parameters["source"], self._files(checker)
         identity = json.dumps([source, files, _COMPILE, platform.machine()], sort_keys=True)
         name = hashlib.sha256(identity.encode()).hexdigest()
@@ -136,9 +129,7 @@ class CheckerPrograms:
 
     def _compile(self, source: str, files: Mapping[str, str]) -> bytes:
         if shutil.which("g++") is None:
-            raise ValueError(
-                "checker testlib: no g++ on PATH to compile it; install it, or give the checker's 'binary'"
-            )
+            raise ValueError("checker testlib: no g++ on PATH to compile it; install it")
         texts = {**files, "checker.cpp": source}
         program = Program(
             {name: text.encode() for name, text in texts.items()},

@@ -52,13 +52,11 @@ def parse_checker(value: Any, calls: bool) -> Checker:
         number = parameters.get(name, 1.0)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ValueError(f"checker {kind}: {name}: found {number!r:.100}, expected a number of at least 0")
-    for name, wanted in (("source", str), ("binary", str), ("files", dict)):
+    for name, wanted in (("source", str), ("files", dict)):
         if not isinstance(parameters.get(name, wanted()), wanted):
             raise ValueError(f"checker {kind}: {name}: expected a {wanted.__name__}")
-    if kind == "python" and not parameters.get("source"):
-        raise ValueError("checker python: expected its 'source'")
-    if kind == "testlib" and len({"source", "binary"} & set(parameters)) != 1:
-        raise ValueError("checker testlib: expected its 'source' or its 'binary', one of the two")
+    if kind in PROGRAM_KINDS and not parameters.get("source"):
+        raise ValueError(f"checker {kind}: expected its 'source'")
     of = parse_checker(named.get("of"), calls) if kind == "any_of" else None
     if of is not None and (of.is_program or of.kind == "any_of"):
         raise ValueError(f"checker any_of: of: found {of.kind!r}, expected a checker that compares by itself")
@@ -218,5 +216,5 @@ _CALL_CHECKS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
 _PARAMETERS: Mapping[str, frozenset[str]] = {
     "float": frozenset({"tolerance", "absolute", "relative"}),
     "python": frozenset({"source"}),
-    "testlib": frozenset({"source", "binary", "files"}),
+    "testlib": frozenset({"source", "files"}),
 }

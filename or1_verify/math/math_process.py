@@ -43,12 +43,11 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
     how = ""
     for gold in golds:
         try:
-            judgement = judge(gold, text, request["rounding"])
+            right, how = judge(gold, text, request["rounding"])
         except (Unreadable, RecursionError):
             how = "the answer cannot be read as what the gold is"
             continue
-        how = judgement.how
-        if judgement.right:
+        if right:
             return _said("right", text, how)
     if not any(map(is_readable, golds)):
         if "".join(text.split()) in ("".join(gold.split()) for gold in golds):
@@ -67,7 +66,7 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
     extracted = _parse(request["answer"])
     if len(extracted) < 2:
         return _said("no_answer", "", "Math-Verify found no answer in the text")
-    answer = _text_of(extracted) or str(extracted[-1])
+    answer = str(extracted[-1]).strip()  # Math-Verify puts the text last
     if extracted[1] in request["golds"]:
         return _said("right", answer, "the same text, by Math-Verify's extraction")
     for gold in request["golds"]:
@@ -92,11 +91,6 @@ def _parse(text: str) -> Sequence[Any]:
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))  # None: no time-out, see _verify
-
-
-def _text_of(extracted: Sequence[Any]) -> str:
-    """Return the string form, which Math-Verify puts last; "" when it extracted nothing."""
-    return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
 
 
 if __name__ == "__main__":

@@ -149,12 +149,19 @@ class Columns:
         return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
 
 
-def _golds(answer: str) -> str:
-    return json.dumps([answer], ensure_ascii=False) if answer else ""
-
-
 def _some(*solutions: str) -> tuple[str, ...]:
-    return tuple(solution for solution in solutions if solution)
+    return tuple(filter(None, solutions))
+
+
+def _math_row(statement: str, gold: str, *solutions: str, **more: Any) -> Published:
+    truth = json.dumps([gold], ensure_ascii=False) if gold else ""
+    return Published("math", statement, truth, solutions=_some(*solutions), **more)
+
+
+def _code_row(statement: str, truth: Mapping[str, Any] | None, *solutions: str, **more: Any) -> Published:
+    """Return a row whose tests are in ``truth``; None: it has none."""
+    text = json.dumps(truth, ensure_ascii=False) if truth else ""
+    return Published("code", statement, text, solutions=_some(*solutions), **more)
 
 
 def _own_layout(columns: Columns) -> Published:
@@ -164,8 +171,8 @@ def _own_layout(columns: Columns) -> Published:
         fault = "field 'prompt' is not one user message"
         detail = f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message"
         raise RowError(columns.origin, fault, detail)
-    solutions = _some(columns.optional("solution"))
     statement = row.messages[0].content
+    solutions = _some(columns.optional("solution"))
     return Published(row.ability, statement, row.ground_truth, row.source, "", solutions, row.difficulty)
 
 
@@ -176,9 +183,8 @@ def _numinamath(row: Columns) -> Published:
 
 
 def _problem_answer(row: Columns) -> Published:
-    statement = row.text("problem", "Problem", "question")
     solution = row.optional("solution") or row.optional("Solution")
-    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
+    return _math_row(row.text("problem", "Problem", "question"), row.answer("answer", "Answer"), solution)
 
 
 def _math(row: Columns) -> Published:
@@ -186,17 +192,15 @@ def _math(row: Columns) -> Published:
 
 
 def _solved(row: Columns, gold: str, **more: Any) -> Published:
-    return Published("math", row.text("problem"), _golds(gold), solutions=_some(row.text("solution")), **more)
+    return _math_row(row.text("problem"), gold, row.text("solution"), **more)
 
 
 def _still3(row: Columns) -> Published:
     """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
     solution, marked, gold = row.answer("answer").rpartition("####")
     if not marked:
-        return Published("math", row.text("question"), _golds(gold))
-    return Published(
-        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
-    )
+        return _math_row(row.text("question"), gold)
+    return _math_row(row.text("question"), gold.strip().replace(",", ""), solution.strip())
 
 
 def _olympiadbench(row: Columns) -> Published:
@@ -204,13 +208,8 @@ def _olympiadbench(row: Columns) -> Published:
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
     golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
-    return Published(
-        "math",
-        row.text("question"),
-        _golds(", ".join(filter(None, golds))),
-        source=row.optional("subfield"),
-        solutions=tuple(row.texts("solution")),
-    )
+    gold, source = ", ".join(filter(None, golds)), row.optional("subfield")
+    return _math_row(row.text("question"), gold, *row.texts("solution"), source=source)
 
 
 def _omni_math(row: Columns) -> Published:
@@ -218,44 +217,41 @@ def _omni_math(row: Columns) -> Published:
 
 
 def _taco(row: Columns) -> Published:
-    tests = row.decoded("input_output", dict)
     solutions = row.decoded("solutions", list) or []
     starter = row.optional("starter_code")
     pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
-    return Published(
-        "code",
+    return _code_row(
         row.text("question"),
-        json.dumps(tests, ensure_ascii=False) if tests else "",
+        row.decoded("input_output", dict),
+        *(solution for solution in solutions if isinstance(solution, str)),
         source=row.optional("difficulty").lower(),
         instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
-        solutions=_some(*(solution for solution in solutions if isinstance(solution, str))),
         notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
     )
 
 
 def _leetcode(row: Columns) -> Published:
-    test = row.text("test")
-    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
-    return Published(
-        "code",
+    return _code_row(
         row.text("problem_description"),
-        json.dumps(truth, ensure_ascii=False) if test else "",
+        _check_program(row.text("entry_point"), row.text("prompt"), row.text("test")),
+        row.text("completion"),
         source=row.optional("difficulty"),
         instructions=BEGINS_WITH.format(row.text("starter_code")),
-        solutions=_some(row.text("completion")),
     )
+
+
+def _check_program(entry_point: str, prefix: str, test: str) -> Mapping[str, str] | None:
+    return {"entry_point": entry_point, "import_prefix": prefix, "test_code": test} if test else None
 
 
 def _livecodebench(row: Columns) -> Published:
     """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
-    truth = {**tests, "starter_code": starter}
     some = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
-    return Published(
-        "code",
+    return _code_row(
         row.verbatim("question_content"),
-        json.dumps(truth, ensure_ascii=False) if some else "",
+        {**tests, "starter_code": starter} if some else None,
         source=row.optional("platform"),
         instructions=livecodebench_instructions(starter),
         notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
@@ -265,14 +261,12 @@ def _livecodebench(row: Columns) -> Published:
 
 def _humaneval(row: Columns) -> Published:
     """The statement is the beginning of a program."""
-    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
-    truth = {"entry_point": entry, "import_prefix": program, "test_code": test}
-    return Published(
-        "code",
+    program = row.verbatim("prompt")
+    return _code_row(
         program,
-        json.dumps(truth, ensure_ascii=False) if test else "",
+        _check_program(row.text("entry_point"), program, row.verbatim("test")),
+        program + row.verbatim("canonical_solution"),
         instructions=COMPLETE_END,
-        solutions=_some(program + row.verbatim("canonical_solution")),
         opening=COMPLETE,
     )
 
@@ -281,12 +275,11 @@ def _mbpp(row: Columns) -> Published:
     """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
     tests = row.texts("test_list")
     setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
-    return Published(
-        "code",
+    return _code_row(
         row.text("text", "prompt"),
-        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
+        {"assert_case": [*setup, *tests]} if tests else None,
+        row.text("code"),
         instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
-        solutions=_some(row.text("code")),
         opening=MBPP_OPENING,
     )
 

@@ -24,14 +24,15 @@ def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
     return problem
 
 
-def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
-    """Raise RowError when the problem's ability has no verifier, or its verifier cannot use the ground truth."""
+def ground_truth_fault(problem: Problem, verifiers: Mapping[str, Verifier]) -> RowError | None:
+    """Return the error of a problem whose ability has no verifier, or whose verifier cannot use the ground truth."""
     if problem.ability not in verifiers:
-        raise no_verifier(problem, verifiers)
+        return no_verifier(problem, verifiers)
     try:
         verifiers[problem.ability].check_ground_truth(problem)
     except ValueError as error:
-        raise RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}") from None
+        return RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}")
+    return None
 
 
 def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:

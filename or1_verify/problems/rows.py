@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,8 +175,31 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:row, row) of a Parquet file, from row 1. Raises DataError where it cannot be read."""
+def file_rows(path: Path, decode: Callable[[bytes], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (file:row, row) of a .jsonl or .parquet file, from row 1. Lines without text are none.
+
+    ``decode`` reads the JSON of a line. A row that it cannot read is the RowError that says so. Raises DataError for a
+    file that cannot be read.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    if path.suffix != ".jsonl":
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            origin = f"{path}:{number}"
+            try:
+                row = decode(line)
+            except (ValueError, RecursionError) as error:
+                text = shown(line.decode("utf-8", "replace").strip())
+                row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {text}")
+            yield origin, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:  # here: most files are JSONL, pyarrow takes a while to import, and it is not a dependency of or1_verify
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -25,7 +25,7 @@ TUNING = math_pairs.load("tuning_rounding")
 
 def accepted(gold: str, answer: str, rounding: bool = True) -> bool:
     try:
-        return judge(gold, answer, rounding).right
+        return judge(gold, answer, rounding)[0]
     except Unreadable:
         return False
 

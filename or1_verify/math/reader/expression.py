@@ -372,12 +372,12 @@ class _Parser:
         return argument
 
     def listed(self, name: str) -> Node:
-        opener = next((text for text in ("(", "\\{", "{") if self.take(text)), None)
+        closers = {"(": ")", "\\{": "\\}", "{": "}"}
+        opener = next(filter(self.take, closers), None)
         if opener is None:
             raise Unreadable(f"\\{name} without its list")
-        closer = {"(": ")", "\\{": "\\}", "{": "}"}[opener]
         args = [self.sum()]
         while self.take(","):
             args.append(self.sum())
-        self.expect(closer)
+        self.expect(closers[opener])
         return Node(name, tuple(args))
