@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from or1_verify.config import VerifyConfig
-from or1_verify.problems.problem import ground_truth_fault, no_verifier, read_problem
-from or1_verify.problems.rows import DataError, RowError, file_rows, shown
+from or1_verify.problems.problem import check_ground_truth, no_verifier, read_problem
+from or1_verify.problems.rows import DataError, RowError, parquet_rows, shown
 from or1_verify.problems.unusable import Policy, UnusableRows
 from or1_verify.types import Attempt, Problem, Verdict, VerdictStatus
 from or1_verify.verifier_threads import VerifierThreads, judged
@@ -91,9 +91,7 @@ def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
     Args:
         known: abilities that can be verified.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
-    for origin, raw in file_rows(path, json.loads):
+    for origin, raw in _rows(path):
         try:
             problem, response, truncated = _attempt(raw, origin, path.stem)
             if problem.ability not in known:
@@ -115,6 +113,26 @@ def _attempt(row: Any, origin: str, default_source: str) -> Attempt:
         detail = f"field 'truncated': found {shown(truncated)}, expected true or false"
         raise RowError(origin, "field 'truncated' has a wrong type", detail)
     return problem, response, bool(truncated)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
+    if path.suffix == ".parquet":
+        yield from parquet_rows(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                origin = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    fault = f"not a JSON object ({error}), found {shown(line[:80])}"
+                    row = RowError(origin, "not a JSON object", fault)
+                yield origin, row
 
 
 class _KeepGoing(VerifierThreads):
@@ -144,7 +162,11 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
                 problem = row.attempt[0]
                 key = problem.ability, problem.ground_truth
                 if key not in faults:
-                    faults[key] = ground_truth_fault(problem, verifiers)
+                    faults[key] = None
+                    try:
+                        check_ground_truth(problem, verifiers)
+                    except RowError as error:
+                        faults[key] = error
                 if (fault := faults[key]) is not None:
                     row = replace(row, attempt=None, error=fault.at(row.origin))
             checked.append(row)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from or1_verify.problems.problem import ground_truth_fault, read_problem
-from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError, RowError, file_rows
+from or1_verify.problems.problem import check_ground_truth, read_problem
+from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError, RowError, parquet_rows, shown
 from or1_verify.problems.unusable import UnusableRows
 from or1_verify.types import Problem, Verifier
 
@@ -80,10 +79,11 @@ def check_ground_truths(
     """Return the problems whose ability has a verifier that can use their ground truth; the others are ``unusable``."""
     usable = []
     for problem in problems:
-        if fault := ground_truth_fault(problem, verifiers):
-            unusable.add(fault)
-        else:
+        try:
+            check_ground_truth(problem, verifiers)
             usable.append(problem)
+        except RowError as error:
+            unusable.add(error)
     return usable
 
 
@@ -208,4 +208,23 @@ def _unreachable(name: str, error: Exception) -> str:
 
 
 def _file_rows(path: Path) -> Iterator[PlacedRow]:
-    return file_rows(path, partial(from_json, allow_inf_nan=False))
+    if path.suffix == ".parquet":
+        yield from parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    else:
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+
+
+def _jsonl_rows(path: Path) -> Iterator[PlacedRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            origin = f"{path}:{number}"
+            try:
+                row = from_json(line, allow_inf_nan=False)
+            except ValueError as error:
+                text = shown(line.decode("utf-8", "replace").strip())
+                row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {text}")
+            yield origin, row

@@ -59,7 +59,7 @@ class Published:
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
     """Return the layout that has such columns; None when no known layout has them."""
     names = columns.keys()
-    return next((layout for layout, (telling, _) in _LAYOUTS.items() if telling <= names), None)
+    return next((layout for layout, telling in _TELLING if telling <= names), None)
 
 
 def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
@@ -71,11 +71,13 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
     if layout == "auto":
         detected = detect_layout(row)
         if detected is None:
-            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, (telling, _) in _LAYOUTS.items())
+            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
             detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
             raise RowError(origin, "columns of no known layout", detail)
         layout = detected
-    return _LAYOUTS[layout][1](Columns(row, layout, origin))
+    if layout in ("skywork", "plain"):
+        return _own_layout(row, origin)
+    return _READERS[layout](Columns(row, layout, origin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,31 +151,26 @@ class Columns:
         return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
 
 
+def _golds(answer: str) -> str:
+    return json.dumps([answer], ensure_ascii=False) if answer else ""
+
+
 def _some(*solutions: str) -> tuple[str, ...]:
-    return tuple(filter(None, solutions))
+    return tuple(solution for solution in solutions if solution)
 
 
-def _math_row(statement: str, gold: str, *solutions: str, **more: Any) -> Published:
-    truth = json.dumps([gold], ensure_ascii=False) if gold else ""
-    return Published("math", statement, truth, solutions=_some(*solutions), **more)
-
-
-def _code_row(statement: str, truth: Mapping[str, Any] | None, *solutions: str, **more: Any) -> Published:
-    """Return a row whose tests are in ``truth``; None: it has none."""
-    text = json.dumps(truth, ensure_ascii=False) if truth else ""
-    return Published("code", statement, text, solutions=_some(*solutions), **more)
-
-
-def _own_layout(columns: Columns) -> Published:
-    row = parse_row(dict(columns.row), columns.origin, default_source="")
+def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
+    row = parse_row(dict(raw), origin)
     if len(row.messages) != 1 or row.messages[0].role != "user":
         roles = [message.role for message in row.messages]
-        fault = "field 'prompt' is not one user message"
-        detail = f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message"
-        raise RowError(columns.origin, fault, detail)
-    statement = row.messages[0].content
-    solutions = _some(columns.optional("solution"))
-    return Published(row.ability, statement, row.ground_truth, row.source, "", solutions, row.difficulty)
+        raise RowError(
+            origin,
+            "field 'prompt' is not one user message",
+            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
+        )
+    solution = Columns(raw, "skywork", origin).optional("solution")
+    statement, source = row.messages[0].content, row.source or ""
+    return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
 
 
 def _numinamath(row: Columns) -> Published:
@@ -183,8 +180,9 @@ def _numinamath(row: Columns) -> Published:
 
 
 def _problem_answer(row: Columns) -> Published:
+    statement = row.text("problem", "Problem", "question")
     solution = row.optional("solution") or row.optional("Solution")
-    return _math_row(row.text("problem", "Problem", "question"), row.answer("answer", "Answer"), solution)
+    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
 
 
 def _math(row: Columns) -> Published:
@@ -192,15 +190,17 @@ def _math(row: Columns) -> Published:
 
 
 def _solved(row: Columns, gold: str, **more: Any) -> Published:
-    return _math_row(row.text("problem"), gold, row.text("solution"), **more)
+    return Published("math", row.text("problem"), _golds(gold), solutions=_some(row.text("solution")), **more)
 
 
 def _still3(row: Columns) -> Published:
     """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
     solution, marked, gold = row.answer("answer").rpartition("####")
     if not marked:
-        return _math_row(row.text("question"), gold)
-    return _math_row(row.text("question"), gold.strip().replace(",", ""), solution.strip())
+        return Published("math", row.text("question"), _golds(gold))
+    return Published(
+        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
+    )
 
 
 def _olympiadbench(row: Columns) -> Published:
@@ -208,8 +208,13 @@ def _olympiadbench(row: Columns) -> Published:
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
     golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
-    gold, source = ", ".join(filter(None, golds)), row.optional("subfield")
-    return _math_row(row.text("question"), gold, *row.texts("solution"), source=source)
+    return Published(
+        "math",
+        row.text("question"),
+        _golds(", ".join(filter(None, golds))),
+        source=row.optional("subfield"),
+        solutions=tuple(row.texts("solution")),
+    )
 
 
 def _omni_math(row: Columns) -> Published:
@@ -217,41 +222,44 @@ def _omni_math(row: Columns) -> Published:
 
 
 def _taco(row: Columns) -> Published:
+    tests = row.decoded("input_output", dict)
     solutions = row.decoded("solutions", list) or []
     starter = row.optional("starter_code")
     pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
-    return _code_row(
+    return Published(
+        "code",
         row.text("question"),
-        row.decoded("input_output", dict),
-        *(solution for solution in solutions if isinstance(solution, str)),
+        json.dumps(tests, ensure_ascii=False) if tests else "",
         source=row.optional("difficulty").lower(),
         instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=_some(*(solution for solution in solutions if isinstance(solution, str))),
         notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
     )
 
 
 def _leetcode(row: Columns) -> Published:
-    return _code_row(
+    test = row.text("test")
+    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
+    return Published(
+        "code",
         row.text("problem_description"),
-        _check_program(row.text("entry_point"), row.text("prompt"), row.text("test")),
-        row.text("completion"),
+        json.dumps(truth, ensure_ascii=False) if test else "",
         source=row.optional("difficulty"),
         instructions=BEGINS_WITH.format(row.text("starter_code")),
+        solutions=_some(row.text("completion")),
     )
-
-
-def _check_program(entry_point: str, prefix: str, test: str) -> Mapping[str, str] | None:
-    return {"entry_point": entry_point, "import_prefix": prefix, "test_code": test} if test else None
 
 
 def _livecodebench(row: Columns) -> Published:
     """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
+    truth = {**tests, "starter_code": starter}
     some = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
-    return _code_row(
+    return Published(
+        "code",
         row.verbatim("question_content"),
-        {**tests, "starter_code": starter} if some else None,
+        json.dumps(truth, ensure_ascii=False) if some else "",
         source=row.optional("platform"),
         instructions=livecodebench_instructions(starter),
         notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
@@ -261,12 +269,14 @@ def _livecodebench(row: Columns) -> Published:
 
 def _humaneval(row: Columns) -> Published:
     """The statement is the beginning of a program."""
-    program = row.verbatim("prompt")
-    return _code_row(
+    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
+    truth = {"entry_point": entry, "import_prefix": program, "test_code": test}
+    return Published(
+        "code",
         program,
-        _check_program(row.text("entry_point"), program, row.verbatim("test")),
-        program + row.verbatim("canonical_solution"),
+        json.dumps(truth, ensure_ascii=False) if test else "",
         instructions=COMPLETE_END,
+        solutions=_some(program + row.verbatim("canonical_solution")),
         opening=COMPLETE,
     )
 
@@ -275,29 +285,45 @@ def _mbpp(row: Columns) -> Published:
     """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
     tests = row.texts("test_list")
     setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
-    return _code_row(
+    return Published(
+        "code",
         row.text("text", "prompt"),
-        {"assert_case": [*setup, *tests]} if tests else None,
-        row.text("code"),
+        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
         instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
+        solutions=_some(row.text("code")),
         opening=MBPP_OPENING,
     )
 
 
-_LAYOUTS: Mapping[LayoutName, tuple[frozenset[str], Callable[[Columns], Published]]] = {
-    "skywork": (frozenset({"data_source", "prompt", "reward_model"}), _own_layout),
-    "livecodebench": (frozenset({"question_content", "public_test_cases"}), _livecodebench),
-    "humaneval": (frozenset({"prompt", "canonical_solution", "test"}), _humaneval),
-    "mbpp": (frozenset({"task_id", "test_list"}), _mbpp),
-    "olympiadbench": (frozenset({"question", "final_answer"}), _olympiadbench),
-    "leetcode": (frozenset({"problem_description", "entry_point", "test"}), _leetcode),
-    "taco": (frozenset({"question", "input_output"}), _taco),
-    "numinamath": (frozenset({"problem", "question_type", "answer"}), _numinamath),
-    "omni_math": (frozenset({"problem", "domain", "answer"}), _omni_math),
-    "plain": (frozenset({"prompt", "answer"}), _own_layout),
-    "aime": (frozenset({"Problem", "Answer"}), _problem_answer),
-    "deepscaler": (frozenset({"problem", "answer"}), _problem_answer),
-    "still3": (frozenset({"question", "answer"}), _still3),
-    "math": (frozenset({"problem", "solution"}), _math),
+_READERS: Mapping[str, Callable[[Columns], Published]] = {
+    "numinamath": _numinamath,
+    "deepscaler": _problem_answer,
+    "still3": _still3,
+    "omni_math": _omni_math,
+    "taco": _taco,
+    "leetcode": _leetcode,
+    "aime": _problem_answer,
+    "livecodebench": _livecodebench,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "olympiadbench": _olympiadbench,
+    "math": _math,
 }
-"""The columns that tell a layout, and what reads its rows; the most particular layout first."""
+
+_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
+    ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
+    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
+    ("mbpp", frozenset({"task_id", "test_list"})),
+    ("olympiadbench", frozenset({"question", "final_answer"})),
+    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
+    ("taco", frozenset({"question", "input_output"})),
+    ("numinamath", frozenset({"problem", "question_type", "answer"})),
+    ("omni_math", frozenset({"problem", "domain", "answer"})),
+    ("plain", frozenset({"prompt", "answer"})),
+    ("aime", frozenset({"Problem", "Answer"})),
+    ("deepscaler", frozenset({"problem", "answer"})),
+    ("still3", frozenset({"question", "answer"})),
+    ("math", frozenset({"problem", "solution"})),
+)
+"""The columns that tell a layout, the most particular first."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from or1_verify.problems.layouts import detect_layout, read_published
-from or1_verify.problems.rows import RowError, parse_row, problem_id, shown
+from or1_verify.problems.rows import RowError, parse_row, shown
 from or1_verify.types import Message, Problem, Verifier
+
+_ID_HEX_DIGITS = 16
 
 
 def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
@@ -19,20 +23,21 @@ def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
     layout = detect_layout(raw) if isinstance(raw, dict) else None
     if layout not in (None, "skywork", "plain"):
         return _of_another_layout(raw, origin, default_source)
-    problem = parse_row(raw, origin, default_source)
-    _check_is_json(problem.ground_truth, "reward_model.ground_truth" if "reward_model" in raw else "answer", origin)
-    return problem
+    row = parse_row(raw, origin)
+    _check_is_json(row.ground_truth, row.truth_field, origin)
+    source = row.source or default_source
+    problem = problem_id(source, row.messages)
+    return Problem(problem, source, row.ability, row.messages, row.ground_truth, row.difficulty, origin)
 
 
-def ground_truth_fault(problem: Problem, verifiers: Mapping[str, Verifier]) -> RowError | None:
-    """Return the error of a problem whose ability has no verifier, or whose verifier cannot use the ground truth."""
+def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
+    """Raise RowError when the problem's ability has no verifier, or its verifier cannot use the ground truth."""
     if problem.ability not in verifiers:
-        return no_verifier(problem, verifiers)
+        raise no_verifier(problem, verifiers)
     try:
         verifiers[problem.ability].check_ground_truth(problem)
     except ValueError as error:
-        return RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}")
-    return None
+        raise RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}") from None
 
 
 def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
@@ -43,6 +48,12 @@ def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
         f"no verifier for ability '{problem.ability}'",
         f"field 'ability': found '{problem.ability}', expected one of: {expected}",
     )
+
+
+def problem_id(source: str, messages: Sequence[Message]) -> str:
+    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
 
 
 def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
@@ -59,15 +70,20 @@ def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
 
 
 def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
+    fault = f"field '{field}' is not the JSON of a list or an object"
     try:
         decoded = from_json(ground_truth, allow_inf_nan=False)
-        fault = "" if isinstance(decoded, list | dict) else f"found the JSON of a {type(decoded).__name__}"
     except ValueError as error:
-        fault = f"not JSON ({error})"
-    if fault:
         raise RowError(
             origin,
-            f"field '{field}' is not the JSON of a list or an object",
-            f"field '{field}': {fault}, found {shown(ground_truth)}; expected a string that holds a JSON list of "
-            'answers, such as ["15625"], or the JSON object of a code problem\'s tests',
+            fault,
+            f"field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
+            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests',
+        ) from None
+    if not isinstance(decoded, list | dict):
+        raise RowError(
+            origin,
+            fault,
+            f"field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
+            'expected that of a list of answers, such as ["15625"], or of an object of tests',
         )

@@ -8,16 +8,16 @@ answers, or one answer as it is, as in Skywork-OR1's own evaluation files. Plain
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from or1_verify.errors import UserError
-from or1_verify.types import Message, Problem
+from or1_verify.types import Message
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
@@ -26,7 +26,6 @@ DIFFICULTY_TRIES = 16
 
 _SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _SHOWN_CHARS = 120
-_ID_HEX_DIGITS = 16
 
 
 class DataError(UserError, ValueError):
@@ -43,6 +42,18 @@ class RowError(DataError):
     def at(self, origin: str) -> RowError:
         """Return the same fault of another row."""
         return RowError(origin, self.reason, self._detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """A row of either schema. ``source`` is None where a plain row names none."""
+
+    source: str | None
+    messages: tuple[Message, ...]
+    ability: str
+    ground_truth: str
+    truth_field: str
+    difficulty: Mapping[str, int]
 
 
 class _StrictModel(BaseModel):
@@ -72,14 +83,13 @@ class _SkyworkRow(_StrictModel):
     reward_model: _RewardModel
     extra_info: _ExtraInfo
 
-    def problem(self, origin: str, _: str) -> Problem:
+    def parsed(self, origin: str) -> ParsedRow:
         measured = self.extra_info.model_difficulty or {}
         difficulty = {model: failures for model, failures in measured.items() if failures is not None}
-        truth, messages = self.reward_model.ground_truth, _messages(self.prompt)
+        truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
         if self.ability == "math":
             truth = _listed(truth)
-        name = problem_id(self.data_source, messages)
-        return Problem(name, self.data_source, self.ability, messages, truth, difficulty, origin)
+        return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
 
 
 class _PlainRow(_StrictModel):
@@ -88,7 +98,7 @@ class _PlainRow(_StrictModel):
     ability: NonEmpty = "math"
     source: NonEmpty | None = None
 
-    def problem(self, origin: str, default_source: str) -> Problem:
+    def parsed(self, origin: str) -> ParsedRow:
         """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
         messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
         if self.ability == "math":
@@ -99,18 +109,11 @@ class _PlainRow(_StrictModel):
         else:
             expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
             raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
-        source = self.source or default_source
-        return Problem(problem_id(source, messages), source, self.ability, messages, truth, {}, origin)
+        return ParsedRow(self.source, messages, self.ability, truth, "answer", {})
 
 
-def problem_id(source: str, messages: Sequence[Message]) -> str:
-    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
-    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
-
-
-def parse_row(raw: Any, origin: str, default_source: str) -> Problem:
-    """Validate one decoded row; ``origin`` is ``file:line``. A plain row may name no source. Raises RowError."""
+def parse_row(raw: Any, origin: str) -> ParsedRow:
+    """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
     if not isinstance(raw, dict):
         raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
     schema = _PlainRow if "answer" in raw and "reward_model" not in raw else _SkyworkRow
@@ -118,7 +121,7 @@ def parse_row(raw: Any, origin: str, default_source: str) -> Problem:
         row = schema.model_validate(raw)
     except ValidationError as error:
         raise _explained(error, raw, origin) from None
-    return row.problem(origin, default_source)
+    return row.parsed(origin)
 
 
 def published_row(
@@ -175,31 +178,8 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def file_rows(path: Path, decode: Callable[[bytes], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (file:row, row) of a .jsonl or .parquet file, from row 1. Lines without text are none.
-
-    ``decode`` reads the JSON of a line. A row that it cannot read is the RowError that says so. Raises DataError for a
-    file that cannot be read.
-    """
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-        return
-    if path.suffix != ".jsonl":
-        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}:{number}"
-            try:
-                row = decode(line)
-            except (ValueError, RecursionError) as error:
-                text = shown(line.decode("utf-8", "replace").strip())
-                row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {text}")
-            yield origin, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (file:row, row) of a Parquet file, from row 1. Raises DataError where it cannot be read."""
     try:  # here: most files are JSONL, pyarrow takes a while to import, and it is not a dependency of or1_verify
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_verify.problems.layouts import Published
-from or1_verify.problems.rows import problem_id
+from or1_verify.problems.problem import problem_id
 from or1_verify.types import Message, Problem
 
 
