@@ -21,7 +21,7 @@ from demonstrations import HABIT_PREFIXES
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.engine_pool import engine_env
 from or1_megatron.types import Completion, Prompt, Request, Sampling

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.engine_pool import engine_env
 from or1_megatron.types import Prompt, Request, Sampling

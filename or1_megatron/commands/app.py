@@ -24,6 +24,7 @@ from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.train import train
+from or1_verify.command import main as or1_verify_main
 
 app = typer.Typer(
     name="or1",
@@ -67,6 +68,15 @@ for command in _PLAIN:
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")
 app.command(name="eval")(evaluate)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def verify(context: typer.Context) -> None:
+    """Score a file of recorded responses: the command or1-verify."""
+    try:
+        raise typer.Exit(or1_verify_main(context.args))
+    except SystemExit as ended:  # of its --help, or of a wrong option
+        raise typer.Exit(int(ended.code or 0)) from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.pipeline.recipe import SampledModel
 from or1_megatron.data.pipeline.steps import Say
-from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.responses import EvaluationError, settings_begun_with
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler

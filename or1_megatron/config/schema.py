@@ -115,8 +115,8 @@ class DataConfig(Section):
     """Key of ``model_difficulty`` in the data: problems at which that model failed 0 or all of its 16 tries are
     dropped. Recipe: the base model is asked (docs/recipe.md, section 3)."""
     unusable: Literal["refuse", "drop"] = "refuse"
-    """Rows that cannot be used: not JSON, a missing field, a ground truth that its verifier refuses, a problem that
-    occurs twice. refuse: list them and do not start; drop: train without them and say how many, by reason."""
+    """Rows that cannot be used: not JSON, a missing field, a ground truth that its verifier refuses, a problem with two
+    answers. refuse: list them and do not start; drop: train without them and say how many, by reason."""
 
 
 class OptimizerConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -143,12 +143,21 @@ class ProblemSetConfig(Section):
     """Where a problem set lies, and its name."""
 
     path: Path
-    """A JSONL or Parquet file, a folder of them, or a Hugging Face hub id: Skywork-OR1-RL-Data's schema, JSONL of
-    {prompt, answer}, AIME's or LiveCodeBench's (docs/data.md)."""
+    """A file of problems (JSON, JSONL, Parquet), a folder of them or of ``save_to_disk``, or a Hugging Face hub id:
+    Skywork-OR1-RL-Data's schema, {prompt, answer}, or another published layout (docs/data.md)."""
     split: str | None = None
     """Split of a folder or a hub id, e.g. math or code."""
+    columns: dict[Literal["prompt", "answer", "ability", "source"], str] = Field(default_factory=dict)
+    """Reads prompt and answer from columns of these names, whatever the layout: {prompt: question, answer: label}. A
+    name like extra_info.answer goes inside; ability and source may be the value itself, as in ability: code."""
     name: str | None = None
     """Name of the set in mixtures and metrics. Unset: the file's name without its ending, and the split if any."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        if self.columns and not {"prompt", "answer"} <= self.columns.keys():
+            raise ValueError(f"columns names {', '.join(self.columns)}; expected prompt and answer among them")
+        return self
 
     @property
     def title(self) -> str:

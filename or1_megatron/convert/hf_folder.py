@@ -20,15 +20,8 @@ import torch
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError
-from or1_megatron.weights.files import Header, StoredTensor, read_header
+from or1_megatron.weights.files import DTYPES, INDEX, Header, StoredTensor, read_header, weight_files
 
-INDEX: Final = "model.safetensors.index.json"
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -106,15 +99,10 @@ class HFWeights:
         self.headers: dict[Path, Header] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self._where: dict[str, tuple[MappedFile, int]] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             self.headers[path] = header = read_header(path)
             mapped = MappedFile(path)
             for name, stored in header.tensors.items():
-                if stored.dtype not in DTYPES:
-                    raise ModelError(
-                        f"{path}: {name} is of dtype {stored.dtype}, of a quantised model perhaps; expected one of "
-                        f"{', '.join(DTYPES)}"
-                    )
                 size, expected = stored.end - stored.begin, math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
                 if size != expected:
                     raise ModelError(f"{path}: {name} has {size} bytes; its shape takes {expected}")
@@ -134,22 +122,23 @@ class HFWeights:
 
 
 def carried(folder: Path) -> list[Path]:
-    """Return the files beside the weights: configs, tokenizer, chat template, card.
+    """Return the files beside the weights: configs, tokenizer, chat templates, card.
 
-    Folders, hidden files, weights in other formats and the index (which is written anew) are left out.
+    Other folders, hidden files, weights in other formats and the index (which is written anew) are left out.
     """
     return [
         path
-        for path in sorted(folder.iterdir())
+        for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")])
         if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHTS and path.name != INDEX
     ]
 
 
-def carry(paths: Sequence[Path], target: Path) -> None:
-    """Copy files into the folder ``target``."""
-    target.mkdir(parents=True, exist_ok=True)
+def carry(folder: Path, paths: Sequence[Path], target: Path) -> None:
+    """Copy files of ``folder`` into the folder ``target``."""
     for path in paths:
-        shutil.copyfile(path, target / path.name)
+        copy = target / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def index_json(files: Sequence[WeightFile]) -> str:

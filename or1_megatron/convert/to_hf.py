@@ -116,7 +116,7 @@ class ToHF:
         beside = carried(self.hf_folder)
         if self._record is None:  # a base model's README and the like do not describe this model
             beside = [path for path in beside if any(path.match(pattern) for pattern in CARRIED)]
-        carry(beside, folder)
+        carry(self.hf_folder, beside, folder)
         if self._record is not None and self._record["index"] is not None and self._as_source:
             (folder / INDEX).write_text(self._record["index"])
         elif len(self.files) > 1:

@@ -85,18 +85,8 @@ class ToMegatron:
                     yield _Piece(tensor, source, run)
 
     def _copies(self) -> dict[str, str]:
-        """Return {output layer: embedding} if a tied model's files hold both; the two must be the same."""
-        if not (tied(self.hf) and _OUTPUT in self.weights.tensors):
-            return {}
-        output, embedding = (
-            self.weights.rows(name, 0, self.weights.tensors[name].shape[0]) for name in (_OUTPUT, _EMBEDDING)
-        )
-        if not identical(output, embedding):
-            raise ConvertError(
-                f"{self.folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set "
-                "tie_word_embeddings to false if the two are meant to differ"
-            )
-        return {_OUTPUT: _EMBEDDING}
+        """Return {output layer: embedding} if a tied model's files hold both."""
+        return {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
         return self._dtype or DTYPES[self.weights.tensors[source.name].dtype]
@@ -126,7 +116,7 @@ class ToMegatron:
         ]
         write_metadata(folder, listed)
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
-        carry(carried(self.folder), folder / HF)
+        carry(self.folder, carried(self.folder), folder / HF)
         (folder / RECORD).write_text(json.dumps(self._record(), indent=1))
         write_manifest(folder, {name: entry for name, (_, entry) in self._written.items()})
 

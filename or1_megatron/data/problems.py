@@ -5,72 +5,121 @@ Reading is strict: a row that cannot be used is named by file, line and field.
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import pyarrow as pa
 from pydantic_core import from_json
 
+from or1_verify.problems.layouts import fitting_layouts
 from or1_verify.problems.problem import check_ground_truth, read_problem
 from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError, RowError, parquet_rows, shown
 from or1_verify.problems.unusable import UnusableRows
 from or1_verify.types import Problem, Verifier
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 
 PlacedRow = tuple[str, Any]
 """(origin, decoded row, or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
 hub id[split]:row, all from 1."""
+
+_SAVED: Final = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
+_ABSENT: Final = object()
+log = logging.getLogger(__name__)
 
 _SCRIPTED = "Dataset scripts are no longer supported"  # a part of what datasets says of such a set
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_problems(
-    path: Path, split: str | None = None, unusable: UnusableRows | None = None, subset: str | None = None
+    path: Path,
+    split: str | None = None,
+    unusable: UnusableRows | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] = {},
 ) -> list[Problem]:
-    """Read all problems of a ``.jsonl`` or ``.parquet`` file, a folder of them, or a set on the hub, in their order.
+    """Read all problems of a file (``SUFFIXES``), a folder of them, or a set on the hub, in their order.
 
     The layout is any of ``or1_verify.problems.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, ... ``split``
-    chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's configuration. That
-    a ground truth can be read is left to ``check_ground_truths``, since the abilities that occur say which verifiers
-    are needed.
+    chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's configuration.
+    Copies of a row are folded into one problem, and counted. That a ground truth can be read is left to
+    ``check_ground_truths``, since the abilities that occur say which verifiers are needed.
 
     Args:
-        unusable: takes the rows that cannot be used, a second row of the same problem among them; the caller settles
-            them. None: they are refused.
+        unusable: takes the rows that cannot be used, such as a problem that an earlier row has with another answer; the
+            caller settles them. None: they are refused.
+        columns: reads {prompt, answer} from the columns that it names (``data.train.N.columns``), whatever the layout.
 
     Raises:
         DataError: a file that is missing or cannot be read, a set without rows, or unusable rows.
     """
     path = Path(path)
-    problems: list[Problem] = []
-    origin_of: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     faults = UnusableRows() if unusable is None else unusable
-    count = 0
+    count = copies = 0
     for origin, raw in read_rows(path, split, subset):
         count += 1
         try:
-            problem = read_problem(raw, origin, default_source=path.stem)
-            if problem.id in origin_of:
+            chosen = choose_columns(raw, columns, origin) if columns else raw
+            if count == 1:
+                _say_layout(path, chosen)
+            problem = read_problem(chosen, origin, default_source=_set_name(path))
+            first = problems.setdefault(problem.id, problem)
+            copies += first is not problem
+            if first.ground_truth != problem.ground_truth:
+                copies -= 1
                 raise RowError(
                     origin,
-                    "the same problem as an earlier row",
-                    f"the same problem as {origin_of[problem.id]} (source '{problem.source}' and messages are equal); "
-                    "expected each problem once: delete one, or raise the source's repeat",
+                    "the same problem as an earlier row, with another answer",
+                    f"the same problem as {first.origin} (source '{problem.source}' and messages are equal), whose "
+                    "answer is another; expected one answer",
                 )
         except RowError as error:
             faults.add(error)
-        else:
-            origin_of[problem.id] = origin
-            problems.append(problem)
     if not count:
         raise DataError(f"{path}: holds no problems; expected at least one row")
+    if copies:
+        log.warning("%s: %d of %d rows are copies of earlier ones and were folded", path, copies, count)
     if unusable is None:
         faults.refuse()
-    return problems
+    return list(problems.values())
+
+
+def choose_columns(raw: Any, columns: Mapping[str, str], origin: str) -> Any:
+    """Return {prompt, answer, ability, source} of a row, from the columns of these names (``a.b``: b inside of a).
+
+    Where the row has no column for ``ability`` or ``source``, the name itself is the value, as in ability: code.
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    chosen = {}
+    for field, name in columns.items():
+        value: Any = raw
+        for part in name.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is _ABSENT and field in ("ability", "source"):
+            value = name
+        if value is _ABSENT:
+            missing = f"no column '{name}'"
+            raise RowError(origin, missing, f"{missing}, which columns.{field} names; this row has {sorted(raw)}")
+        chosen[field] = value
+    return chosen
+
+
+def _say_layout(path: Path, raw: Any) -> None:
+    fitting = list(dict.fromkeys(fitting_layouts(raw))) if isinstance(raw, Mapping) else []
+    if len(fitting) > 1:
+        log.info("%s: read as layout %s; its columns also fit %s", path, fitting[0], ", ".join(fitting[1:]))
+
+
+def _set_name(path: Path) -> str:
+    """Return a file's name without its suffixes, by which problems without a source are named."""
+    return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.stem)
 
 
 def check_ground_truths(
@@ -115,13 +164,16 @@ def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: Unus
 
 
 def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a file, of all files of a folder (in the order of their names), or of a set on the hub.
+    """Yield the rows of a file, of all files of a folder (in the order of their names), of a folder that ``datasets``
+    saved, or of a set on the hub.
 
     ``split`` chooses, in a folder, the files that are named after it (train.jsonl, data/train-00000-of-00003.parquet).
     Raises DataError for a file that is missing or cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and any((path / name).is_file() for name in _SAVED):
+        yield from _saved_rows(path, split)
+    elif path.is_dir():
         for file in files_of(path, split):
             yield from _file_rows(file)
     elif path.is_file():
@@ -129,22 +181,24 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
     elif is_hub_id(path):
         yield from hub_rows(str(path), split, subset)
     else:
-        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of problems, a folder or a hub id")
+        raise DataError(
+            f"{path}: no such file; expected a file of problems ({', '.join(SUFFIXES)}), a folder or a hub id"
+        )
 
 
 def is_hub_id(path: Path) -> bool:
     """Return whether it can name a set on the hub: owner/name, and no such file or folder here."""
-    return path.suffix not in SUFFIXES and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
+    return not _is_problem_file(path) and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
 def files_of(folder: Path, split: str | None) -> list[Path]:
     """Return the problem files of a folder, at any depth. Raises DataError when there are none."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if _is_problem_file(file) and file.is_file())
     if split is None:
         if not files:
-            raise DataError(f"{folder}: holds no .jsonl or .parquet file of problems")
+            raise DataError(f"{folder}: holds no file of problems ({', '.join(SUFFIXES)})")
         return files
-    chosen = [file for file in files if re.fullmatch(rf"{re.escape(split)}([-_.].*)?", file.stem)]
+    chosen = [file for file in files if re.fullmatch(rf"{re.escape(split)}([-_.].*)?", _set_name(file))]
     if not chosen:
         names = ", ".join(str(file.relative_to(folder)) for file in files[:8]) or "none"
         raise DataError(
@@ -170,12 +224,32 @@ def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterato
             yield from _downloaded_rows(name, split)
             return
         raise DataError(_unreachable(name, error)) from None
+    yield from _loaded_rows(name, loaded, split)
+
+
+def _loaded_rows(name: str, loaded: Any, split: str | None) -> Iterator[PlacedRow]:
     if isinstance(loaded, dict):
-        if len(loaded) != 1:
+        if len(loaded) != 1 and split not in loaded:
             raise DataError(f"{name}: has splits {', '.join(loaded)}; expected one of them as 'split'")
-        split, loaded = next(iter(loaded.items()))
+        split = split or next(iter(loaded))
+        loaded = loaded[split]
     for number, row in enumerate(loaded, start=1):
-        yield f"{name}[{split}]:{number}", row
+        yield f"{name}[{split}]:{number}" if split else f"{name}:{number}", row
+
+
+def _saved_rows(folder: Path, split: str | None) -> Iterator[PlacedRow]:
+    """Yield the rows of a folder that ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{folder}: a folder of save_to_disk needs the package 'datasets': pip install datasets"
+        ) from None
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of many kinds
+        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk ({error})") from None
+    yield from _loaded_rows(str(folder), loaded, split)
 
 
 def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
@@ -207,24 +281,38 @@ def _unreachable(name: str, error: Exception) -> str:
     )
 
 
+def _is_problem_file(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES)
+
+
 def _file_rows(path: Path) -> Iterator[PlacedRow]:
+    if not _is_problem_file(path):
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected {', '.join(SUFFIXES)}")
     if path.suffix == ".parquet":
         yield from parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        yield from _jsonl_rows(path)
-    else:
-        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+        return
+    with pa.input_stream(str(path), compression="detect") as file:
+        try:
+            if path.name.endswith((".json", ".json.gz")) and file.read(1) == b"[":
+                for number, row in enumerate(from_json(b"[" + file.read(), allow_inf_nan=True), start=1):
+                    yield f"{path}:{number}", row
+                return
+        except ValueError as error:
+            raise DataError(
+                f"{path}: not a JSON list ({error}); expected a list of objects, or an object a line"
+            ) from None
+    with pa.input_stream(str(path), compression="detect") as file:
+        yield from _jsonl_rows(path, io.TextIOWrapper(file, "utf-8", "surrogateescape", "\n"))
 
 
-def _jsonl_rows(path: Path) -> Iterator[PlacedRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}:{number}"
-            try:
-                row = from_json(line, allow_inf_nan=False)
-            except ValueError as error:
-                text = shown(line.decode("utf-8", "replace").strip())
-                row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {text}")
-            yield origin, row
+def _jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[PlacedRow]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        origin = f"{path}:{number}"
+        try:
+            row = from_json(line.encode("utf-8", "surrogateescape"), allow_inf_nan=False)
+        except ValueError as error:
+            text = shown(line.strip())
+            row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {text}")
+        yield origin, row

@@ -10,28 +10,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.stream import PromptSource
-from or1_megatron.types import Int32Array, Prompt
-from or1_verify.answer import left_open
+from or1_megatron.data.template import ChatTemplate, PromptSet, load_tokenizer
+from or1_megatron.types import Prompt
+from or1_megatron.weights.families import read_hf_config
 from or1_verify.problems.problem import no_verifier
-from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import FILE_NAME, UnusableRows
-from or1_verify.types import Message, Problem, Verifier
+from or1_verify.types import Problem, Verifier
 from or1_verify.verifiers import build_verifiers, known_abilities
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 log = logging.getLogger(__name__)
-
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BATCH = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +58,17 @@ def read_problems(config: Config) -> ProblemSets:
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
 
-    def read(path: Path, split: str | None) -> list[Problem]:
+    def read(path: Path, split: str | None, columns: Mapping[str, str]) -> list[Problem]:
         usable = []
-        for problem in load_problems(path, split, unusable):
+        for problem in load_problems(path, split, unusable, columns=columns):
             if problem.ability in known:
                 usable.append(problem)
             else:
                 unusable.add(no_verifier(problem, known))
         return usable
 
-    train = [read(source.path, source.split) for source in config.data.train]
-    held_out = [read(source.path, source.split) for source in config.evaluate.data]
+    train = [read(source.path, source.split, source.columns) for source in config.data.train]
+    held_out = [read(source.path, source.split, source.columns) for source in config.evaluate.data]
     abilities = {problem.ability for problems in (*train, *held_out) for problem in problems}
     sets = ProblemSets(train, held_out, unusable, build_verifiers(config.verify, abilities))
     if unusable and config.data.unusable == "refuse":
@@ -93,7 +85,8 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     Raises:
         DataError: all unusable rows of all files at once, or no prompt left, or fewer than a step takes.
     """
-    template = ChatTemplate(load_tokenizer(config.model.hf))
+    template = ChatTemplate(load_tokenizer(config.model.hf), read_hf_config(config.model.hf)["vocab_size"])
+    template.check_end_of_turn(config.model.hf)
     data, unusable = config.data, sets.unusable
     train = [check_ground_truths(problems, sets.verifiers, unusable) for problems in sets.train]
     held_out = [check_ground_truths(problems, sets.verifiers, unusable) for problems in sets.held_out]
@@ -102,7 +95,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
         train = [filter_by_difficulty(problems, data.difficulty_model, unusable) for problems in train]
     trained = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in train]
     evaluated = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in held_out]
-    _drop_repeated(trained, unusable)
+    _drop_repeated(trained)
     unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
     sources, by_title = [], {}
     for made, source in zip(trained, data.train, strict=True):
@@ -114,120 +107,6 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
         by_title[held.title] = made.prompts
     _warn_of_leaks(sources, [prompt for prompts in by_title.values() for prompt in prompts])
     return sources, by_title
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSet:
-    """The prompts of a set of problems that are short enough."""
-
-    prompts: list[Prompt]
-    limit_tokens: int
-    too_long: int
-    """How many were dropped."""
-    longest_tokens: int
-    """Length of the longest prompt, dropped ones included."""
-    first: str
-    """Origin of the first prompt."""
-
-    def check(self, path: Path) -> None:
-        """Log how many prompts were too long. Raises DataError when all were, or none was usable."""
-        if self.too_long and not self.prompts:
-            raise DataError(
-                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
-                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
-            )
-        if not self.prompts:
-            raise DataError(f"{path}: no usable problem is left")
-        if self.too_long:
-            log.warning(
-                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
-                path,
-                self.too_long,
-                self.too_long + len(self.prompts),
-                self.limit_tokens,
-                self.longest_tokens,
-            )
-
-
-class ChatTemplate:
-    """The only place where messages become token ids: a tokenizer's chat template with its generation prompt, which for
-    a reasoning model may open ``<think>``.
-
-    Raises DataError when the tokenizer has no chat template.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"tokenizer of '{tokenizer.name_or_path}' has no chat template; expected chat_template in "
-                "tokenizer_config.json or a chat_template.jinja beside it (base models often lack one)"
-            )
-        self._tokenizer = tokenizer
-
-    def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
-        return self._encode([self._text(messages)])[0]
-
-    def opened(self, messages: Sequence[Message]) -> str:
-        """Return the tag of reasoning that the template leaves open behind these messages; "" without one."""
-        return left_open(self._text(messages))
-
-    def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return prompts in the order of the problems; those over the limit are left out and counted.
-
-        ``unusable`` takes the rows whose messages the template refuses.
-        """
-        prompts: list[Prompt] = []
-        longest = too_long = 0
-        for start in range(0, len(problems), _BATCH):
-            chunk = [(problem, self._render(problem, unusable)) for problem in problems[start : start + _BATCH]]
-            rendered = [(problem, text) for problem, text in chunk if text is not None]
-            encoded = self._encode([text for _, text in rendered])
-            for (problem, text), ids in zip(rendered, encoded, strict=True):
-                longest = max(longest, len(ids))
-                if len(ids) <= limit_tokens:
-                    prompts.append(Prompt(problem, ids, left_open(text)))
-                else:
-                    too_long += 1
-        return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
-
-    def _text(self, messages: Sequence[Message]) -> str:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        assert isinstance(rendered, str)
-        return rendered
-
-    def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
-        from jinja2 import TemplateError
-
-        try:
-            return self._text(problem.messages)
-        except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
-            roles = [message.role for message in problem.messages]
-            detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
-            unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
-            return None
-
-    def _encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
-        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an HF folder on disk. Raises DataError when the folder or its tokenizer cannot be read."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-    if not Path(folder).is_dir():
-        raise DataError(f"{folder}: no such folder; expected a model in HF format with its tokenizer")
-    # Without any of these transformers makes an empty tokenizer from config.json, and says nothing.
-    if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
-        raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder}: its tokenizer cannot be loaded (expected tokenizer.json): {error}") from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
 
 
 def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
@@ -253,16 +132,17 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
             )
 
 
-def _drop_repeated(sources: Sequence[PromptSet], unusable: UnusableRows) -> None:
-    """Take out the prompts whose problem an earlier source has; they are ``unusable``."""
-    origin_of: dict[str, str] = {}
+def _drop_repeated(sources: Sequence[PromptSet]) -> None:
+    """Take out the prompts whose problem an earlier source has."""
+    seen: set[str] = set()
     for source in sources:
-        own = {prompt.problem.id: prompt.problem.origin for prompt in source.prompts}
-        for problem in own.keys() & origin_of.keys():
-            detail = f"the same problem as {origin_of[problem]}; expected it in one source only"
-            unusable.add(RowError(own[problem], "the same problem in an earlier source", detail))
-        source.prompts[:] = [prompt for prompt in source.prompts if prompt.problem.id not in origin_of]
-        origin_of |= own
+        own = [prompt for prompt in source.prompts if prompt.problem.id not in seen]
+        if repeated := len(source.prompts) - len(own):
+            log.warning(
+                "%d problems of the source of %s are in an earlier source and were left out", repeated, source.first
+            )
+        source.prompts[:] = own
+        seen |= {prompt.problem.id for prompt in own}
 
 
 def _warn_of_leaks(sources: Sequence[PromptSource], evaluated: Sequence[Prompt]) -> None:

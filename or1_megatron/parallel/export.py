@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from or1_megatron.errors import AgreedError
+from or1_megatron.weights.files import INDEX
 
 CARRIED = (  # files that belong to a model whatever its weights
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("*.jinja", "additional_chat_templates/*.jinja"),
 )
-_WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 class ExportError(AgreedError, OSError):
@@ -94,10 +95,12 @@ class HFWriter:
             weight_map.update(dict.fromkeys(names, file))
         for pattern in CARRIED:
             for path in self._source.glob(pattern):
-                shutil.copy2(path, self._aside / path.name)
+                copy = self._aside / path.relative_to(self._source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy2(path, copy)
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._aside / _WEIGHT_INDEX).write_text(json.dumps(index, indent=2))
+            (self._aside / INDEX).write_text(json.dumps(index, indent=2))
         record_dtype(self._aside, self._dtype)
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)

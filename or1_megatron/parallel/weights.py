@@ -21,7 +21,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.weights.decoder import unfused_name
 from or1_megatron.weights.families import ModelError
-from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.files import check_weight_files, weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
 from or1_megatron.weights.table import ModelFamily, Row
@@ -39,7 +39,7 @@ class HFTensors:
     def __init__(self, folder: Path, hf: Mapping[str, Any]) -> None:
         check_weight_files(folder, hf)
         self._files: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.data.template import load_tokenizer
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
@@ -134,7 +135,7 @@ class VllmEngine:
         self._llm.collective_rpc("draw_seeds_at_once")
         if drafts:
             self._llm.collective_rpc("sample_drafts_as_without")
-        self._tokenizer = self._llm.get_tokenizer()
+        self._tokenizer = load_tokenizer(Path(settings.model))
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
         self._finished: list[Completion] = []  # not yet returned by ``step``

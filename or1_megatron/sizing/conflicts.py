@@ -108,8 +108,9 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
         if total > shape.positions:
             yield (
                 f"stage '{stage.name}': data.max_prompt_tokens {prompt} + max_response_tokens "
-                f"{stage.max_response_tokens} = {total} exceeds the model's max_position_embeddings = "
-                f"{shape.positions}; lower one of the two by {total - shape.positions}"
+                f"{stage.max_response_tokens} = {total} exceeds the {shape.positions} tokens that "
+                "the model's max_position_embeddings and RoPE scaling allow; lower one of the two by "
+                f"{total - shape.positions}"
             )
         if padded_sequence(config, stage) > budget:
             yield (
@@ -121,7 +122,7 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
     if evaluated > max(stage.max_response_tokens for stage in config.stages) and prompt + evaluated > shape.positions:
         yield (
             f"evaluate.max_response_tokens {evaluated} + data.max_prompt_tokens {prompt} = {prompt + evaluated} "
-            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it, here or in a set or stage"
+            f"exceeds the {shape.positions} tokens that the model allows; lower it, here or in a set or stage"
         )
 
 

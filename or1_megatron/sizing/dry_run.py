@@ -16,7 +16,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import files_of, hub_rows, is_hub_id
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.run_plan import Plan, PlanError, plan
-from or1_megatron.weights.families import family_of, read_hf_config
+from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
 
@@ -32,7 +32,6 @@ def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
         PlanError: a plan that cannot work.
     """
     hf = read_hf_config(shape or config.model.hf)
-    family_of(hf)
     if shape is not None:
         return plan(config, hf, None, device)
     if config.algorithm.kl.reference is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read config.json of an HF folder.
 
     Raises:
-        ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs.
+        ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs; and what
+            ``family_of`` raises.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -48,9 +50,14 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         hf = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    missing = [key for key in _NEEDED if key not in hf]
+    family = _named(hf)
+    heads = hf.get("num_attention_heads")
+    if hf.get("num_key_value_heads", None if family is LLAMA else 0) is None:
+        hf["num_key_value_heads"] = heads  # as transformers reads it: no groups
+    missing = [key for key in _NEEDED if hf.get(key) is None]
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; expected the config of a decoder-only language model")
+    family_of(hf)
     return dict(hf)
 
 
@@ -59,15 +66,28 @@ def family_of(hf: HFConfig) -> ModelFamily:
 
     Raises:
         ModelError: the architecture is unknown (the message lists the known ones), or the config has settings that are
-            not supported, such as a kind of RoPE scaling or a sliding window (the message lists them all).
+            not supported, such as quantised weights, a kind of RoPE scaling or a sliding window (it lists them all).
     """
+    family = _named(hf)
+    if conflicts := [*_quantised(hf), *rope_conflicts(hf), *family.conflicts(hf)]:
+        raise ModelError(f"this {family.architecture} cannot be trained here: {'; '.join(conflicts)}")
+    return family
+
+
+def _named(hf: HFConfig) -> ModelFamily:
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
-    family = FAMILIES[architecture]
-    if conflicts := [*rope_conflicts(hf), *family.conflicts(hf)]:
-        raise ModelError(f"this {architecture} cannot be trained here: {'; '.join(conflicts)}")
-    return family
+    return FAMILIES[architecture]
+
+
+def _quantised(hf: HFConfig) -> Iterator[str]:
+    if settings := hf.get("quantization_config"):
+        method = settings.get("quant_method", "no quant_method") if isinstance(settings, dict) else settings
+        yield (
+            f"the weights are quantised ({method}): config.json has quantization_config; expected weights in bf16 or "
+            "fp32, without that key"
+        )
 
 
 def experts_of(hf: HFConfig) -> Experts | None:

@@ -1,4 +1,4 @@
-"""Checks the weight files of an HF folder against its config by their headers alone: no tensor is loaded.
+"""Checks the weight files of an HF folder against its config by their headers; no tensor is loaded.
 
 A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the
 range of bytes), and the bytes (https://huggingface.co/docs/safetensors).
@@ -10,13 +10,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+import torch
 
 from or1_megatron.weights.families import ModelError, family_of
-from or1_megatron.weights.table import HFConfig, tied
+from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""Names the file of each tensor."""
+_WHOLE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs"
+_COMPARED_BYTES = 64 << 20
+DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights, as a safetensors file names them."""
+(_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +60,44 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     """
     family = family_of(hf)
     wanted = family.shapes(hf)
-    stored = {
-        name: (path, tensor.shape)
-        for path in _weight_files(folder)
-        for name, tensor in read_header(path).tensors.items()
-    }
+    stored: dict[str, tuple[Path, StoredTensor, int]] = {}
+    for path in weight_files(folder):
+        header = read_header(path)
+        if twice := sorted(header.tensors.keys() & stored.keys()):
+            raise ModelError(f"{twice[0]} is in {stored[twice[0]][0]} and in {path}; expected it in one file")
+        stored |= {name: (path, tensor, header.size_bytes) for name, tensor in header.tensors.items()}
+    for name, (path, tensor, _) in stored.items():
+        if tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"{path}: the weights are quantised: {name} is of dtype {tensor.dtype}; expected {', '.join(DTYPES)}"
+            )
     for name, shape in wanted.items():
         if name not in stored:
             missing = len(wanted.keys() - stored.keys())
             raise ModelError(f"{folder}: its safetensors lack {name} ({missing} of {len(wanted)} tensors are missing)")
-        if stored[name][1] != shape:
-            raise ModelError(f"{stored[name][0]}: {name} has shape {stored[name][1]}; config.json implies {shape}")
+        path, tensor, _ = stored[name]
+        if tensor.shape != shape:
+            raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json implies {shape}")
     # A tied model's files may hold the output layer too, and old files hold RoPE's frequencies.
-    extra = {"lm_head.weight"} if tied(hf) else set()
+    extra = {_OUTPUT} if tied(hf) else set()
     unknown = sorted(name for name in stored.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
     if unknown:
         raise ModelError(f"{stored[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
+    if tied(hf) and _OUTPUT in stored and not _same_bytes(stored[_OUTPUT], stored[_EMBEDDING]):
+        raise ModelError(
+            f"{folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set tie_word_embeddings "
+            "to false if the two are meant to differ"
+        )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return a folder's safetensors files, after a check that those its index names are there."""
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / _INDEX
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the model: those that its index names, or model.safetensors, as transformers and vLLM
+    read them. Other files, such as older shards or Mistral's consolidated.safetensors, are no part of the model.
+
+    Raises:
+        ModelError: a file is missing, or two readers would take different files.
+    """
+    index, whole = folder / INDEX, folder / _WHOLE
     if index.is_file():
         try:
             named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -79,12 +105,37 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index} cannot be read ({error!r}); expected a JSON object with weight_map") from error
         if missing := [name for name in named if not (folder / name).is_file()]:
             raise ModelError(
-                f"{folder / missing[0]} is missing ({len(missing)} of {len(named)} files that {_INDEX} names): "
+                f"{folder / missing[0]} is missing ({len(missing)} of {len(named)} files that {INDEX} names): "
                 "the download may be incomplete"
             )
+        if whole.is_file() and _WHOLE not in named:
+            raise ModelError(
+                f"{folder} holds {_WHOLE}, which transformers reads, and {INDEX}, whose files vLLM reads; "
+                "remove the one that is not the model"
+            )
+        return [folder / name for name in named]
+    if whole.is_file():
+        return [whole]
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
     if not paths:
         raise ModelError(f"{folder} holds no *.safetensors file; expected the model's weights in that format")
     return paths
+
+
+def _same_bytes(one: tuple[Path, StoredTensor, int], other: tuple[Path, StoredTensor, int]) -> bool:
+    """Compare two tensors of files: dtype, shape and bytes."""
+    if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
+        return False
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        first.seek(one[2] + one[1].begin)
+        second.seek(other[2] + other[1].begin)
+        left = one[1].end - one[1].begin
+        while left > 0:
+            count = min(left, _COMPARED_BYTES)
+            if first.read(count) != second.read(count):
+                return False
+            left -= count
+    return True
 
 
 def read_header(path: Path) -> Header:
@@ -95,6 +146,9 @@ def read_header(path: Path) -> Header:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull, or hf download")
+        file.seek(0)
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ModelError(f"{path} is no safetensors file, or cut: {size} bytes, of which {length} for the header")

@@ -45,6 +45,11 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
         return
     if missing := [key for key in _NEEDED[kind] if key not in rope]:
         yield f"RoPE scaling of type '{kind}' lacks {', '.join(missing)}"
+    if rope.get("attn_factor", 1.0) != 1.0:
+        yield (
+            f"attn_factor = {rope['attn_factor']} of RoPE scaling is not supported: vLLM multiplies attention by it, "
+            "and transformers ignores it; expected attention_factor"
+        )
     share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if share != 1.0:
         yield f"partial_rotary_factor = {share} is not supported; expected 1.0: the whole head is rotated"
@@ -66,6 +71,14 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     plain = 1.0 / (rope["rope_theta"] ** exponent)
     return _SCALED[rope["rope_type"]](plain, rope, hf)
+
+
+def context_tokens(hf: HFConfig) -> int:
+    """Return the longest sequence of the model, as vLLM counts it: linear scaling and YaRN make it longer."""
+    rope = rope_parameters(hf)
+    if rope["rope_type"] == "yarn":
+        return int(_original_positions(rope, hf) * (rope.get("factor") or 1.0))
+    return int(hf["max_position_embeddings"] * (rope["factor"] if rope["rope_type"] == "linear" else 1.0))
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.rope import context_tokens
 from or1_megatron.weights.table import Experts
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -40,7 +41,7 @@ class Shape:
             kv_heads=hf["num_key_value_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             vocab=hf["vocab_size"],
-            positions=hf["max_position_embeddings"],
+            positions=context_tokens(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
             experts=experts_of(hf),
         )

@@ -45,6 +45,10 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
         if decoded.get("checker") is not None:
             raise ValueError("tolerance: found beside checker; expected it inside: {kind: float, tolerance: ...}")
         decoded["checker"] = {"kind": "float", "tolerance": decoded["tolerance"]}
+    if isinstance(program := decoded.get("functional"), str):  # code-r1: a program that ends in check(entry point)
+        test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
+        tests = {"entry_point": entry.strip(), "import_prefix": "", "test_code": test} if call else {}
+        decoded |= tests or {"assert_case": [program]}
     limits = _limits(decoded.get("limits"))
     if "test_code" in decoded:
         _no_checker(decoded)

@@ -4,18 +4,22 @@ Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dat
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
 code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself. Held-out sets: HuggingFaceH4/MATH-500, math-ai/amc23,
 math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp. And
-MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so.
+MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so. For
+RL: BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024, ganler/code-r1-12k (as Skywork-OR1-RL-Data), SynthLabsAI/Big-Math-RL
+(as DeepScaleR), zwhe99/DeepMath-103K, nvidia/OpenMathReasoning, PrimeIntellect/INTELLECT-2-RL-Dataset, inclusionAI/
+AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from or1_verify.answer import last_box
-from or1_verify.problems.rows import RowError, parse_row, shown
+from or1_verify.problems.rows import MISSING, RowError, check_no_image, parse_row, shown
 from or1_verify.problems.wording import (
     BEGINS_WITH,
     COMPLETE,
@@ -30,7 +34,8 @@ from or1_verify.problems.wording import (
 
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
-    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math",
+    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math", "deepmath", "openmath", "intellect2", "areal",
+    "rlvr", "deepcoder", "kodcode",
 ]  # fmt: skip
 
 
@@ -57,9 +62,13 @@ class Published:
 
 
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
-    """Return the layout that has such columns; None when no known layout has them."""
-    names = columns.keys()
-    return next((layout for layout, telling in _TELLING if telling <= names), None)
+    """Return the layout that has such columns, the narrowest of several; None when no known layout has them."""
+    return next(iter(fitting_layouts(columns)), None)
+
+
+def fitting_layouts(columns: Mapping[str, Any]) -> list[LayoutName]:
+    """Return all layouts that have such columns, the narrowest first."""
+    return [layout for layout, telling in _TELLING if telling <= columns.keys()]
 
 
 def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
@@ -75,6 +84,7 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
             detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
             raise RowError(origin, "columns of no known layout", detail)
         layout = detected
+    check_no_image(row, origin)
     if layout in ("skywork", "plain"):
         return _own_layout(row, origin)
     return _READERS[layout](Columns(row, layout, origin))
@@ -109,7 +119,8 @@ class Columns:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
         whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
-        return str(int(value) if whole else value).strip()
+        text = str(int(value) if whole else value).strip()
+        return "" if text.lower() in MISSING else text
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; empty when it is null or the row has no such column."""
@@ -295,6 +306,90 @@ def _mbpp(row: Columns) -> Published:
     )
 
 
+def _deepmath(row: Columns) -> Published:
+    solutions = [row.optional(f"r1_solution_{number}") for number in (1, 2, 3)]
+    return Published("math", row.text("question"), _golds(row.answer("final_answer")), solutions=_some(*solutions))
+
+
+def _openmath(row: Columns) -> Published:
+    solution = row.optional("generated_solution")
+    gold, source = _golds(row.answer("expected_answer")), row.optional("problem_source")
+    return Published("math", row.text("problem"), gold, source, solutions=_some(solution))
+
+
+def _intellect2(row: Columns) -> Published:
+    """Math: {ground_truth}; code: {test_cases: [{input, output, fn_name}]}. Other kinds of task have no verifier."""
+    task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
+    if task == "verifiable_math":
+        gold = str(truth.get("ground_truth") or "").strip().removeprefix("$").removesuffix("$")
+        return Published("math", row.text("prompt"), _golds(gold))
+    if "code" not in task:
+        raise RowError(row.origin, f"task_type '{task}'", f"column 'task_type': found '{task}', expected math or code")
+    return Published("code", row.text("prompt"), _cases(truth.get("test_cases") or []))
+
+
+def _areal(row: Columns) -> Published:
+    golds = _some(*(last_box(solution) or "" for solution in row.texts("solutions")))
+    return Published("math", row.text("prompt"), json.dumps(golds, ensure_ascii=False) if golds else "")
+
+
+def _rlvr(row: Columns) -> Published:
+    """The first user message as it is, worked examples included; constraints on the form have no verifier."""
+    named, messages = row.optional("dataset").lower(), row.decoded("messages", list) or [{}]
+    if named == "ifeval":
+        raise RowError(row.origin, "dataset 'ifeval'", "column 'dataset': found 'ifeval', which has no verifier")
+    statement = messages[0].get("content") if isinstance(messages[0], Mapping) else None
+    return Published("math", str(statement or "").strip(), _golds(row.answer("ground_truth")), source=named)
+
+
+def _deepcoder(row: Columns) -> Published:
+    tests = row.decoded("tests", object)
+    starter = row.optional("starter_code")
+    if isinstance(tests, list):
+        metadata = row.decoded("metadata", dict) if "metadata" in row.row else None
+        truth = _cases(tests, (metadata or {}).get("func_name"))
+    else:
+        truth = json.dumps(tests, ensure_ascii=False) if tests else ""
+    solutions = row.decoded("solutions", list) if "solutions" in row.row else []
+    return Published(
+        "code",
+        row.text("problem"),
+        truth,
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=_some(*(solution for solution in solutions or [] if isinstance(solution, str))),
+    )
+
+
+def _kodcode(row: Columns) -> Published:
+    """Its tests are functions for pytest that import the solution; here they are called one by one."""
+    test, told = row.verbatim("test"), row.decoded("test_info", list) or [{}]
+    entry = told[0].get("function_name") if isinstance(told[0], Mapping) else None
+    if not entry:
+        raise RowError(row.origin, "no function_name in test_info", "column 'test_info': expected a function_name")
+    body = re.sub(r"^from solution import .*$", "", test, flags=re.MULTILINE)
+    calls = re.findall(r"^def (test\w*)\(\s*\)", body, flags=re.MULTILINE)
+    check = "\n\ndef check(candidate):\n" + "".join(f"    {call}()\n" for call in calls)
+    truth = {"entry_point": entry, "import_prefix": "", "test_code": body + check}
+    declared = told[0].get("function_declaration") or ""
+    return Published(
+        "code",
+        row.text("question"),
+        json.dumps(truth, ensure_ascii=False) if calls else "",
+        source=row.optional("subset"),
+        instructions=BEGINS_WITH.format(declared) if declared else ONE_BLOCK,
+        solutions=_some(row.verbatim("solution")),
+    )
+
+
+def _cases(cases: Any, function: str | None = None) -> str:
+    """Return the ground truth of test cases {input, output, fn_name?}, one by one as several sets have them."""
+    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
+        return ""
+    named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)
+    truth = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
+    return json.dumps(truth | ({"fn_name": named} if named else {}), ensure_ascii=False)
+
+
 _READERS: Mapping[str, Callable[[Columns], Published]] = {
     "numinamath": _numinamath,
     "deepscaler": _problem_answer,
@@ -308,19 +403,35 @@ _READERS: Mapping[str, Callable[[Columns], Published]] = {
     "mbpp": _mbpp,
     "olympiadbench": _olympiadbench,
     "math": _math,
+    "deepmath": _deepmath,
+    "openmath": _openmath,
+    "intellect2": _intellect2,
+    "areal": _areal,
+    "rlvr": _rlvr,
+    "deepcoder": _deepcoder,
+    "kodcode": _kodcode,
 }
 
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
-    ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
+    ("skywork", frozenset({"prompt", "reward_model"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
     ("mbpp", frozenset({"task_id", "test_list"})),
+    ("kodcode", frozenset({"question", "solution", "test", "test_info"})),
+    ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"})),
     ("olympiadbench", frozenset({"question", "final_answer"})),
+    ("intellect2", frozenset({"prompt", "task_type", "verification_info"})),
+    ("areal", frozenset({"prompt", "solutions", "query_id"})),
+    ("rlvr", frozenset({"messages", "ground_truth"})),
+    ("deepcoder", frozenset({"problem", "tests"})),
+    ("openmath", frozenset({"problem", "expected_answer"})),
     ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
     ("taco", frozenset({"question", "input_output"})),
     ("numinamath", frozenset({"problem", "question_type", "answer"})),
-    ("omni_math", frozenset({"problem", "domain", "answer"})),
+    ("omni_math", frozenset({"problem", "domain", "solution", "answer"})),
     ("plain", frozenset({"prompt", "answer"})),
+    ("plain", frozenset({"prompt", "label"})),
+    ("plain", frozenset({"prompt", "ground_truth"})),
     ("aime", frozenset({"Problem", "Answer"})),
     ("deepscaler", frozenset({"problem", "answer"})),
     ("still3", frozenset({"question", "answer"})),

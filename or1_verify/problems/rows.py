@@ -1,20 +1,21 @@
 """The two row schemas of our own, and the errors that name a bad row.
 
-Skywork-OR1-RL-Data (docs/schemas.md): ``data_source``, ``prompt`` [{role, content}], ``ability``, ``reward_model``
-{ground_truth: string, style}, ``extra_info`` {index, model_difficulty}. A math ground truth is the JSON of a list of
-answers, or one answer as it is, as in Skywork-OR1's own evaluation files. Plain: ``prompt`` (string or messages) and
-``answer``. Other keys are ignored; these must be there with the right type (nothing is coerced).
+Skywork-OR1-RL-Data (docs/schemas.md), as verl's files: ``data_source``, ``prompt`` [{role, content}], ``ability``,
+``reward_model`` {ground_truth: string, style}, ``extra_info`` {model_difficulty}. A math ground truth is the JSON of a
+list of answers, or one answer as it is. Plain: ``prompt`` (string or messages) and ``answer``, ``label`` or
+``ground_truth``. Other keys are ignored. Integers may be floats, as pandas writes a column with gaps; NaN is no value.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from or1_verify.errors import UserError
 from or1_verify.types import Message
@@ -25,6 +26,11 @@ DIFFICULTY_TRIES = 16
 """``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
 
 _SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+ANSWERS = ("answer", "label", "ground_truth")
+"""The names of a plain row's answer."""
+MISSING = ("nan", "none", "null", "n/a", "inf", "-inf", "<na>")
+"""Texts in lower case that programs write where there is no answer."""
+_PICTURES = frozenset({"image", "images", "image_path", "video", "videos", "decoded_image"})
 _SHOWN_CHARS = 120
 
 
@@ -60,9 +66,33 @@ class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("expected text, found white space alone")
+    return text
+
+
+Text = Annotated[NonEmpty, AfterValidator(_not_blank)]
+
+
+def _whole(value: Any) -> Any:
+    """Return an integer where pandas wrote one as a float, and None for NaN."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else int(value) if value.is_integer() else value
+    return value
+
+
+def _named(ability: Any) -> Any:
+    """Return the ability in lower case where it is one of ours: DAPO writes MATH."""
+    return ability.lower() if isinstance(ability, str) and ability.lower() in ("math", "code") else ability
+
+
+Ability = Annotated[NonEmpty, BeforeValidator(_named)]
+
+
 class _MessageRow(_StrictModel):
     role: NonEmpty
-    content: NonEmpty
+    content: Text
 
 
 class _RewardModel(_StrictModel):
@@ -71,57 +101,76 @@ class _RewardModel(_StrictModel):
 
 
 class _ExtraInfo(_StrictModel):
-    index: int | str | None = None
-    model_difficulty: dict[str, Annotated[int, Field(ge=0, le=DIFFICULTY_TRIES)] | None] | None = None
+    model_difficulty: (
+        dict[str, Annotated[Annotated[int, Field(ge=0, le=DIFFICULTY_TRIES)] | None, BeforeValidator(_whole)]] | None
+    ) = None
     """Failures in 16 tries per model; parquet writes an unmeasured model as null."""
 
 
 class _SkyworkRow(_StrictModel):
-    data_source: NonEmpty
+    data_source: str | None = None
     prompt: list[_MessageRow] = Field(min_length=1)
-    ability: NonEmpty
+    ability: Ability
     reward_model: _RewardModel
-    extra_info: _ExtraInfo
+    extra_info: _ExtraInfo | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
-        measured = self.extra_info.model_difficulty or {}
+        measured = (self.extra_info and self.extra_info.model_difficulty) or {}
         difficulty = {model: failures for model, failures in measured.items() if failures is not None}
         truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
         if self.ability == "math":
             truth = _listed(truth)
-        return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
+        return ParsedRow(self.data_source or None, _messages(self.prompt), self.ability, truth, field, difficulty)
 
 
 class _PlainRow(_StrictModel):
-    prompt: NonEmpty | Annotated[list[_MessageRow], Field(min_length=1)]
-    answer: NonEmpty | int | float | Annotated[list[NonEmpty], Field(min_length=1)]
-    ability: NonEmpty = "math"
-    source: NonEmpty | None = None
+    prompt: Text | Annotated[list[_MessageRow], Field(min_length=1)]
+    answer: Annotated[
+        NonEmpty | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[list[NonEmpty], Field(min_length=1)],
+        BeforeValidator(_whole),
+    ]
+    ability: Ability = "math"
+    source: str | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
         """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
         messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
         if self.ability == "math":
             answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
+            if missing := [answer for answer in answers if answer.strip().lower() in MISSING]:
+                detail = f"field 'answer': {missing[0]!r} says that there is no answer"
+                raise RowError(origin, "no answer", detail)
             truth = json.dumps(answers, ensure_ascii=False)
         elif isinstance(self.answer, str):
             truth = self.answer
         else:
             expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
             raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
-        return ParsedRow(self.source, messages, self.ability, truth, "answer", {})
+        return ParsedRow(self.source or None, messages, self.ability, truth, "answer", {})
 
 
 def parse_row(raw: Any, origin: str) -> ParsedRow:
     """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
     if not isinstance(raw, dict):
         raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
-    schema = _PlainRow if "answer" in raw and "reward_model" not in raw else _SkyworkRow
+    check_no_image(raw, origin)
+    answer = next((name for name in ANSWERS if name in raw), None)
+    plain = answer is not None and "reward_model" not in raw
+    if plain and _whole(raw[answer]) is None:
+        raise RowError(origin, "no answer", f"field '{answer}': found {shown(raw[answer])}, expected an answer")
     try:
-        row = schema.model_validate(raw)
+        row = _PlainRow.model_validate(raw | {"answer": raw[answer]}) if plain else _SkyworkRow.model_validate(raw)
     except ValidationError as error:
         raise _explained(error, raw, origin) from None
     return row.parsed(origin)
+
+
+def check_no_image(raw: Mapping[str, Any], origin: str) -> None:
+    """Raise RowError where a problem has pictures, which no model here sees."""
+    for name in _PICTURES & raw.keys():
+        if raw[name] is not None and len(raw[name]):
+            detail = f"column '{name}': the problem has a picture, which the model would not see"
+            raise RowError(origin, "the problem has a picture", detail)
 
 
 def published_row(
@@ -143,7 +192,7 @@ def _listed(answer: str) -> str:
     What begins like a list or an object must be one, and words for a missing value are no answers.
     """
     text = answer.strip()
-    if text[:1] in ("", "[", "{") or text.lower() in ("null", "none", "nan", "true", "false"):
+    if text[:1] in ("", "[", "{") or text.lower() in (*MISSING, "true", "false"):
         return answer
     if text.startswith('"'):
         try:
@@ -164,10 +213,11 @@ def _explained(error: ValidationError, raw: dict[str, Any], origin: str) -> RowE
         value = "" if item["type"] == "missing" else f", found {shown(item['input'])}"
         complaints.append(f"field '{'.'.join(str(part) for part in item['loc'])}': {item['msg']}{value}")
     text = "; ".join(complaints)
-    if "reward_model" not in raw and "answer" not in raw:
+    if "reward_model" not in raw and not raw.keys() & set(ANSWERS):
         text += f" (expected either {{{', '.join(_SKYWORK_KEYS)}}} or {{prompt, answer}}; this row has {sorted(raw)})"
-    fault = "is missing" if errors[0]["type"] == "missing" else "has a wrong type or value"
-    return RowError(origin, f"field '{errors[0]['loc'][0]}' {fault}", text)
+    first = next((item for item in errors if item["type"] == "missing"), errors[0])
+    fault = "is missing" if first["type"] == "missing" else "has a wrong type or value"
+    return RowError(origin, f"field '{first['loc'][0]}' {fault}", text)
 
 
 def shown(value: Any) -> str:

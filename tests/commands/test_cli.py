@@ -60,7 +60,7 @@ def test_dry_run_prints_the_arithmetic(config: Path) -> None:
         (["parallel.tnsor=2"], "did you mean parallel.tensor?"),
         (["model.hf=/nowhere/model"], "model folder /nowhere/model does not exist"),
         (["data.train.0.path=/nowhere/p.jsonl"], "data.train: no such file: /nowhere/p.jsonl"),
-        (["stages.0.max_response_tokens=999"], "exceeds the model's max_position_embeddings = 256"),
+        (["stages.0.max_response_tokens=999"], "exceeds the 256 tokens that the model's max_position_embeddings"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_message(config: Path, overrides: list[str], expected: str) -> None:

@@ -142,7 +142,7 @@ def test_tied_models(make_model: Any, tmp_path: Path) -> None:
                 path.unlink()
             save_file({**found, "lm_head.weight": extra}, folder / "model.safetensors", metadata={"format": "pt"})
         if head == "other":
-            with pytest.raises(ConvertError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+            with pytest.raises(ModelError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
                 hf_to_megatron(folder, tmp_path / "never", QUIET)
             continue
         hf_to_megatron(folder, tmp_path / f"{name}_megatron", QUIET)

@@ -22,7 +22,7 @@ from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel
 from or1_megatron.data.pipeline.records import Candidate, write_shard
 from or1_megatron.data.problems import filter_by_difficulty, load_problems
-from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine_sampler import EngineSampler
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
 from or1_verify.math.verifier import MathVerifier

@@ -108,7 +108,6 @@ BAD_ROWS = {
     "a list": ("[1]", ["expected a JSON object", "[1]"]),
     "no prompt": (without("prompt"), ["'prompt'", "required"]),
     "no reward model": (without("reward_model"), ["'reward_model'", "{prompt, answer}"]),
-    "no extra info": (without("extra_info"), ["'extra_info'", "required"]),
     "empty prompt": (row(prompt=[]), ["'prompt'", "at least 1", "[]"]),
     "prompt is text": (row(prompt="hi"), ["'prompt'", "list", "'hi' (str)"]),
     "role is a number": (row(prompt=[{"role": 1, "content": "x"}]), ["'prompt.0.role'", "string", "1 (int)"]),
@@ -170,15 +169,22 @@ def test_golds_without_text_and_unknown_abilities_are_refused_by_row(tmp_path: P
         verifier.close()
 
 
-def test_duplicates_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:3: the same problem as .*train\.jsonl:1"):
-        load_problems(write(tmp_path, row("a"), row("b"), row("a")))
+def test_copies_are_folded_and_two_answers_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problems = load_problems(write(tmp_path, row("a"), row("b"), row("a"), row("a")))
+    assert [problem.origin.rpartition(":")[2] for problem in problems] == ["1", "2"]
+    assert "2 of 4 rows are copies of earlier ones and were folded" in caplog.text
+    other = row("a", reward_model={"ground_truth": '["another"]', "style": "rule"})
+    with pytest.raises(DataError, match=r"train\.jsonl:3: the same problem as .*train\.jsonl:1.*another"):
+        load_problems(write(tmp_path, row("a"), row("b"), other))
+
+
+def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no problems"):
         load_problems(write(tmp_path))
     with pytest.raises(DataError, match="no such file"):
         load_problems(tmp_path / "absent.jsonl")
     (tmp_path / "data.csv").write_text("x")
-    with pytest.raises(DataError, match=r"'\.csv'; expected \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"'\.csv'; expected \.jsonl, \.json"):
         load_problems(tmp_path / "data.csv")
     (tmp_path / "data.parquet").write_text("x")
     with pytest.raises(DataError, match="not a readable parquet file"):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from or1_megatron.data.prompts import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import UnusableRows
 from or1_verify.types import Message, Problem
@@ -78,3 +79,54 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
 def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     assert ChatTemplate(load_tokenizer(tmp_path)).token_ids((Message("user", "w0"),)).tolist() == [1, 2, 5, 3, 4]
+
+
+def byte_level(folder: Path, architecture: str, template: str = TEMPLATE) -> Tokenizer:
+    """Write a folder as R1-Distill-Llama's is: byte-level BPE, and a tokenizer_config.json that names a class."""
+    backend = Tokenizer(models.BPE(unk_token=None))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>", "<pad>", "<u>", "<a>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(["What is the sum of 12 and 34?\n"] * 3, letters)
+    backend.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": architecture, "eos_token": "<end>", "pad_token": "<pad>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 0}))
+    return backend
+
+
+@pytest.mark.parametrize("architecture", ["LlamaTokenizerFast", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_ids_and_text_are_those_of_the_file(architecture: str, tmp_path: Path) -> None:
+    """Against the tokenizers library: transformers' own class of LlamaTokenizerFast loses the spaces of this file."""
+    backend = byte_level(tmp_path, architecture)
+    loaded, text = load_tokenizer(tmp_path), "What is 1234 + 56?\n\n  é 答"
+    ids = backend.encode(text, add_special_tokens=False).ids
+    assert loaded.decode(ids) == text
+    expected = backend.encode(f"<u>{text}<a><think>", add_special_tokens=False).ids
+    assert ChatTemplate(loaded).token_ids((Message("user", text),)).tolist() == expected
+
+
+def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    backend = byte_level(tmp_path, "PreTrainedTokenizerFast")
+    largest = max(backend.encode("<u>sum<a><think>", add_special_tokens=False).ids)
+    problems, unusable = [problem("sum")], UnusableRows()
+    assert ChatTemplate(load_tokenizer(tmp_path), largest + 1).make_prompts(problems, 99, unusable).prompts
+    with pytest.raises(
+        DataError, match=rf"a prompt has token {largest} .* vocab_size is {largest}; expected the model's"
+    ):
+        ChatTemplate(load_tokenizer(tmp_path), largest).make_prompts(problems, 99, unusable)
+
+
+def test_an_end_of_turn_that_ends_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turns = "{% for m in messages %}{{ m['content'] }}<a>{% endfor %}"
+    byte_level(tmp_path, "PreTrainedTokenizerFast", turns)
+    ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)
+    assert "ends a turn with '<a>' (token 3), and responses end with token 0 alone" in caplog.text
+    caplog.clear()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)
+    assert not caplog.text

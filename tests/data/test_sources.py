@@ -58,7 +58,7 @@ def test_a_folder_is_read_by_split(published: Path) -> None:
     with pytest.raises(DataError, match=r"no file of split 'train'; expected train\.jsonl.*code-00000"):
         load_problems(published, split="train")
     (published / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"holds no file of problems \(\.jsonl"):
         load_problems(published / "empty")
 
 
@@ -238,7 +238,7 @@ def test_layouts_are_told_by_their_columns_and_a_missing_or_wrong_one_is_named(l
         read_published(without, layout, "f:1")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=rf"f:1: column '{first}': found 7 \(int\), expected text"):
         read_published({**row, first: 7}, layout, "f:1")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="are of no known layout; expected one of: skywork: data_source"):
+    with pytest.raises(DataError, match="are of no known layout; expected one of: skywork: prompt"):
         read_published({"something": "else"}, "auto", "f:1")
 
 

@@ -24,8 +24,8 @@ NOT_JSON, NO_ANSWER, TWICE = '{"prompt": "q', {"prompt": "Number %d."}, {"prompt
 REASONS = {
     "bad gold": "ground truth cannot be used",
     "not json": "not a JSON object",
-    "no answer": "field 'data_source' is missing",
-    "twice": "the same problem as an earlier row",
+    "no answer": "field 'ability' is missing",
+    "twice": "the same problem as an earlier row, with another answer",
 }
 
 
@@ -36,7 +36,9 @@ def mixed_rows() -> tuple[list[str], dict[int, str]]:
     lines.append(json.dumps(TWICE))
     for place in range(len(kinds)):
         kind = kinds[place * 37 % len(kinds)]  # 37 and 99 share no divisor: each once, in mixed order
-        row: Any = {"bad gold": BAD_GOLD, "no answer": NO_ANSWER, "twice": TWICE, "good": GOOD}.get(kind)
+        row: Any = {"bad gold": BAD_GOLD, "no answer": NO_ANSWER, "twice": {**TWICE, "answer": "2"}, "good": GOOD}.get(
+            kind
+        )
         if row is not None:
             row = {**row, "prompt": row["prompt"].replace("%d", str(place))}
         lines.append(NOT_JSON if row is None else json.dumps(row))

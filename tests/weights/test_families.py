@@ -21,7 +21,7 @@ from tiny_models import FAMILIES as TINY
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
-from or1_megatron.weights.rope import rope_frequencies
+from or1_megatron.weights.rope import context_tokens, rope_frequencies
 from or1_megatron.weights.slicing import Cut, cut, join
 
 ALL = list(TINY)
@@ -142,6 +142,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq"),
     ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "(full_attention)"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.7}}, "attn_factor = 0.7"),
     ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias = true"),
     ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias = true"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -158,6 +159,42 @@ def test_what_is_not_computed_is_refused(architecture: str, change: dict[str, An
     with pytest.raises(ModelError, match=re.escape(expected)) as raised:
         family_of(hf)
     assert architecture in str(raised.value)
+
+
+def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """No groups of heads where num_key_value_heads is null, and where it is absent for Llama: transformers' default."""
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 8, "rms_norm_eps": 1e-6, "vocab_size": 9, **BASE}
+
+    def read(**changes: Any) -> dict[str, Any]:
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, **changes}))
+        return read_hf_config(tmp_path)
+
+    assert read()["num_key_value_heads"] == 32
+    assert read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=None)["num_key_value_heads"] == 32
+    with pytest.raises(ModelError, match="lacks num_key_value_heads"):
+        read(architectures=["Qwen2ForCausalLM"])
+    with pytest.raises(ModelError, match=r"Qwen3_5ForConditionalGeneration is not supported; known: "):
+        read(architectures=["Qwen3_5ForConditionalGeneration"], text_config={}, hidden_size=None)
+    for method in ("fp8", "awq", "compressed-tensors"):
+        with pytest.raises(ModelError, match=rf"the weights are quantised \({method}\)"):
+            read(quantization_config={"quant_method": method})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        (None, 32768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "linear", "factor": 2.0}, 65536),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
+             "original_max_position_embeddings": 8192}, 32768
+        ),
+    ],
+)  # fmt: skip
+def test_longest_sequence(scaling: Any, tokens: int) -> None:
+    """By hand, after vLLM's _get_and_verify_max_len: Qwen2.5's YaRN section allows 131,072 tokens."""
+    assert context_tokens({**BASE, "max_position_embeddings": 32768, "rope_scaling": scaling}) == tokens
 
 
 def test_a_window_that_never_cuts_is_no_window() -> None:

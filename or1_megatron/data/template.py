@@ -1,0 +1,210 @@
+"""The only place where messages become token ids: a model's tokenizer and its chat template.
+
+Ids and text are those of the folder's ``tokenizer.json``, as the tokenizers library reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from or1_megatron.types import Int32Array, Prompt
+from or1_verify.answer import left_open
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import UnusableRows
+from or1_verify.types import Message, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BATCH: Final = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
+_SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  答案：é"
+"""Text in which tokenizers differ: digits, white space, punctuation, other alphabets."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a set of problems that are short enough."""
+
+    prompts: list[Prompt]
+    limit_tokens: int
+    too_long: int
+    """How many were dropped."""
+    longest_tokens: int
+    """Length of the longest prompt, dropped ones included."""
+    first: str
+    """Origin of the first prompt."""
+
+    def check(self, path: Path) -> None:
+        """Log how many prompts were too long. Raises DataError when all were, or none was usable."""
+        if self.too_long and not self.prompts:
+            raise DataError(
+                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
+                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
+            )
+        if not self.prompts:
+            raise DataError(f"{path}: no usable problem is left")
+        if self.too_long:
+            log.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
+                path,
+                self.too_long,
+                self.too_long + len(self.prompts),
+                self.limit_tokens,
+                self.longest_tokens,
+            )
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with its generation prompt, which for a reasoning model may open ``<think>``.
+
+    Args:
+        vocabulary: the model's ``vocab_size``; a prompt with an id that is not below it is refused.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"tokenizer of '{tokenizer.name_or_path}' has no chat template; expected chat_template in "
+                "tokenizer_config.json or a chat_template.jinja beside it (base models often lack one)"
+            )
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+
+    def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
+        return self._encode([self.text(messages)])[0]
+
+    def opened(self, messages: Sequence[Message]) -> str:
+        """Return the tag of reasoning that the template leaves open behind these messages; "" without one."""
+        return left_open(self.text(messages))
+
+    def check_end_of_turn(self, folder: Path) -> None:
+        """Log when the token that ends a turn of the assistant in the template does not end the model's responses."""
+        from jinja2 import TemplateError
+
+        said = "42"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        try:
+            rendered = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
+        except TemplateError:
+            return
+        behind = self._tokenizer(rendered.rpartition(said)[2], add_special_tokens=False)["input_ids"]
+        ending = {self._tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):
+            if (folder / name).is_file():
+                listed = json.loads((folder / name).read_text()).get("eos_token_id")
+                ending |= set(listed if isinstance(listed, list) else [listed])
+        if behind and behind[0] not in ending:
+            log.warning(
+                "%s: its chat template ends a turn with %r (token %d), and responses end with token %s alone: they may "
+                "run on to the length limit. Add it to eos_token_id in generation_config.json if the model writes it",
+                folder,
+                self._tokenizer.convert_ids_to_tokens(behind[0]),
+                behind[0],
+                " or ".join(str(token) for token in sorted(token for token in ending if token is not None)),
+            )
+
+    def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
+        """Return prompts in the order of the problems; those over the limit are left out and counted.
+
+        ``unusable`` takes the rows whose messages the template refuses.
+        """
+        prompts: list[Prompt] = []
+        longest = too_long = 0
+        for start in range(0, len(problems), _BATCH):
+            chunk = [(problem, self._render(problem, unusable)) for problem in problems[start : start + _BATCH]]
+            rendered = [(problem, text) for problem, text in chunk if text is not None]
+            encoded = self._encode([text for _, text in rendered])
+            for (problem, text), ids in zip(rendered, encoded, strict=True):
+                longest = max(longest, len(ids))
+                if len(ids) <= limit_tokens:
+                    prompts.append(Prompt(problem, ids, left_open(text)))
+                else:
+                    too_long += 1
+        return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
+
+    def text(self, messages: Sequence[Message]) -> str:
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
+        from jinja2 import TemplateError
+
+        try:
+            return self.text(problem.messages)
+        except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
+            roles = [message.role for message in problem.messages]
+            detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
+            unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
+            return None
+
+    def _encode(self, texts: Sequence[str]) -> list[Int32Array]:
+        # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        for text, ids in zip(texts, encoded, strict=True):
+            if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
+                token = self._tokenizer.convert_ids_to_tokens(max(ids))
+                raise DataError(
+                    f"'{self._tokenizer.name_or_path}': a prompt has token {max(ids)} ({token!r}), and the model's "
+                    f"vocab_size is {self._vocabulary}; expected the model's own tokenizer. The prompt: {text[:200]!r}"
+                )
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of an HF folder on disk, as its ``tokenizer.json`` is where it has one.
+
+    AutoTokenizer gives many folders to a class that replaces the file's pre-tokenizer and decoder by its own
+    (transformers 5, issues 45488 and 45920), so it reads only folders without the file.
+
+    Raises:
+        DataError: the folder or its tokenizer cannot be read, or its ids or text are not those of the file.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected a model in HF format with its tokenizer")
+    # Without any of these transformers makes an empty tokenizer from config.json, and says nothing.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
+    file = folder / _VOCABULARIES[0]
+    try:
+        loader = PreTrainedTokenizerFast if file.is_file() else AutoTokenizer
+        tokenizer = loader.from_pretrained(folder, local_files_only=True)
+        if file.is_file():
+            _check_like_file(tokenizer, file)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder}: its tokenizer cannot be loaded (expected tokenizer.json): {error}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _check_like_file(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_file(str(file))
+    ids = plain.encode(_SAMPLE, add_special_tokens=False).ids
+    text = plain.decode(ids, skip_special_tokens=False)
+    loaded = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if loaded != ids or back != text:
+        raise DataError(
+            f"{file.parent}: transformers' tokenizer is not the one of tokenizer.json: of {_SAMPLE!r} it makes "
+            f"{tokenizer.decode(loaded)!r} and of the file's ids {back!r}, the file {text!r}"
+        )
