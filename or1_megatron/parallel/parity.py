@@ -196,7 +196,9 @@ class Deviation:
 
     def times(self, share: float) -> Deviation:
         """Return this one with all its numbers multiplied by ``share``."""
-        numbers = {name: value * share for name, value in vars(self).items() if isinstance(value, float)}
+        numbers: dict[str, Any] = {
+            name: value * share for name, value in vars(self).items() if isinstance(value, float)
+        }
         return replace(self, **numbers)
 
 
