@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from or1_verify.types import Message, Problem, Verdict, pickled_by_fields
+from or1_verify.types import Message, Problem, Verdict
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -29,7 +29,6 @@ Aggregation = Literal["token_mean", "response_mean", "released-code"]
 """How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A problem as the engines get it: chat template applied, tokenised."""
@@ -40,7 +39,6 @@ class Prompt:
     """The tag of reasoning that the chat template leaves open, if it does; a verifier gets it before the response."""
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are drawn. ``max_response_tokens`` is the paper's T."""
@@ -103,7 +101,6 @@ class Replies:
                 self.failures.append(reply.reason)
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The weights version that sampled the response tokens from ``first_token`` to the next span."""
@@ -112,7 +109,6 @@ class VersionSpan:
     first_token: int
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Request:
     """One response to sample: which prompt, which sample of its group, how, and with what seed."""
@@ -123,7 +119,6 @@ class Request:
     seed: int
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled response.

@@ -51,32 +51,26 @@ def last_box(text: str) -> str | None:
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
-    at = boxes[-1]
-    content, first = _boxed(text, at), at.start()
-    contents = [content]
+    content, _ = _boxed(text, boxes[-1])
+    contents, first = [content], boxes[-1].start()
     for box in reversed(boxes[:-1]):
-        end = _end_of(text, box)
+        earlier, end = _boxed(text, box)
         if end is None or end > first or not _BETWEEN.fullmatch(text[end:first]):
             break
-        contents.insert(0, _boxed(text, box))
+        contents.insert(0, earlier)
         first = box.start()
     if len(set(contents)) == 1 or not all(contents):
         return content
     return ", ".join(contents)
 
 
-def _boxed(text: str, box: re.Match[str]) -> str:
-    """Return the content of a box: of its braces, or a value behind ``\boxed`` up to the end of the formula."""
+def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
+    """Return the content of a box and the index behind its braces; without braces the formula's rest and None."""
     if text[box.end() : box.end() + 1] == "{":
         end = closing_brace(text, box.end())
-        return "" if end is None else text[box.end() + 1 : end].strip()
+        return ("", None) if end is None else (text[box.end() + 1 : end].strip(), end + 1)
     bare = _BARE.match(text, box.end()) if box["bare"] else None
-    return bare[0].strip().rstrip(".") if bare else ""
-
-
-def _end_of(text: str, box: re.Match[str]) -> int | None:
-    end = closing_brace(text, box.end()) if text[box.end() : box.end() + 1] == "{" else None
-    return None if end is None else end + 1
+    return bare[0].strip().rstrip(".") if bare else "", None
 
 
 def closing_brace(text: str, start: int) -> int | None:

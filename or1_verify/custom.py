@@ -14,14 +14,14 @@ import time
 
 from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess, ChildUnusable
 from or1_verify.errors import UserError
-from or1_verify.types import Problem, Verdict
+from or1_verify.types import Problem, Verdict, Verifier
 
 
 class VerifierBroken(UserError, ValueError):
     """A user's verifier cannot be used; the message names it and says why."""
 
 
-class CustomVerifier:
+class CustomVerifier(Verifier):
     """``types.Verifier`` over a child process, which has ``timeout_s`` for each verdict.
 
     Raises VerifierBroken at construction when the verifier that ``path`` names cannot be loaded.
@@ -34,9 +34,6 @@ class CustomVerifier:
             self._child.start(wait=True)
         except ChildUnusable as error:
             raise VerifierBroken(f"{self._name}: cannot be loaded: {error}") from None
-
-    def start(self) -> None:
-        """Do nothing: the child runs already."""
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError with the verifier's objection, if it has one."""

@@ -6,7 +6,7 @@ verdict's fields.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from functools import partial
 from typing import Any, get_args
@@ -19,12 +19,9 @@ _MEMORY_BYTES = 16 << 30
 
 def load(path: str) -> Any:
     """Return the object with ``verify``, or the function, that ``path`` names. Raises ValueError."""
-    module_name, _, name = path.partition(":")
-    if not name:
+    if not path.partition(":")[2]:
         raise ValueError("expected package.module:name")
-    verifier: Any = importlib.import_module(module_name)
-    for part in name.split("."):
-        verifier = getattr(verifier, part)
+    verifier = pkgutil.resolve_name(path)
     if isinstance(verifier, type):
         verifier = verifier()
     if not callable(getattr(verifier, "verify", None)) and not callable(verifier):

@@ -183,8 +183,10 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             judged_row = json.loads(line)
-            fits = number <= len(rows) and _same_row(judged_row, rows[number - 1].row)
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            added = {name: judged_row[name] for name in _ADDED}
+            same = number <= len(rows) and line.decode() == _as_json({**rows[number - 1].row, **added})
+            fits = same and added["status"] in get_args(VerdictStatus)
+        except (ValueError, TypeError, KeyError, RecursionError):
             fits = False
         if not fits:
             raise DataError(
@@ -194,12 +196,6 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
     if len(whole) < len(content):
         os.truncate(out, len(whole))
     return done
-
-
-def _same_row(judged_row: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    kept = {name: value for name, value in judged_row.items() if name not in _ADDED}
-    given = {name: value for name, value in row.items() if name not in _ADDED}
-    return _as_json(kept) == _as_json(given) and judged_row.get("status") in get_args(VerdictStatus)
 
 
 def _as_json(row: Mapping[str, Any]) -> str:

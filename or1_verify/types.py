@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
@@ -12,19 +11,6 @@ VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable"
 text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
 
 
-def pickled_by_fields[T](kind: type[T]) -> type[T]:
-    """Pickle a record as its class and field values, in a third of the time.
-
-    By default a frozen dataclass with slots looks up its fields for every object. These records go to and from engines
-    and verifiers by the thousand.
-    """
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    values = attrgetter(*names)
-    kind.__reduce__ = lambda self: (kind, values(self))  # type: ignore[method-assign]
-    return kind
-
-
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat turn of a prompt."""
@@ -33,7 +19,6 @@ class Message:
     content: str
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One row of a problem set, with the fields of Skywork-OR1-RL-Data (docs/schemas.md).
@@ -56,7 +41,6 @@ def problem_of(fields: Mapping[str, Any]) -> Problem:
     return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 
-@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The verifier's judgement of one response: reward in {0, 1}, why, and how long it took."""
@@ -79,6 +63,7 @@ class Verifier(Protocol):
 
     def start(self) -> None:
         """Start what verdicts need, in the background. Without this call the first verdicts start it."""
+        return
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""

@@ -6,10 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from queue import LifoQueue
 from typing import Final
 
+from or1_verify.config import VerifyConfig
 from or1_verify.types import Problem, Verdict, Verifier
+from or1_verify.verifiers import build_verifiers
 
 _MOST_WAITING: Final = 512
 """Verdicts that are waited for at once: bounds the responses held in memory."""
@@ -37,15 +40,6 @@ class VerifierThreads:
                 for verifier in borrowed.enter_context(self.borrowed()).values():
                     verifier.start()
 
-    def check(self, problem: Problem) -> str:
-        """Return why the ground truth cannot be used; "" when it can. Runs on the calling thread."""
-        with self.borrowed() as verifiers:
-            try:
-                verifiers[problem.ability].check_ground_truth(problem)
-            except ValueError as error:
-                return str(error)
-        return ""
-
     def verdict(self, problem: Problem, response: str, truncated: bool = False) -> Future[Verdict]:
         """Judge a response on one of the threads."""
         return self._threads.submit(self.verify, problem, response, truncated)
@@ -71,6 +65,13 @@ class VerifierThreads:
             yield verifiers
         finally:
             self._idle.put(verifiers)
+
+
+def one_by_one(config: VerifyConfig, abilities: Iterable[str]) -> VerifierThreads:
+    """Return verifiers that have begun to start, for one verdict at a time. Raises what ``build_verifiers`` raises."""
+    verifiers = VerifierThreads(partial(build_verifiers, config, abilities), 1)
+    verifiers.start()
+    return verifiers
 
 
 def judged[T](items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:

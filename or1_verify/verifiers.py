@@ -11,9 +11,7 @@ from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Verifier
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
-    "math": lambda config: MathVerifier(
-        config.timeout_s, config.math.judge, config.math.rounding, config.math.without_box
-    ),
+    "math": lambda config: MathVerifier(config.timeout_s, config.math),
     "code": CodeVerifier,
 }
 

@@ -27,6 +27,7 @@ from math_pairs import Pair
 from math_suites import gold_pairs, suite_pairs
 from result import figure, write_result
 
+from or1_verify.config import MathConfig
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem, Verdict
 
@@ -57,7 +58,7 @@ def main() -> None:
     for golds in arguments.golds:
         name, _, file = golds.partition("=")
         sets[f"{name}'s golds"] = gold_pairs(Path(file))
-    verifiers = {OURS: MathVerifier(timeout_s=5.0), RELEASED: MathVerifier(timeout_s=5.0, judge="math_verify")}
+    verifiers = {OURS: MathVerifier(timeout_s=5.0), RELEASED: MathVerifier(5.0, MathConfig(judge="math_verify"))}
     judges: dict[str, Accepts] = {
         name: lambda pair, verifier=verifier: _accepts(verifier, pair) for name, verifier in verifiers.items()
     }

@@ -124,15 +124,17 @@ def measure_layouts(
 
 def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, console: Console) -> None:
     """Print the largest differences of each kind from transformers + torch."""
-    from or1_megatron.selftest.checks.layouts import TOLERANCE, kind_in_words
+    from or1_megatron.selftest.checks.layouts import TOLERANCE, bounds, kind_in_words
 
     kinds = TOLERANCE[dtype]
     title = f"Largest difference from transformers + torch ({dtype})"
-    bounds = [f"{kind_in_words(kind)}\n≤ {bound * tolerance:.0e}" for kind, bound in kinds.items()]
+    limits = bounds(rows[0]["rounding"], dtype, tolerance) if rows else kinds
+    heads = [f"{kind_in_words(kind)}\n≤ {limit:.0e}" for kind, limit in limits.items()]
     table = Table(
         Column("layout\n", no_wrap=True),
         Column("rows\nper rank", justify="right"),
-        *(Column(bound, justify="right", no_wrap=True) for bound in bounds),
+        *(Column(head, justify="right", no_wrap=True) for head in heads),
+        Column("times\nrounding", justify="right"),
         "",
         title=title,
         title_justify="left",
@@ -141,6 +143,7 @@ def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, consol
     )
     for row in rows:
         values = [f"{row['difference'][kind]:.1e}" for kind in kinds]
+        values.append(f"{row['times']:.1f}")
         table.add_row(row["name"], str(row["micro_batches"]), *values, "differs" if row["beyond"] else "equal")
     console.width = max(console.width, 110)  # a pipe's 80 columns would cut the figures
     console.print(table)

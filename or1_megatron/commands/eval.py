@@ -19,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from or1_megatron.commands.errors import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
-from or1_megatron.report.comparison import comparison_page
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
@@ -155,13 +154,13 @@ def evaluate_model(
 
 def compare_evaluations(first: Path, second: Path, out: Path | None, console: Console) -> None:
     """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
-    from or1_megatron.evaluate.comparison import compare
+    from or1_megatron.evaluate.comparison import compare, comparison_page
 
-    found = asdict(compare(first, second))
-    console.print(Markdown(comparison_page(found, _SHOWN_PROBLEMS)))
+    compared = compare(first, second)
+    console.print(Markdown(comparison_page(compared, _SHOWN_PROBLEMS)))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "comparison.md", comparison_page(found).encode(), "the comparison")
+        write_atomically(out / "comparison.md", comparison_page(compared).encode(), "the comparison")
         console.print(str(out / "comparison.md"), highlight=False, soft_wrap=True)
 
 

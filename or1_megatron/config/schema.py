@@ -177,6 +177,21 @@ class RolloutConfig(Section):
     while this one is sampled and trains. Unit: rollout steps."""
 
 
+class AskedModelConfig(Section):
+    """How ``or1 eval`` and ``or1 data build`` ask a model: an HF folder on engines of our own, or an endpoint."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    engines: RolloutConfig = RolloutConfig(placement="separate")
+    model: str | None = None
+    """An endpoint's name of the model. Unset: in a recipe the model's ``name``, else the first that it lists."""
+    api_key_variable: str | None = None
+    """The environment variable that holds the endpoint's key."""
+    concurrent: Positive = 64
+    """Requests under way at the endpoint."""
+    tries: Positive = 4
+    """Of one request to the endpoint."""
+
+
 Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]
 
 

@@ -1,4 +1,4 @@
-"""Two finished evaluations of the same problems, compared problem by problem."""
+"""Two finished evaluations of the same problems, compared problem by problem, and their comparison in Markdown."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from or1_megatron.runtime.jsonl import read_rows
 _ASKED: Final = ("data", "since", "until", "release", "max_response_tokens", "temperature", "top_p", "seed", "dtype")
 """What may differ between the two and bear on the difference, from ``results.json``."""
 _NAMED: Final = 5
+_EXCERPT_CHARS: Final = 80
 AskedProblem = Mapping[str, str]
 """What ``responses.jsonl`` says of a problem: id, source, ground_truth, prompt."""
 
@@ -104,6 +105,61 @@ def compare(first: Path, second: Path) -> Comparison:
             if one.results.get(key) != two.results.get(key)
         },
     )
+
+
+def comparison_page(compared: Comparison, most: int | None = None) -> str:
+    """Return the page: scores, differences, and the problems that changed sides, ``most`` per table (None: all)."""
+    otherwise = [f"{key} {one}, {two}" for key, (one, two) in compared.asked_otherwise.items()]
+    sides = zip(("first", "second"), compared.models, compared.folders, strict=True)
+    head = [
+        *(f"{name}: {model} ({folder})" for name, model, folder in sides),
+        f"{compared.problems:,} problems x {compared.samples} samples each",
+        *([f"asked otherwise (first, second): {'; '.join(otherwise)}"] if otherwise else []),
+    ]
+    parts = [
+        "# Comparison of two evaluations",
+        "\n".join(f"- {_plain(line)}" for line in head),
+        _table(
+            ("", "first", "second", "difference", "95%, other samples", "95%, other problems"),
+            [_score_cells(score) for score in compared.scores],
+        ),
+        "The difference is the second less the first, problem by problem. *Other samples*: a second run of both "
+        "evaluations; *other problems*: another set of such problems, by a bootstrap over problems.",
+    ]
+    for changed, which in ((compared.gained, "second"), (compared.lost, "first")):
+        rows = [_problem_cells(one, compared.samples) for one in changed]
+        parts.append(f"## {len(rows)} problems that only the {which} solves in most samples")
+        if rows:
+            parts.append(_table(("problem", "source", "first", "second", "statement"), rows[:most]))
+        if most is not None and len(rows) > most:
+            parts.append(f"and {len(rows) - most} more")
+    return "\n\n".join(parts) + "\n"
+
+
+def _score_cells(score: ScorePair) -> list[str]:
+    intervals = (score.difference.samples, score.difference.problems)
+    return [
+        score.name,
+        f"{100 * score.first:.1f}%",
+        f"{100 * score.second:.1f}%",
+        f"{100 * score.difference.value:+.1f}",
+        *(f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}" for interval in intervals),
+    ]
+
+
+def _problem_cells(changed: ChangedProblem, samples: int) -> list[str]:
+    problem, excerpt = changed.problem, " ".join(changed.problem["prompt"].split())[:_EXCERPT_CHARS]
+    return [problem["id"], problem["source"], f"{changed.first}/{samples}", f"{changed.second}/{samples}", excerpt]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Return text that Markdown shows as it is."""
+    return "".join(f"\\{letter}" if letter in "\\`*_|<>[]$" else letter for letter in text)
 
 
 def _read(folder: Path) -> FinishedEvaluation:

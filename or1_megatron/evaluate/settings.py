@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from or1_megatron.config.schema import (
+    AskedModelConfig,
     Fraction,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    RolloutConfig,
-    Section,
 )
 from or1_verify.config import VerifyConfig
 
@@ -24,7 +23,7 @@ class EvaluationVerifyConfig(VerifyConfig):
     workers: Positive = 2
 
 
-class EvaluationSettings(Section):
+class EvaluationSettings(AskedModelConfig):
     """A file of configs/eval, or ``--set`` on top of the defaults."""
 
     max_response_tokens: Positive | None = None
@@ -34,17 +33,8 @@ class EvaluationSettings(Section):
     seed: NonNegative = 20250522
     max_prompt_tokens: Positive = 8192
     """A longer prompt is not sampled, and counts as wrong in all of its samples."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    engines: RolloutConfig = RolloutConfig(placement="separate")
-    model: str | None = None
-    """An endpoint's name of the model; the first that it lists, if not given."""
-    api_key_variable: str | None = None
-    """The environment variable that holds the endpoint's key."""
-    concurrent: Positive = 64
-    """Requests under way at an endpoint."""
     request_timeout_s: PositiveFloat = 3600.0
     """Limit of one request to an endpoint."""
-    tries: Positive = 4
     verify: EvaluationVerifyConfig = EvaluationVerifyConfig()
     """The evaluation fails when a larger share of the verdicts than ``max_error_fraction`` failed
     (``error``, ``timeout``); responses are kept."""

@@ -11,7 +11,6 @@ Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -23,25 +22,6 @@ _M, _N = 128, 256
 """Results of one tile of a product: the largest that a Hopper SM's registers hold, and what large products use."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """The rates that large bf16 products and large copies reach."""
-
-    sms: int
-    flops: float
-    """Operations per second of a product whose waves are full."""
-    bandwidth: float
-    """Bytes per second."""
-
-    @classmethod
-    def of(cls, hardware: Hardware) -> Gpu:
-        return cls(
-            sms=int(hardware.multiprocessors.value),
-            flops=hardware.bf16_flops.value * hardware.product_share.value,
-            bandwidth=hardware.memory_bytes_per_s.value * hardware.memory_share.value,
-        )
-
-
 def wave_efficiency(rows: int, columns: int, sms: int) -> float:
     """Return the share of SMs at work over the waves of a product with ``rows`` x ``columns`` results."""
     tiles = _tiles(rows, columns)
@@ -49,7 +29,7 @@ def wave_efficiency(rows: int, columns: int, sms: int) -> float:
 
 
 def head_seconds(
-    tokens: int, hidden: int, vocab_local: int, tile_tokens: int, block_rows: int, mode: Mode, gpu: Gpu
+    tokens: int, hidden: int, vocab_local: int, tile_tokens: int, block_rows: int, mode: Mode, gpu: Hardware
 ) -> float:
     """Return the expected seconds of a head call with bf16 inputs, forward and backward.
 
@@ -72,13 +52,14 @@ def head_seconds(
     # written once per tile of tokens, a tile's fp32 hidden gradient once per block of rows.
     token_tiles, blocks = -(-tokens // tile_tokens), -(-vocab_local // block_rows)
     moved_bytes = 10 * tokens * vocab_local + 8 * hidden * (vocab_local * token_tiles + tokens * blocks)
-    return products_s + moved_bytes / gpu.bandwidth
+    return products_s + moved_bytes / (gpu.memory_bytes_per_s.value * gpu.memory_share.value)
 
 
-def _product_s(rows: int, columns: int, summed: int, gpu: Gpu) -> float:
+def _product_s(rows: int, columns: int, summed: int, gpu: Hardware) -> float:
     """Return the seconds of [rows, summed] x [summed, columns]."""
     operations = 2 * _M * _N * _tiles(rows, columns) * summed
-    return operations / gpu.flops / wave_efficiency(rows, columns, gpu.sms)
+    full_waves_flops = gpu.bf16_flops.value * gpu.product_share.value
+    return operations / full_waves_flops / wave_efficiency(rows, columns, int(gpu.multiprocessors.value))
 
 
 def _tiles(rows: int, columns: int) -> int:

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 from or1_megatron.config.hardware import read_hardware
-from or1_megatron.kernels.estimate import Gpu, Mode, head_seconds
+from or1_megatron.kernels.estimate import Mode, head_seconds
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
@@ -107,7 +107,7 @@ def allocation_plan(
         blocks = -(-rows // block_rows)
         tile_tokens = _even(numbers // (blocks * aligned(block_rows)), tokens)
     if on_cuda:
-        gpu = Gpu.of(read_hardware("h100"))
+        gpu = read_hardware("h100")
         tile_tokens, block_rows = min(
             product(_near(tile_tokens, tokens), _near(block_rows, rows) if mode == "recompute" else [rows]),
             key=lambda tile: head_seconds(tokens, hidden, rows, tile[0], tile[1], mode, gpu),

@@ -6,7 +6,7 @@ Rank 0 computes the reference with transformers and torch's own AdamW, and compa
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -17,15 +17,18 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Numbers, compare, measure, reference, trained_by
+from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference, trained_by
 from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
+from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
 from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import read_hf_config
 
 _RANK_WAIT_S: Final = 1800.0
+_FLOAT64_BYTES: Final = 48
+"""Of one parameter in the float64 reference: values, their copy, gradient, two moments, and the fp32 results."""
 
 
 def load_network(model: ModelConfig) -> Any:
@@ -89,6 +92,32 @@ def transformers_numbers(
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
+def references(
+    network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
+) -> dict[Aggregation, tuple[Numbers, Deviation]]:
+    """Return for each aggregation the reference, and how far rounding alone takes transformers from it.
+
+    For float32: float64, and transformers in fp32 beside it. A model too large for that here, and bfloat16, have fp32
+    as the reference and bf16 beside it; for float32 that distance is taken 2^-16 times, as the two types round.
+    ``network`` is used up.
+    """
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
+    other = torch.float64 if exactly else torch.bfloat16
+
+    def computed() -> dict[Aggregation, Numbers]:
+        means = {name: name == "response_mean" for name in aggregations}
+        return {name: transformers_numbers(network, samples, judged, dtype, mean) for name, mean in means.items()}
+
+    first = computed()
+    network.to(other)
+    second = computed()
+    if exactly:
+        return {name: (second[name], compare(first[name], second[name])) for name in aggregations}
+    share = 2.0**-16 if dtype == "float32" else 1.0
+    return {name: (first[name], compare(second[name], first[name]).times(share)) for name in aggregations}
+
+
 def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split tensors as in HF's files, which hold each expert apart: in memory transformers joins them."""
     named = {}
@@ -122,7 +151,8 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
 def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
     """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
 
-    A row has ``name``, ``micro_batches`` (of a rank), and ``difference``, a ``Deviation`` from the reference.
+    A row has ``name``, ``micro_batches`` (of a rank), ``difference``, a ``Deviation`` from the reference, and
+    ``rounding``, what rounding alone makes of one in transformers (``references``).
 
     Args:
         task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and if it is not the
@@ -133,14 +163,12 @@ def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank:
     model = ModelConfig(**task["model"])
     judged = probe_objective(model.dtype, task.get("objective", "clipped"), task.get("args", {}))
     cases = [parse_layout(name, task["longest"]) for name in task["layouts"]]
-    expected: dict[Aggregation, Numbers] = {}
+    expected: dict[Aggregation, tuple[Numbers, Deviation]] = {}
     if rank == 0:
         network = load_network(model)
         samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
         store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub knows str alone
-        for name in {case.aggregation for case in cases}:
-            by_response = name == "response_mean"
-            expected[name] = transformers_numbers(network, samples, judged, model.dtype, by_response)
+        expected = references(network, samples, judged, model.dtype, {case.aggregation for case in cases})
         del network
     for number, case in enumerate(cases):
         if rank >= case.parallel.ranks:
@@ -152,5 +180,7 @@ def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank:
             error.add_note(f"layout '{case.name}', rank {rank}")
             raise
         if numbers is not None:
-            difference = asdict(compare(numbers, expected[case.aggregation]))
-            yield {"name": case.name, "micro_batches": numbers.micro_batches, "difference": difference}
+            exact, rounding = expected[case.aggregation]
+            difference = asdict(compare(numbers, exact))
+            row = {"name": case.name, "micro_batches": numbers.micro_batches}
+            yield {**row, "difference": difference, "rounding": asdict(rounding)}

@@ -156,7 +156,9 @@ def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Te
     """Return (log-probs, entropies) of a sample's counted tokens."""
     ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))
     logits = network(ids[None].to(network.device)).logits[0]
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)[len(sample.prompt_ids) - 1 : len(ids) - 1]
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)[
+        len(sample.prompt_ids) - 1 : len(ids) - 1
+    ]
     mask = torch.from_numpy(sample.loss_mask).to(log_p.device)
     chosen = log_p.gather(1, ids[len(sample.prompt_ids) :, None].to(log_p.device))[:, 0]
     return chosen[mask], -(log_p.exp() * log_p).sum(-1)[mask]
@@ -191,6 +193,11 @@ class Deviation:
     gradient_at: str
     parameters: float
     parameters_at: str
+
+    def times(self, share: float) -> Deviation:
+        """Return this one with all its numbers multiplied by ``share``."""
+        numbers = {name: value * share for name, value in vars(self).items() if isinstance(value, float)}
+        return replace(self, **numbers)
 
 
 def compare(measured: Numbers, expected: Numbers) -> Deviation:

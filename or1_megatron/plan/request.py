@@ -44,19 +44,15 @@ class PlanRequest:
 
 
 def outcome(given: PlanRequest) -> tuple[Plan, RunTime, list[str]]:
-    """Return the plan, its time, and what is lacking, in words. Raises PlanError for what cannot work at all."""
+    """Return the plan, its time, and what memory or disk is lacking, in words.
+
+    Raises:
+        PlanError: a plan that cannot work at all.
+    """
     planned = plan_run(given.config, given.device, given.folder)
     machine = Machine.of(given.hardware, planned.shape, given.device)
     time = run_time(given.config, machine, given.lengths, planned.held_out)
-    return planned, time, _lacks(given, planned)
-
-
-def _lacks(given: PlanRequest, planned: Plan) -> list[str]:
-    """Return what is lacking: memory of a GPU or the host, disk."""
-    config, shape, lacks = given.config, planned.shape, []
+    config, shape = given.config, planned.shape
     there = host_memory().free if given.device == "cpu" else int((config.cluster.gpu_memory_gb or 0.0) * 1e9)
-    if short := memory_short(config, shape, given.device, there):
-        lacks.append(short)
-    if given.is_for_here and (short := disk_short(config, shape)):
-        lacks.append(short)
-    return lacks
+    lacks = [memory_short(config, shape, given.device, there), disk_short(config, shape) if given.is_for_here else ""]
+    return planned, time, [line for line in lacks if line]

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,8 +28,8 @@ from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Request, RolloutReport
 from or1_verify.config import VerifyConfig
-from or1_verify.pool.local import local_workers
-from or1_verify.pool.queue import VerifierPool
+from or1_verify.pool.local import LocalWorker
+from or1_verify.pool.queue import VerifierPool, Worker
 
 _HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
 ANSWER_S = 120.0
@@ -98,7 +99,7 @@ class RolloutManager:
     async def start(self, run_id: str | None = None) -> None:
         """Start the verifiers, and with ``run_id`` the signs of life. Raises what a verifier's construction raises."""
         settings = self._verify, self._abilities
-        make = local_workers(*settings) if on_one_node() else ray_workers(*settings)
+        make: Callable[[], Worker] = partial(LocalWorker, *settings) if on_one_node() else ray_workers(*settings)
         if run_id is not None:
             self._spawn(beat_on_loop(Heartbeat(beats_folder(run_id), "the RolloutManager", "serving", long=False)))
         self._verifiers = VerifierPool(self._verify, self._abilities, make)
@@ -262,14 +263,11 @@ class RolloutManager:
 
     async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
-        completion, prompt_index = asked.completion, asked.key[0]
-        prompt = roll_out.prompts[prompt_index]
+        completion, prompt = asked.completion, roll_out.prompts[asked.key[0]]
         problem = prompt.problem
         opened = "" if problem.ability in self._verify.custom else prompt.opened
         try:
-            verdict = await self._verifiers.verify(
-                problem, opened + completion.text, completion.truncated, prompt_index, roll_out.group_size
-            )
+            verdict = await self._verifiers.verify(problem, opened + completion.text, completion.truncated)
         except Exception as error:  # of the verifier pool itself: a bad sample gets a verdict
             name = f"sample {completion.sample_index} of problem {completion.problem_id}"
             self._fail(RolloutError(f"verifying {name} failed: {type(error).__name__}: {error}"))

@@ -11,24 +11,24 @@ from ray.exceptions import RayError
 
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_verify.config import VerifyConfig
-from or1_verify.pool.pool_process import VerifierSet
 from or1_verify.pool.queue import WorkerLost
 from or1_verify.types import Attempt, Verdict
+from or1_verify.verifier_threads import one_by_one
 
 
 @ray.remote(num_cpus=0)
 class VerifierActor:
-    """A ``VerifierSet`` in a process of its own."""
+    """Verifiers in a process of their own."""
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
-        self._verifiers = VerifierSet(config, abilities)
+        self._verifiers = one_by_one(config, abilities)
 
     def ready(self) -> bool:
         """Return when construction succeeded; raise what it raised otherwise."""
         return True
 
     def verify(self, attempt: bytes) -> bytes:
-        return pack(self._verifiers.verify(unpack(attempt)))
+        return pack(self._verifiers.verify(*unpack(attempt)))
 
     def close(self) -> None:
         self._verifiers.close()

@@ -132,12 +132,6 @@ def memory_short(config: Config, shape: Shape, device: Device, there: int) -> st
     return "\n".join([*lines, "; ".join(lighter)])
 
 
-def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
-    """Raise NotEnoughMemory if ``config`` needs more than ``there`` bytes (see ``memory_short``)."""
-    if short := memory_short(config, shape, device, there):
-        raise NotEnoughMemory(short)
-
-
 def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, int]]:
     """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
     before = needed(config, process_memory(config, shape, device), device)

@@ -26,7 +26,7 @@ from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
-from or1_megatron.sizing.memory import check_memory
+from or1_megatron.sizing.memory import NotEnoughMemory, memory_short
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.weights.families import ModelError, read_hf_config
@@ -87,7 +87,8 @@ def check_room(planned: Plan) -> None:
         if not sizes:
             return
         there = min(sizes)
-    check_memory(planned.config, planned.shape, planned.device, there)
+    if short := memory_short(planned.config, planned.shape, planned.device, there):
+        raise NotEnoughMemory(short)
 
 
 def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:

@@ -164,7 +164,8 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
         return any(_judged_inside(item, remote, results) for item in items)
     if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
         return False
-    return any(_has_result(item, remote, results) for item in _arguments(test))
+    arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
+    return any(_has_result(item, remote, results) for item in arguments)
 
 
 def _compares_results(test: ast.expr, remote: set[str], results: set[str]) -> bool:
@@ -172,10 +173,6 @@ def _compares_results(test: ast.expr, remote: set[str], results: set[str]) -> bo
     return isinstance(test, ast.Compare) and all(
         _has_result(item, remote, results) for item in (test.left, *test.comparators)
     )
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _is_remote(function: ast.expr, remote: set[str]) -> bool:

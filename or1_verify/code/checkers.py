@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -52,13 +52,11 @@ def parse_checker(value: Any, calls: bool) -> Checker:
         number = parameters.get(name, 1.0)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ValueError(f"checker {kind}: {name}: found {number!r:.100}, expected a number of at least 0")
-    for name, wanted in (("source", str), ("binary", str), ("files", dict)):
+    for name, wanted in (("source", str), ("files", dict)):
         if not isinstance(parameters.get(name, wanted()), wanted):
             raise ValueError(f"checker {kind}: {name}: expected a {wanted.__name__}")
-    if kind == "python" and not parameters.get("source"):
-        raise ValueError("checker python: expected its 'source'")
-    if kind == "testlib" and len({"source", "binary"} & set(parameters)) != 1:
-        raise ValueError("checker testlib: expected its 'source' or its 'binary', one of the two")
+    if kind in PROGRAM_KINDS and not parameters.get("source"):
+        raise ValueError(f"checker {kind}: expected its 'source'")
     of = parse_checker(named.get("of"), calls) if kind == "any_of" else None
     if of is not None and (of.is_program or of.kind == "any_of"):
         raise ValueError(f"checker any_of: of: found {of.kind!r}, expected a checker that compares by itself")
@@ -88,22 +86,14 @@ def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
 
     This is the rule of LiveCodeBench's harness, except that white space within a line never matters.
     """
-    if not _as_many_lines(text, expected):
-        return False
-    found_lines, expected_lines = text.strip().split("\n"), expected.strip().split("\n")
-    return all(
-        _tokens_match(result.split(), wanted.split())
-        for result, wanted in zip(found_lines, expected_lines, strict=True)
-    )
+    return _as_many_lines(text, expected) and all(map(_tokens_match, _line_tokens(text), _line_tokens(expected)))
 
 
 def _tokens_match(result: list[str], expected: list[str]) -> bool:
-    return len(result) == len(expected) and (result == expected or all(map(_decimals_equal, result, expected)))
-
-
-def _decimals_equal(result: str, expected: str) -> bool:
-    left, right = _decimal(result), _decimal(expected)
-    return left is not None and right is not None and left == right
+    if len(result) != len(expected) or result == expected:
+        return result == expected
+    pairs = zip(result, expected, strict=True)
+    return all((number := _decimal(token)) is not None and number == _decimal(wanted) for token, wanted in pairs)
 
 
 def _decimal(token: str) -> Decimal | None:
@@ -141,7 +131,7 @@ def _close(result: float | int | None, expected: float | int | None, parameters:
 
 
 def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
-    return _as_many_lines(text, expected) and _line_tokens(text) == _line_tokens(expected)
+    return _as_many_lines(text, expected) and sorted(_line_tokens(text)) == sorted(_line_tokens(expected))
 
 
 def _as_many_lines(text: str, expected: str) -> bool:
@@ -149,27 +139,12 @@ def _as_many_lines(text: str, expected: str) -> bool:
     return text.strip().count("\n") == expected.strip().count("\n")
 
 
-def _line_tokens(text: str) -> list[list[str]]:
-    return sorted(line.split() for line in text.strip().split("\n"))
+def _line_tokens(text: str) -> Iterator[list[str]]:
+    return map(str.split, text.strip().split("\n"))
 
 
-def _json_equal(result: Any, expected: Any, _: Mapping[str, Any]) -> bool:
-    """Compare as JSON values: tuples as lists, linked structures as their values, True never 1.
-
-    Floats are equal when ``==`` says so, as in LiveCodeBench's harness; 3.0 is 3.
-    """
-    return _equal(as_json(result), expected)
-
-
-def _unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _same_multiset(as_json(result, sets=True), expected, 1)
-
-
-def _nested_unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _same_multiset(as_json(result, sets=True), expected, -1)
-
-
-def _same_multiset(result: Any, expected: Any, depth: int) -> bool:
+def _same_multiset(encoded: Any, expected: Any, depth: int) -> bool:
+    result = as_json(encoded, sets=True)
     if isinstance(result, list) and isinstance(expected, list) and len(result) != len(expected):
         return False  # before millions of items are sorted
     return _multiset(result, depth) == _multiset(expected, depth)
@@ -180,10 +155,6 @@ def _multiset(value: Any, depth: int) -> str:
     if not isinstance(value, list) or depth == 0:
         return json.dumps(value, sort_keys=True)
     return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
-
-
-def _call_floats(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _equal(as_json(result), expected, parameters)
 
 
 def as_json(encoded: Any, sets: bool = False) -> Any:
@@ -207,6 +178,10 @@ def _key(value: Any) -> str:
 
 
 def _equal(result: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
+    """Compare JSON values; True is never 1, and 3.0 is 3.
+
+    Without a ``tolerance`` floats are equal when ``==`` says so, as in LiveCodeBench's harness.
+    """
     if isinstance(expected, bool) or isinstance(result, bool):
         return expected is result
     if isinstance(expected, int | float) and isinstance(result, int | float):
@@ -233,13 +208,13 @@ _TEXT_CHECKS: Mapping[str, Callable[[str, str, Mapping[str, Any]], bool]] = {
     "unordered_tokens": lambda text, expected, _: sorted(text.split()) == sorted(expected.split()),
 }
 _CALL_CHECKS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
-    "json": _json_equal,
-    "float": _call_floats,
-    "unordered": _unordered,
-    "nested_unordered": _nested_unordered,
+    "json": lambda result, expected, _: _equal(as_json(result), expected),
+    "float": lambda result, expected, tolerance: _equal(as_json(result), expected, tolerance),
+    "unordered": lambda result, expected, _: _same_multiset(result, expected, 1),
+    "nested_unordered": lambda result, expected, _: _same_multiset(result, expected, -1),
 }
 _PARAMETERS: Mapping[str, frozenset[str]] = {
     "float": frozenset({"tolerance", "absolute", "relative"}),
     "python": frozenset({"source"}),
-    "testlib": frozenset({"source", "binary", "files"}),
+    "testlib": frozenset({"source", "files"}),
 }

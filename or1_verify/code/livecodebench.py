@@ -47,20 +47,14 @@ def as_input_output(decoded: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tests(field: str, value: Any) -> list[dict[str, str]]:
     if isinstance(value, str):
-        value = _private(value) if field.startswith("private") else _json(field, value)
+        packed = field.startswith("private") and not value.lstrip().startswith("[")
+        value = _json(field, decompress(value) if packed else value)
     if not isinstance(value, list):
         raise ValueError(f"{field}: found a {type(value).__name__}, expected a list of tests")
     for number, test in enumerate(value):
         if not isinstance(test, dict) or not all(isinstance(test.get(k), str) for k in ("input", "output", "testtype")):
             raise ValueError(f"{field}[{number}]: found {test!r:.100}, expected {{input, output, testtype}}, all text")
     return value
-
-
-def _private(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return _json("private_test_cases", decompress(text))
 
 
 def decompress(text: str) -> str:

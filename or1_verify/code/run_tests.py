@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from or1_verify.child_process import describe_exit
@@ -31,16 +31,8 @@ _SHOWN_CHARS = 80
 _OUT_OF_TURN = "wrote to the channel out of turn"
 
 
-@dataclass(frozen=True, slots=True)
-class TestOutcome:
-    """How one test ended. ``failure``: why the submission failed it; None when it passed."""
-
-    name: str
-    failure: str | None
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None
+TestOutcome = tuple[str, str | None]
+"""(the test's name, why the submission failed it; None when it passed)."""
 
 
 class CodeRun:
@@ -64,9 +56,9 @@ class CodeRun:
         try:
             for test in tests.tests:
                 if time.monotonic() > deadline_s:
-                    yield TestOutcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
+                    yield test.name, f"all tests together took more than {self._budget_s:.0f} s"
                     return
-                yield TestOutcome(test.name, self._failure(test, tests, source, calls, limits))
+                yield test.name, self._failure(test, tests, source, calls, limits)
         finally:
             calls.close()
 

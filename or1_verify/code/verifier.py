@@ -11,15 +11,15 @@ from __future__ import annotations
 import ast
 import re
 import time
+from functools import lru_cache
 
 from or1_verify.answer import after_reasoning
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_verify.code.ground_truth import parse_code_tests
 from or1_verify.code.run_tests import CodeRun, TestOutcome
-from or1_verify.code.tests import CodeTests
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
-from or1_verify.types import Problem, Verdict, VerdictStatus
+from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier
 
 _MAX_SOURCE_CHARS = 200_000
 # Possessive: else a line that does not match is tried at every length, minutes for a million spaces.
@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n`]*+$", re.MULTILI
 _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 
 
-class CodeVerifier:
+class CodeVerifier(Verifier):
     """``types.Verifier`` for ability "code".
 
     Runs submissions in ``sandbox``, with its limits, and closes it at the end. None: the sandbox that ``config`` asks
@@ -40,10 +40,7 @@ class CodeVerifier:
         self._checkers = CheckerPrograms(self._sandbox, config.checker_headers)
         self._run = CodeRun(self._sandbox, self._checkers, config.budget_s)
         self._early_stop = config.early_stop
-        self._tests: tuple[str, CodeTests] | None = None
-
-    def start(self) -> None:
-        """Do nothing: each program starts in a sandbox of its own."""
+        self._tests_of = lru_cache(maxsize=1)(parse_code_tests)  # a group's responses come in a row
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError when the ground truth has no usable tests, or an unusable checker."""
@@ -68,36 +65,30 @@ class CodeVerifier:
         broken = _syntax_error(source)
         if broken:
             return verdict("wrong", source, broken)
-        tests = self._tests_of(problem)
+        tests = self._tests_of(problem.ground_truth)
         outcomes: list[TestOutcome] = []
         try:
             for outcome in self._run.outcomes(tests, source):
                 outcomes.append(outcome)
-                if self._early_stop and not outcome.passed:
+                if self._early_stop and outcome[1] is not None:
                     break
         except OSError as error:  # no process, memory or descriptor for a sandbox: not the submission's fault
             return verdict("error", source, f"the sandbox failed: {error}")
         except CheckerFailed as error:
             return verdict("error", source, str(error))
-        right = all(outcome.passed for outcome in outcomes) and len(outcomes) == len(tests.tests)
+        right = all(failure is None for _, failure in outcomes) and len(outcomes) == len(tests.tests)
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
         """Close the sandbox."""
         self._sandbox.close()
 
-    def _tests_of(self, problem: Problem) -> CodeTests:
-        if self._tests is None or self._tests[0] != problem.ground_truth:
-            self._tests = (problem.ground_truth, parse_code_tests(problem.ground_truth))
-        return self._tests[1]
-
 
 def describe(outcomes: list[TestOutcome], tests: int) -> str:
     """Return every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
-    marks = "".join("." if outcome.passed else "F" for outcome in outcomes).ljust(tests, "-")
-    passed = sum(outcome.passed for outcome in outcomes)
-    failed = next((f"; {outcome.name}: {outcome.failure}" for outcome in outcomes if not outcome.passed), "")
-    return f"{passed} of {tests} tests passed [{marks}]{failed}"
+    marks = "".join("." if failure is None else "F" for _, failure in outcomes).ljust(tests, "-")
+    failed = next((f"; {name}: {failure}" for name, failure in outcomes if failure is not None), "")
+    return f"{marks.count('.')} of {tests} tests passed [{marks}]{failed}"
 
 
 def printable(text: str) -> str:

@@ -38,14 +38,10 @@ def claimed_answer(text: str) -> str | None:
     if values[-1] is None and len(sentences) > 1 and values[-2] == "":  # "Final answer:", and the value a line below
         last = _plain(sentences[-1])
     claims = [_alone(sentence) if value is None else value for sentence, value in zip(sentences, values, strict=True)]
-    if any(claim not in (None, "", last) and _result(claim) != last for claim in claims):
+    # ``6*7 = 42`` claims 42, what its chain of equations comes to.
+    if any(claim not in (None, "", last) and claim.rpartition("=")[2].strip() != last for claim in claims):
         return None
     return last or None
-
-
-def _result(claim: str) -> str:
-    """Return what a chain of equations comes to: 42 for ``6*7 = 42``."""
-    return claim.rpartition("=")[2].strip()
 
 
 def _behind_phrase(sentence: str) -> str | None:

@@ -3,15 +3,15 @@ r"""The child processes that judge answers for ``MathVerifier``. Nothing else im
 ``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` judges
 as the released code does, by Math-Verify.
 
-Requests are ``{"op": "verify", "golds": [...], "answer": ..., "rounding": bool}``, and for the released
-code's verdict ``{"op": "released", "golds": [...], "answer": text}``.
+Requests are ``{"golds": [...], "answer": ..., "rounding": bool}``, and for Math-Verify ``{"golds": [...], "answer":
+text}``.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +25,10 @@ _CHILD_MEMORY_BYTES = 4 << 30
 
 def _ready() -> Callable[[dict[str, Any]], dict[str, Any]]:
     logging.disable(logging.CRITICAL)
-    if sys.argv[1] == "math_verify":
-        _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
-    return lambda request: _OPERATIONS[request["op"]](request)
+    if sys.argv[1] != "math_verify":
+        return _verify
+    _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
+    return _verify_as_released
 
 
 def _said(status: VerdictStatus, answer: str, detail: str) -> dict[str, Any]:
@@ -42,12 +43,11 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
     how = ""
     for gold in golds:
         try:
-            judgement = judge(gold, text, request["rounding"])
+            right, how = judge(gold, text, request["rounding"])
         except (Unreadable, RecursionError):
             how = "the answer cannot be read as what the gold is"
             continue
-        how = judgement.how
-        if judgement.right:
+        if right:
             return _said("right", text, how)
     if not any(map(is_readable, golds)):
         if "".join(text.split()) in ("".join(gold.split()) for gold in golds):
@@ -66,7 +66,7 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
     extracted = _parse(request["answer"])
     if len(extracted) < 2:
         return _said("no_answer", "", "Math-Verify found no answer in the text")
-    answer = _text_of(extracted) or str(extracted[-1])
+    answer = str(extracted[-1]).strip()  # Math-Verify puts the text last
     if extracted[1] in request["golds"]:
         return _said("right", answer, "the same text, by Math-Verify's extraction")
     for gold in request["golds"]:
@@ -91,17 +91,6 @@ def _parse(text: str) -> Sequence[Any]:
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))  # None: no time-out, see _verify
-
-
-def _text_of(extracted: Sequence[Any]) -> str:
-    """Return the string form, which Math-Verify puts last; "" when it extracted nothing."""
-    return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
-
-
-_OPERATIONS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "verify": _verify,
-    "released": _verify_as_released,
-}
 
 
 if __name__ == "__main__":

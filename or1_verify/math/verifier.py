@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import Literal
+from functools import lru_cache
 
 from pydantic_core import from_json
 
 from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
 from or1_verify.child_process import ChildProcess
+from or1_verify.config import MathConfig
 from or1_verify.math.claim import claimed_answer
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
@@ -28,27 +29,19 @@ _BOX_CHARS = 4000
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
-Judge = Literal["own", "math_verify"]
-"""Whose rules decide (``verify.math.judge``): ours, or those of the released code's verifier."""
-
 
 class MathVerifier:
-    """``types.Verifier`` for ability "math". Its child process starts when it is first needed."""
+    """``types.Verifier`` for ability "math", by the default rules unless some are given.
 
-    def __init__(
-        self,
-        timeout_s: float,
-        judge: Judge = "own",
-        rounding: bool = False,
-        without_box: Literal["claimed", "refuse"] = "claimed",
-    ) -> None:
-        self._judge = judge
-        self._rounding = rounding
-        self._without_box = without_box
+    Its child process starts when it is first needed.
+    """
+
+    def __init__(self, timeout_s: float, rules: MathConfig | None = None) -> None:
+        self._rules = rules or MathConfig()
         self._child = ChildProcess(
-            "or1_verify.math.math_process", judge, timeout_s=timeout_s, stderr=subprocess.DEVNULL
+            "or1_verify.math.math_process", self._rules.judge, timeout_s=timeout_s, stderr=subprocess.DEVNULL
         )
-        self._golds: tuple[str, list[str]] = ("", [])
+        self._golds_of = lru_cache(maxsize=1)(parse_golds)  # a group's responses come in a row
 
     @property
     def worker_pid(self) -> int | None:
@@ -75,9 +68,9 @@ class MathVerifier:
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
             return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
 
-        if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
+        if self._rules.judge == "math_verify":  # as the released code: truncated or not, closed or not
             whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            return verdict(*self._child.judge({"op": "released", "golds": self._golds_of(problem), "answer": whole}))
+            return verdict(*self._child.judge({"golds": self._golds_of(problem.ground_truth), "answer": whole}))
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -85,7 +78,7 @@ class MathVerifier:
             return verdict("no_answer", "", "the reasoning is never closed")
         if not text.strip():
             return verdict("no_answer", "", "nothing follows the reasoning")
-        golds = self._golds_of(problem)
+        golds = self._golds_of(problem.ground_truth)
         box = last_box(text)
         if box == "":
             return verdict("no_answer", "", "the last box is empty or never closes")
@@ -94,25 +87,16 @@ class MathVerifier:
         if box is not None and len(box) > _BOX_CHARS:
             return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         if box is None:
-            box = claimed_answer(text[-_UNBOXED_CHARS:]) if self._without_box == "claimed" else None
+            box = claimed_answer(text[-_UNBOXED_CHARS:]) if self._rules.without_box == "claimed" else None
         if box is None:
-            return verdict(
-                "no_answer",
-                "",
-                "no box" + ", and the last sentence claims no single value" * (self._without_box == "claimed"),
-            )
-        request = {"op": "verify", "golds": golds, "answer": box, "rounding": self._rounding}
-        status, read, detail = self._child.judge(request)
+            claims = ", and the last sentence claims no single value" if self._rules.without_box == "claimed" else ""
+            return verdict("no_answer", "", f"no box{claims}")
+        status, read, detail = self._child.judge({"golds": golds, "answer": box, "rounding": self._rules.rounding})
         return verdict(status, read or box, detail)
 
     def close(self) -> None:
         """End the child process. The next request starts another."""
         self._child.close()
-
-    def _golds_of(self, problem: Problem) -> list[str]:
-        if self._golds[0] != problem.ground_truth:  # a group's responses come in a row
-            self._golds = (problem.ground_truth, parse_golds(problem.ground_truth))
-        return self._golds[1]
 
 
 def parse_golds(ground_truth: str) -> list[str]:

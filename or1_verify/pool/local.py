@@ -64,8 +64,3 @@ class LocalWorker:
         """Close its input and wait; the child then closes its verifiers."""
         close_pipes(self._child)
         self._child.wait()
-
-
-def local_workers(config: VerifyConfig, abilities: frozenset[str]) -> Callable[[], LocalWorker]:
-    """Return what makes the workers of a ``VerifierPool``."""
-    return lambda: LocalWorker(config, abilities)

@@ -7,8 +7,7 @@ the worker is idle.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,17 +46,16 @@ class Worker(Protocol):
 class _Pending:
     attempt: Attempt
     verdict: asyncio.Future[Verdict]
-    group: Hashable = None
-    failed_at: int | None = None
-    """The slot of the worker that failed on it."""
+    failed: bool = False
+    """Whether a worker has failed on it."""
 
 
 class VerifierPool:
     """``config.workers`` workers, each made by ``make_worker``, behind one awaitable call.
 
     A worker that dies is replaced, and so is one that takes longer than ``call_timeout_s`` (None: ``config.budget_s``
-    and a minute). Its sample is tried once more, by another worker where there is one. A sample that fails twice gets
-    status ``error``. ``retries`` counts the second tries.
+    and a minute). Its sample is tried once more, behind those that wait. A sample that fails twice gets status
+    ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(
@@ -72,9 +70,7 @@ class VerifierPool:
         self._abilities = abilities
         self._make_worker = make_worker
         self._call_timeout_s = call_timeout_s or config.budget_s + _GRACE_S
-        self._samples: list[_Pending] = []
-        self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, also those not decoded yet
-        self._wake = asyncio.Condition()
+        self._samples: asyncio.Queue[_Pending] = asyncio.Queue()
         self._workers = [make_worker() for _ in range(config.workers)]
         self._unready = set(range(config.workers))  # slots whose worker has not been waited for
         self._feeders: list[asyncio.Task[None]] = []
@@ -91,33 +87,16 @@ class VerifierPool:
         self._unready.clear()
         self._start_feeders()
 
-    async def verify(
-        self, problem: Problem, response: str, truncated: bool, group: Hashable = None, group_size: int = 0
-    ) -> Verdict:
-        """Return the verdict on one response. Never raises because of what the response holds or does.
-
-        Samples whose ``group`` lacks the fewest verdicts of its ``group_size`` go first.
-        """
+    async def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Return the verdict on one response. Never raises because of what the response holds or does."""
         if problem.ability not in self._abilities:
             raise ValueError(
                 f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"
             )
         self._start_feeders()
-        if group is not None and group not in self._missing:
-            self._missing[group] = group_size
         future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        await self._put(_Pending((problem, response, truncated), future, group))
-        try:
-            return await future
-        finally:
-            self._missing[group] -= 1
-            if self._missing[group] <= 0:
-                del self._missing[group]
-
-    @property
-    def pending(self) -> int:
-        """The number of samples that wait for a worker."""
-        return len(self._samples)
+        self._samples.put_nowait(_Pending((problem, response, truncated), future))
+        return await future
 
     async def close(self) -> None:
         """End the workers; verdicts still awaited are cancelled."""
@@ -130,34 +109,16 @@ class VerifierPool:
         for worker in self._workers:
             worker.kill()
         self._workers = []
-        for sample in self._samples:
-            sample.verdict.cancel()
-        self._samples = []
+        while not self._samples.empty():
+            self._samples.get_nowait().verdict.cancel()
 
     def _start_feeders(self) -> None:
         if not self._feeders:
             self._feeders = [asyncio.create_task(self._feed(slot)) for slot in range(len(self._workers))]
 
-    async def _put(self, sample: _Pending) -> None:
-        async with self._wake:
-            self._samples.append(sample)
-            self._wake.notify_all()
-
-    async def _take(self, slot: int) -> _Pending:
-        """Wait for a sample that this slot's worker may do. Groups that lack least go first."""
-        async with self._wake:
-            await self._wake.wait_for(lambda: any(self._may_take(slot, sample) for sample in self._samples))
-            waiting = (sample for sample in self._samples if self._may_take(slot, sample))
-            chosen = min(waiting, key=lambda sample: self._missing[sample.group])
-            self._samples = [sample for sample in self._samples if sample is not chosen]
-            return chosen
-
-    def _may_take(self, slot: int, sample: _Pending) -> bool:
-        return sample.failed_at != slot or len(self._workers) == 1
-
     async def _feed(self, slot: int) -> None:
         while True:
-            sample = await self._take(slot)
+            sample = await self._samples.get()
             try:
                 if slot in self._unready:  # its start does not count as the call's time
                     async with asyncio.timeout(_START_TIMEOUT_S):
@@ -170,7 +131,7 @@ class VerifierPool:
                 raise
             except (WorkerLost, TimeoutError) as error:  # it died, hung or raised
                 self._replace(slot)
-                await self._again(slot, sample, error)
+                self._again(sample, error)
             else:
                 _settle(sample, verdict)
 
@@ -179,11 +140,11 @@ class VerifierPool:
         self._workers[slot] = self._make_worker()
         self._unready.add(slot)
 
-    async def _again(self, slot: int, sample: _Pending, error: Exception) -> None:
-        if sample.failed_at is None:
-            sample.failed_at = slot
+    def _again(self, sample: _Pending, error: Exception) -> None:
+        if not sample.failed:
+            sample.failed = True
             self.retries += 1
-            await self._put(sample)
+            self._samples.put_nowait(sample)
             return
         reason = f"{type(error).__name__}: {error}".strip()[:1000]
         _settle(sample, Verdict(0.0, "error", "", f"the verifier failed twice: {reason}", 0.0))

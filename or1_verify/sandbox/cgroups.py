@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,18 +22,6 @@ _EMPTY_S = 5.0
 _numbers = itertools.count()  # shared by all pools of this process, so that no two want the same group
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
-    """How often the limits of a group were met."""
-
-    kills: int = 0
-    """Processes that were killed because the group, the node or the machine ran out of memory."""
-    memory: int = 0
-    """Times that the group's own memory limit was reached."""
-    refusals: int = 0
-    """Processes and threads that the limit on their number refused."""
-
-
 @dataclass(slots=True)
 class Cgroup:
     """One group: its folder for each controller (in v2 it is the same). Not thread-safe: one run has it at a time."""
@@ -40,7 +29,7 @@ class Cgroup:
     folders: dict[str, Path]
     unified: bool
     _written: dict[str, int] = field(default_factory=dict)
-    _before: Events = Events()
+    _before: Counter[str] = field(default_factory=Counter)
 
     def limit(self, memory_bytes: int, processes: int) -> None:
         self._write("memory", "memory.max" if self.unified else "memory.limit_in_bytes", memory_bytes)
@@ -52,11 +41,14 @@ class Cgroup:
         for folder in set(self.folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
-    def events(self) -> Events:
-        """Return what has happened since ``limit`` or the last call of this."""
-        now, before = self._counts(), self._before
-        self._before = now
-        return Events(now.kills - before.kills, now.memory - before.memory, now.refusals - before.refusals)
+    def events(self) -> Counter[str]:
+        """Return how often limits were met since ``limit`` or the last call of this.
+
+        kills: processes that were killed because the group, the node or the machine ran out of memory; memory: the
+        group's own memory limit was reached; refusals: processes and threads that the limit on their number refused.
+        """
+        before, self._before = self._before, self._counts()
+        return self._before - before
 
     def remove(self) -> None:
         """Remove the group, waiting for a last process that is just ending."""
@@ -70,15 +62,15 @@ class Cgroup:
                         return
                     time.sleep(0.01)
 
-    def _counts(self) -> Events:
+    def _counts(self) -> Counter[str]:
         """Return the kernel's counts since the group was made."""
         folder = self.folders["memory"]
         refusals = _table(self.folders["pids"] / "pids.events").get("max", 0)
         if self.unified:
             events = _table(folder / "memory.events")
-            return Events(events.get("oom_kill", 0), events.get("oom", 0), refusals)
+            return Counter(kills=events.get("oom_kill", 0), memory=events.get("oom", 0), refusals=refusals)
         kills = _table(folder / "memory.oom_control").get("oom_kill", 0)
-        return Events(kills, int((folder / "memory.failcnt").read_text()), refusals)
+        return Counter(kills=kills, memory=int((folder / "memory.failcnt").read_text()), refusals=refusals)
 
     def _write(self, controller: str, name: str, value: int) -> None:
         if self._written.get(name) != value:

@@ -107,8 +107,6 @@ class Landlock:
             *((3,) if self._version >= 4 else ()),  # TCP: bind, connect
             *((3,) if self._version >= 6 and not tool else ()),  # scopes: abstract sockets, signals
         )
-        if self._version == 5 or (self._version >= 6 and tool):
-            lock["attributes"] = lock["attributes"][:2]
         lock["rules"] = [
             (path, rights if os.path.isdir(path) else rights & ~_READ_DIR)
             for path, rights in rules

@@ -12,14 +12,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from or1_verify.sandbox.cgroups import Cgroup, CgroupPool, Events
+from or1_verify.sandbox.cgroups import Cgroup, CgroupPool
 from or1_verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult, SessionEnded
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
@@ -39,7 +40,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class Launched:
+class Launched(AbstractContextManager["Launched"]):
     """A sandbox whose runner is on its way to the gate, where it waits until it is released.
 
     ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is then the pipe
@@ -231,14 +232,14 @@ class Launched:
         Counts what happened since the last call. "processes": the kernel refused the program a process or a thread, and
         did not kill it. Raises SandboxFailure as ``finish`` does.
         """
-        events = self._cgroup.events() if self._cgroup is not None else Events()
-        if events.kills and not events.memory:
+        events = self._cgroup.events() if self._cgroup is not None else Counter[str]()
+        if events["kills"] and not events["memory"]:
             raise SandboxFailure("killed because this node ran out of memory; the program was within its own limit")
-        if events.kills:
+        if events["kills"]:
             return "memory"
         if cpu_s >= self.limits.cpu_s:
             return "cpu_time"
-        return "processes" if events.refusals else "exited"
+        return "processes" if events["refusals"] else "exited"
 
     def end(self) -> float:
         """End what still runs, reap it and return the CPU seconds of all processes. May be called again."""
@@ -256,9 +257,6 @@ class Launched:
         self.process.returncode = os.waitstatus_to_exitcode(status)
         self._spent_s = usage.ru_utime + usage.ru_stime
         return self._spent_s
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def limit(limits: dict[str, int]) -> None:
-    for name, value in limits.items():
-        resource.setrlimit(getattr(resource, name), (value, value))
-
-
 def lock(to: dict[str, Any]) -> None:
     """Confine this process for good: die with ``parent``, gain nothing by exec, obey Landlock ``rules`` and ``filter``.
 
@@ -83,7 +78,8 @@ def run_here(path: str, arguments: list[str]) -> None:
 def main() -> None:
     gate = int(sys.argv[1])
     instructions = marshal.loads(os.read(gate, 1 << 20))
-    limit(instructions["rlimits"])
+    for name, value in instructions["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
     if instructions["lock"]:
         lock(instructions["lock"])
     os.write(gate, b"r")

@@ -63,15 +63,17 @@ _FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)  # DUPFD, GETFD, SETFD, GETFL, SETFL,
 _FCNTL_LOCKS = (5, 6, 7, 36, 37, 38)
 
 _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+_ALLOWED: _Instruction = (_RETURN, 0, 0, _ALLOW)
+_REFUSED: _Instruction = (_RETURN, 0, 0, _EPERM)
 
 
 def namespaced_filter() -> bytes:
     """Return the filter for programs in namespaces, which may use processes, files and signals of their own."""
     checks = {
-        "clone": [*_none_of_bits(0, _NEW_NAMESPACES), _allow()],
+        "clone": [*_none_of_bits(0, _NEW_NAMESPACES), _ALLOWED],
         "fcntl": _one_of(1, (*_FCNTL, *_FCNTL_LOCKS)),
     }
-    return _assemble(_numbers(_HARMLESS) + _numbers(_IN_NAMESPACES), checks)
+    return _assemble([*_by_name(_HARMLESS).values(), *_by_name(_IN_NAMESPACES).values()], checks)
 
 
 def lone_filter(pid: int) -> bytes:
@@ -81,13 +83,13 @@ def lone_filter(pid: int) -> bytes:
     they are refused too.
     """
     checks = {
-        "clone": [*_none_of_bits(0, _NEW_NAMESPACES), *_all_of_bits(0, _CLONE_THREAD), _allow()],
+        "clone": [*_none_of_bits(0, _NEW_NAMESPACES), *_all_of_bits(0, _CLONE_THREAD), _ALLOWED],
         "fcntl": _one_of(1, _FCNTL),
         "kill": _one_of(0, (0, pid)),  # 0: its own group, which is it alone
         "tgkill": _one_of(0, (pid,)),
-        **{name: [_refuse()] for name in ("fork", "vfork", "tkill")},
+        **{name: [_REFUSED] for name in ("fork", "vfork", "tkill")},
     }
-    return _assemble(_numbers(_HARMLESS), checks)
+    return _assemble(_by_name(_HARMLESS).values(), checks)
 
 
 def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> bytes:
@@ -97,7 +99,7 @@ def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> 
         "prlimit64": _one_of(0, (0,)),
         "ioctl": _one_of(1, _IOCTL),
         "socketpair": _one_of(0, (_AF_UNIX,)),
-        "socket": [_refuse()],
+        "socket": [_REFUSED],
         **checks,
     }
     column, architecture = _machine()
@@ -110,7 +112,7 @@ def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> 
     if column == 1:
         program += [(_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     for number in allowed:
-        program += [(_EQUAL, 0, 1, number), _allow()]
+        program += [(_EQUAL, 0, 1, number), _ALLOWED]
     named = _by_name(_IN_NAMESPACES) | _by_name(_JUDGED)
     for name, check in checks.items():
         if name in named:
@@ -119,30 +121,22 @@ def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> 
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _allow() -> _Instruction:
-    return (_RETURN, 0, 0, _ALLOW)
-
-
-def _refuse() -> _Instruction:
-    return (_RETURN, 0, 0, _EPERM)
-
-
 def _argument(index: int) -> _Instruction:
     """Load an argument's lower half: the arguments checked here are C ints or flags below bit 32. Little-endian."""
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)
 
 
 def _one_of(index: int, values: Sequence[int]) -> list[_Instruction]:
-    pairs = [instruction for value in values for instruction in ((_EQUAL, 0, 1, value), _allow())]
-    return [_argument(index), *pairs, _refuse()]
+    pairs = [instruction for value in values for instruction in ((_EQUAL, 0, 1, value), _ALLOWED)]
+    return [_argument(index), *pairs, _REFUSED]
 
 
 def _none_of_bits(index: int, mask: int) -> list[_Instruction]:
-    return [_argument(index), (_ANY_BIT, 0, 1, mask), _refuse()]
+    return [_argument(index), (_ANY_BIT, 0, 1, mask), _REFUSED]
 
 
 def _all_of_bits(index: int, bit: int) -> list[_Instruction]:
-    return [_argument(index), (_ANY_BIT, 1, 0, bit), _refuse()]
+    return [_argument(index), (_ANY_BIT, 1, 0, bit), _REFUSED]
 
 
 def _machine() -> tuple[int, int]:
@@ -155,7 +149,3 @@ def _by_name(table: str) -> dict[str, int]:
     column, _ = _machine()
     rows = [entry.split() for entry in table.split(";")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
-
-
-def _numbers(table: str) -> list[int]:
-    return list(_by_name(table).values())

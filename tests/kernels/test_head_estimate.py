@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from or1_megatron.config.hardware import read_hardware
-from or1_megatron.kernels.estimate import Gpu, head_seconds, wave_efficiency
+from or1_megatron.config.hardware import Constant, read_hardware
+from or1_megatron.kernels.estimate import head_seconds, wave_efficiency
 from or1_megatron.kernels.plan import BUDGET_BYTES, allocation_plan
 
 TOKENS, HIDDEN, ROWS = 32768, 5120, 152064  # Qwen2.5-32B
-H100 = Gpu.of(read_hardware("h100"))
+H100 = read_hardware("h100")
 
 
 @pytest.mark.parametrize(("mode", "tile", "shares", "ms"), [
@@ -36,7 +36,7 @@ def test_qwen_32b_on_h200(mode: Any, tile: tuple[int, int], shares: tuple[float,
     """8 or 6 x 32,768 x 5,120 x 152,064 operations at 0.8 x 989 TFLOP/s, bytes at 0.9 x 4.8 TB/s."""
     t, v = tile
     assert [wave_efficiency(*of, 132) for of in ((t, v), (t, HIDDEN), (v, HIDDEN))] == pytest.approx(shares, abs=5e-4)
-    seconds = head_seconds(TOKENS, HIDDEN, ROWS, t, v, mode, Gpu.of(read_hardware("h200")))
+    seconds = head_seconds(TOKENS, HIDDEN, ROWS, t, v, mode, read_hardware("h200"))
     assert seconds * 1e3 == pytest.approx(ms, abs=0.5)
 
 
@@ -47,7 +47,15 @@ def test_a_small_call_by_hand() -> None:
     has two. Each product takes one wave on 2 SMs: 2 x 2 x 128 x 256 / 2^24 = 1/128 s per number that is summed over.
     One pass of the 4: logits 4 x 256, dH 2 x (256 + 44), dW 2 x (128 + 72): 2,024 / 128 s.
     """
-    seconds = head_seconds(200, 256, 300, 128, 256, "one_pass", Gpu(sms=2, flops=2.0**24, bandwidth=1e6))
+    rates = {
+        "multiprocessors": 2,
+        "bf16_flops": 2.0**24,
+        "product_share": 1,
+        "memory_bytes_per_s": 1e6,
+        "memory_share": 1,
+    }
+    made = {name: Constant(value=value, source="made up") for name, value in rates.items()}
+    seconds = head_seconds(200, 256, 300, 128, 256, "one_pass", H100.model_copy(update=made))
     moved = 200 * 300 * 10 + 2 * 8 * 300 * 256 + 2 * 8 * 200 * 256
     assert seconds == pytest.approx(2024 / 128 + moved / 1e6)
 

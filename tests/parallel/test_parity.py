@@ -28,7 +28,7 @@ from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import TokenInputs
 from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
-from or1_megatron.parallel.parity import Numbers, compare
+from or1_megatron.parallel.parity import Deviation, Numbers, compare
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
@@ -313,19 +313,25 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
         }
         return Numbers(**{**same, **changes})
 
-    assert not list(beyond(asdict(compare(numbers(), numbers())), "float32", 1.0))
+    def said_of(difference: Deviation, **rounding: float) -> Iterator[str]:
+        row = {"difference": asdict(difference), "rounding": dict.fromkeys(TOLERANCE["float32"], 0.0) | rounding}
+        return beyond(row, "float32", 1.0)
+
+    assert not list(said_of(compare(numbers(), numbers())))
     # ||(0, 0, 0, 0.01)|| / ||(2, 2, 2, 2)|| = 0.0025
     other = numbers(gradient={"a": torch.ones(4), "b": torch.tensor([2.0, 2.0, 2.0, 2.01])}, losses=[1.5])
     difference = compare(other, numbers())
     assert (difference.gradient, difference.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
-    said = list(beyond(asdict(difference), "float32", 1.0))
+    said = list(said_of(difference))
     assert [line.split(" differs")[0] for line in said] == ["loss", "gradient of b"]
+    assert [line.split(" differs")[0] for line in said_of(difference, gradient=0.0025 / 7)] == ["loss"]
+    assert len(list(said_of(difference, gradient=0.0025 / 9))) == 2  # eight times what rounding makes is allowed
     assert compare(numbers(losses=[1000.004]), numbers(losses=[1000.0])).loss == pytest.approx(4e-6)
     unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])
     whole = numbers(log_probs=[np.zeros(2, np.float32), np.zeros(1, np.float32)])
-    assert next(beyond(asdict(compare(unscored, whole)), "float32", 1.0)).startswith("log-prob differs by nan")
+    assert next(said_of(compare(unscored, whole))).startswith("log-prob differs by nan")
     broken = numbers(moved={"a": torch.full((4,), float("nan")), "b": torch.ones(4)})
-    assert "3 steps of a differs by inf" in next(beyond(asdict(compare(broken, numbers())), "float32", 1.0))
+    assert "3 steps of a differs by inf" in next(said_of(compare(broken, numbers())))
 
 
 def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_claim_without_a_box(text: str, value: str | None) -> None:
 @pytest.mark.parametrize(("without_box", "status"), [("claimed", "right"), ("refuse", "no_answer")])
 def test_whether_a_claim_counts(without_box: str, status: str) -> None:
     config = VerifyConfig(math=MathConfig.model_validate({"without_box": without_box}))
-    verifier = MathVerifier(20.0, config.math.judge, config.math.rounding, config.math.without_box)
+    verifier = MathVerifier(20.0, config.math)
     problem = Problem("p", "here", "math", (Message("user", "9 + 8?"),), '["17"]', {}, "here:1")
     try:
         assert verifier.verify(problem, "</think> The answer is 17.", truncated=False).status == status

@@ -25,7 +25,7 @@ TUNING = math_pairs.load("tuning_rounding")
 
 def accepted(gold: str, answer: str, rounding: bool = True) -> bool:
     try:
-        return judge(gold, answer, rounding).right
+        return judge(gold, answer, rounding)[0]
     except Unreadable:
         return False
 
@@ -112,7 +112,7 @@ def test_only_exact_answers_to_decimal_golds_are_judged_otherwise() -> None:
 def test_through_the_worker_and_the_configuration() -> None:
     problem = Problem("id", "s", "math", (Message("user", "q"),), json.dumps(["85.71"]), {}, "x.jsonl:1")
     for rounding, status in ((False, "wrong"), (True, "right")):
-        verifier = MathVerifier(60.0, rounding=rounding)
+        verifier = MathVerifier(60.0, MathConfig(rounding=rounding))
         try:
             verdicts = [
                 verifier.verify(problem, rf"</think>\boxed{{{answer}}}", truncated=False).status

@@ -30,7 +30,7 @@ LABELLED = [*TUNING, *math_pairs.load("tuning_2"), *math_pairs.load("tuning_3"),
 
 def accepted(gold: str, answer: str) -> bool:
     try:
-        return judge(gold, answer).right
+        return judge(gold, answer)[0]
     except Unreadable:
         return False
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from or1_verify.answer import after_reasoning, last_box, left_open
+from or1_verify.config import MathConfig
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem
 
@@ -59,7 +60,7 @@ def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) 
 
 
 def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
-    verifier = MathVerifier(timeout_s=2.0, judge="math_verify")
+    verifier = MathVerifier(2.0, MathConfig(judge="math_verify"))
     try:
         for golds, answer in HANGS:
             verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
@@ -108,8 +109,9 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
     program = (
         "import json, threading, time\n"
         "from or1_verify.types import Message, Problem\n"
+        "from or1_verify.config import MathConfig\n"
         "from or1_verify.math.verifier import MathVerifier\n"
-        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0}, judge='math_verify')\n"
+        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0}, rules=MathConfig(judge='math_verify'))\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "def judge():\n"
         "    v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
@@ -188,7 +190,7 @@ def test_the_released_judge_gives_the_released_verdicts() -> None:
     cases = [(golds, f"so</think>\n{text}") for golds, text, _ in AFTER_THINK]
     cases += [(golds, text) for golds, text, _, _ in WHOLE]
     cases += [(list(pair.golds), f"</think>\\boxed{{{pair.answer}}}") for pair in pairs]
-    verifier = MathVerifier(timeout_s=60.0, judge="math_verify")
+    verifier = MathVerifier(60.0, MathConfig(judge="math_verify"))
     try:
         verdicts = [verifier.verify(problem(golds), text, truncated=True) for golds, text in cases]
     finally:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from or1_megatron.rollout.client import ManagerActor
 from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_verify.config import VerifyConfig
 from or1_verify.pool import local
-from or1_verify.pool.local import local_workers
-from or1_verify.pool.queue import VerifierPool, WorkerLost
+from or1_verify.pool.local import LocalWorker
+from or1_verify.pool.queue import VerifierPool, Worker, WorkerLost
 from or1_verify.types import Attempt, Message, Problem, Verdict
 
 KINDS = ("local", "ray")
-MAKERS = {"local": local_workers, "ray": ray_workers}
+MAKERS = {"local": lambda *settings: partial(LocalWorker, *settings), "ray": ray_workers}
 PROCESS = {"local": "or1_verify.pool.pool_process", "ray": "VerifierActor"}
 MATH = "or1_verify.math.math_process"
 
@@ -86,7 +87,7 @@ def with_pool(
     async def main() -> None:
         config = VerifyConfig(workers=workers, timeout_s=timeout_s, **options)
         judged = abilities | config.custom.keys()
-        make = local_workers(config, judged)
+        make: Callable[[], Worker] = partial(LocalWorker, config, judged)
         if kind == "ray":
             place = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
             make = ray_workers(config, judged, {"runtime_env": {"env_vars": place}} if config.custom else None)
@@ -146,7 +147,7 @@ def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
             for truncated in (False, False, True)
             for ability, truth, text, _ in SAMPLES
         ]
-        calls = [pool.verify(*attempt, number // 8, 8) for number, attempt in enumerate(attempts)]
+        calls = [pool.verify(*attempt) for attempt in attempts]
         assert [verdict.status for verdict in await asyncio.gather(*calls)] == expected
 
     for workers in (1, 2, 4):
@@ -166,7 +167,7 @@ def test_damaged_verdicts_are_judged_again(kind: str, ray_cluster: None, monkeyp
 
     async def body(pool: VerifierPool) -> None:
         started.append(True)
-        verdicts = [await pool.verify(problem("1"), text, False, None, 1) for text in (RIGHT, "</think>no")]
+        verdicts = [await pool.verify(problem("1"), text, False) for text in (RIGHT, "</think>no")]
         assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
         assert flipped and pool.retries == 1
 
@@ -188,7 +189,6 @@ def test_each_caller_gets_its_own_verdict(kind: str, ray_cluster: None) -> None:
         expected = ["truncated" if n % 5 == 0 else "wrong" if n % 3 else "right" for n in range(200)]
         assert [verdict.status for verdict in verdicts] == expected
         assert pool.retries == 0
-        assert pool.pending == 0
 
     with_pool(body, kind=kind)
 
@@ -241,29 +241,6 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
         assert verdict.status == "error" and "TimeoutError" in verdict.detail
 
     with_pool(body, workers=1, call_timeout_s=1.0, math=MATH_VERIFY)
-
-
-def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path: Path) -> None:
-    """The only worker is kept busy until all of them wait."""
-
-    async def body(pool: VerifierPool) -> None:
-        order: list[str] = []
-
-        async def judge(group: str, size: int) -> None:
-            await pool.verify(problem("1"), RIGHT, False, group, size)
-            order.append(group)
-
-        file = tmp_path / "go"
-        busy = asyncio.create_task(pool.verify(problem("1", "deadly"), f"wait {file}", False))
-        await until(Path(f"{file}.begun").exists)
-        sizes = {"most": 8, "middle": 5, "least": 2}
-        judges = [asyncio.create_task(judge(group, size)) for group, size in sizes.items() for _ in range(2)]
-        await until(lambda: pool.pending == len(judges))
-        file.touch()
-        await asyncio.gather(busy, *judges)
-        assert order == ["least", "least", "middle", "middle", "most", "most"]
-
-    with_pool(body, workers=1, custom=deadly)
 
 
 @pytest.mark.parametrize("kind", KINDS)

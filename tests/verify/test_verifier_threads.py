@@ -52,7 +52,8 @@ def test_processes_start_before_the_first_verdict_and_one_serves_check_and_verdi
     threads.start()
     pids = [verifier.worker_pid for verifier in made]
     assert len(pids) == 1 and pids[0] is not None
-    assert threads.check(PROBLEM) == ""
+    with threads.borrowed() as verifiers:
+        verifiers["math"].check_ground_truth(PROBLEM)
     assert threads.verdict(PROBLEM, "</think>\\boxed{x(x + 2)}", False).result().status == "right"
     assert [verifier.worker_pid for verifier in made] == pids
     threads.close()

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from or1_megatron.config.schema import Fraction, NonNegative, Positive, PositiveFloat, RolloutConfig, Section
+from or1_megatron.config.schema import AskedModelConfig, Fraction, NonNegative, Positive, PositiveFloat, Section
 from or1_verify.problems.layouts import LayoutName
 
 
@@ -64,25 +64,16 @@ class DecontaminationConfig(Section):
     """Share of the n-grams of the shorter of the two texts that the other has too."""
 
 
-class SampledModel(Section):
+class SampledModel(AskedModelConfig):
     """A model that answers: an HF folder on our own engines, or an OpenAI-compatible endpoint."""
 
     name: str
     """Its key in ``model_difficulty``, and of its results on disk."""
     hf: Path | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    engines: RolloutConfig = RolloutConfig(placement="separate")
     endpoint: str | None = None
     """E.g. http://host:8000/v1; its /chat/completions is asked."""
-    model: str | None = None
-    """The endpoint's name of the model; ``name`` if not given."""
-    api_key_variable: str | None = None
-    """The environment variable that holds the endpoint's key."""
-    concurrent: Positive = 64
-    """Requests under way at the endpoint."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of one request to the endpoint."""
-    tries: Positive = 4
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -72,8 +72,11 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
 
     def _checked(self, row: Candidate) -> Outcome:
         """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
-        if why := self._verifiers.check(row.problem()):
-            return self._unusable(row, why)
+        with self._verifiers.borrowed() as verifiers:
+            try:
+                verifiers[row.ability].check_ground_truth(row.problem())
+            except ValueError as error:
+                return self._unusable(row, str(error))
         return Exclusion(row, "no_solution", {}) if self.needs_solution and not row.solutions else row
 
     def _unusable(self, row: Candidate, why: str) -> Exclusion:

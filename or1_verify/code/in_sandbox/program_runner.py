@@ -37,12 +37,6 @@ class Channel:
         self.names: dict[str, Any] = {}
         self.in_assert = False
 
-    def assert_begins(self) -> None:
-        self.in_assert = True
-
-    def assert_ends(self) -> None:
-        self.in_assert = False
-
     def receive(self) -> Any:
         line = self.lines.readline()
         if not line:
@@ -149,7 +143,7 @@ class Marker(ast.NodeTransformer):
     """Tells the channel when an assert is being evaluated."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
-        begin, end = (ast.parse(name + "()").body[0] for name in ("__assert_begins__", "__assert_ends__"))
+        begin, end = (ast.parse("__channel__.in_assert = " + value).body[0] for value in ("True", "False"))
         return ast.copy_location(ast.Try(body=[begin, node], handlers=[], orelse=[], finalbody=[end]), node)
 
 
@@ -163,7 +157,7 @@ def run(setup: dict[str, Any]) -> None:
     names["list_node"] = lambda values: codec.build_list(values, names["ListNode"])
     names["tree_node"] = lambda values: codec.build_tree(values, names["TreeNode"])
     names["is_same_list"] = names["is_same_tree"] = is_same
-    names.update(__assert_begins__=CHANNEL.assert_begins, __assert_ends__=CHANNEL.assert_ends)
+    names["__channel__"] = CHANNEL
     exec(compile(Marker().visit(ast.parse(setup["prefix"])), "prefix.py", "exec"), names)
     for name, of in setup["stand_ins"].items():
         names[name] = Remote(CHANNEL, {"name": of})

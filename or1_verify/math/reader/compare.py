@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
+from or1_verify.math.reader.equality import canonical, fraction, proportional, same
 from or1_verify.math.reader.families import same_family
 from or1_verify.math.reader.numerals import is_numeral
 from or1_verify.math.reader.quantity import Quantity
@@ -42,8 +43,8 @@ from or1_verify.math.reader.records import (
 from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
+from or1_verify.math.reader.tree import Node, number_node, symbols
+from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
@@ -207,28 +208,21 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_relations(gold: Relation, answer: Relation) -> bool:
-    if _inequality(gold) and _inequality(answer):
+    if gold.is_inequality and answer.is_inequality:
         return _same_order(gold, answer)
-    if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and _one_name(gold, answer):
+    one_name = bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
+    if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and one_name:
         return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
     chains = chain(gold), chain(answer)
     if chains[0] and chains[1]:
-        return set(gold.heads) == set(answer.heads) and _last_same(gold, answer)
+        only_names = bool(gold.heads[-1] and answer.heads[-1])
+        return set(gold.heads) == set(answer.heads) and (only_names or compare(gold.sides[-1], answer.sides[-1]))
     assigned = _assigned(gold), _assigned(answer)
     if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
     if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
     return _same_curve(gold, answer)
-
-
-def _one_name(gold: Relation, answer: Relation) -> bool:
-    return bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
-
-
-def _last_same(gold: Relation, answer: Relation) -> bool:
-    """Whether two chains end alike, or all that they hold are names."""
-    return bool(gold.heads[-1] and answer.heads[-1]) or compare(gold.sides[-1], answer.sides[-1])
 
 
 def chain(relation: Relation) -> Several | None:
@@ -257,10 +251,6 @@ def _difference(relation: Relation) -> Node:
     first, second = relation.sides[0], relation.sides[-1]
     assert isinstance(first, Quantity) and isinstance(second, Quantity)
     return Node("add", (first.tree, Node("neg", (second.tree,))))
-
-
-def _inequality(relation: Relation) -> bool:
-    return set(relation.operators) <= {"<", "<=", ">", ">="}
 
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
@@ -453,14 +443,10 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
     relations = [item for item in gold.items if isinstance(item, Relation)]
     if "or" not in joiners or len(joiners) == 1 or not relations:
         return True
-    stated = [names_of(item) if _inequality(item) else {item.heads[0]} for item in relations]
+    stated = [names_of(item) if item.is_inequality else {item.heads[0]} for item in relations]
     names = {frozenset(name.partition("_")[0] for name in named) for named in stated}
-    return len(names) == 1 and not ("and" in joiners and any(map(_excludes, relations)))
-
-
-def _excludes(relation: Relation) -> bool:
-    """Whether the relation is an inequality, or says what is not."""
-    return _inequality(relation) or relation.operators == ("!=",)
+    excluding = any(relation.is_inequality or relation.operators == ("!=",) for relation in relations)
+    return len(names) == 1 and not ("and" in joiners and excluding)
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:

@@ -20,8 +20,7 @@ from or1_verify.math.reader.records import (
     Several,
     Words,
 )
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.value import symbols
+from or1_verify.math.reader.tree import Node, number_node, symbols
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
 """The conditions by the letters that they are about."""

@@ -7,6 +7,7 @@ otherwise unreadable; ``f(x)`` is read as a product, which is the same on both s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
@@ -27,7 +28,7 @@ def parse(items: list[Token]) -> Node:
 
 
 def _has_vector(tree: Node) -> bool:
-    return tree.name.startswith(("\\vec", "\\hat")) or any(map(_has_vector, tree.args))
+    return any(node.name.startswith(("\\vec", "\\hat")) for node in tree.walk())
 
 
 def _cross(left: Node, right: Node) -> Node:
@@ -262,15 +263,19 @@ class _Parser:
     def chosen(self, letter: str) -> Node | None:
         """Read C_n^k or C^k_n as combinations, A and P as arrangements."""
         start = self.at
-        parts: dict[str, Node] = {}
-        for _ in range(2):
-            token = self.peek()
-            if token is None or token.text not in ("_", "^") or token.text in parts:
-                self.at = start
-                return None
-            self.at += 1
-            parts[token.text] = self.argument()
+        parts = self.scripts(self.argument)
+        if len(parts) < 2:
+            self.at = start
+            return None
         return Node("binom" if letter == "C" else "perm", (parts["_"], parts["^"]))
+
+    def scripts[T](self, read: Callable[[], T]) -> dict[str, T]:
+        """Read what stands below, by "_", and above, by "^"."""
+        parts: dict[str, T] = {}
+        while (token := self.peek()) and token.text in ("_", "^") and token.text not in parts:
+            self.at += 1
+            parts[token.text] = read()
+        return parts
 
     def group(self, opener: str) -> Node:
         tree = self.sum()
@@ -328,12 +333,7 @@ class _Parser:
 
     def series(self, name: str) -> Node:
         """Read a sum or product, which is compared by its parts and never evaluated."""
-        bounds = {}
-        for _ in range(2):
-            token = self.peek()
-            if token is not None and token.text in ("_", "^") and token.text not in bounds:
-                self.at += 1
-                bounds[token.text] = self.raw_argument()
+        bounds = self.scripts(self.raw_argument)
         limits = Node("sym", name=f"{bounds.get('_', '')}..{bounds.get('^', '')}")
         return Node(name, (limits, self.product(signed=False)))
 
@@ -372,12 +372,12 @@ class _Parser:
         return argument
 
     def listed(self, name: str) -> Node:
-        opener = next((text for text in ("(", "\\{", "{") if self.take(text)), None)
+        closers = {"(": ")", "\\{": "\\}", "{": "}"}
+        opener = next(filter(self.take, closers), None)
         if opener is None:
             raise Unreadable(f"\\{name} without its list")
-        closer = {"(": ")", "\\{": "\\}", "{": "}"}[opener]
         args = [self.sum()]
         while self.take(","):
             args.append(self.sum())
-        self.expect(closer)
+        self.expect(closers[opener])
         return Node(name, tuple(args))

@@ -20,8 +20,8 @@ from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import Reading, Relation, Several
 from or1_verify.math.reader.scalars import is_worked_out
 from or1_verify.math.reader.spread import spread
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.value import TooLarge, Undefined, evaluate, symbols
+from or1_verify.math.reader.tree import Node, symbols
+from or1_verify.math.reader.value import TooLarge, Undefined, evaluate
 
 _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Not y: ``y = 2n + 1`` is a function of n."""

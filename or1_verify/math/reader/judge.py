@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from or1_verify.math.reader import notation
@@ -27,11 +26,8 @@ _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
-@dataclass(frozen=True)
-class Judgement:
-    right: bool
-    how: str
-    """The types that the two were compared as."""
+Judgement = tuple[bool, str]
+"""(whether the answer is right, the types that the two were compared as)."""
 
 
 def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
@@ -43,13 +39,13 @@ def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
     gold, answer = alike(gold, answer)
     if (said := notation.ordinals(gold, answer)) is not None:
-        return Judgement(said, "compared as ordinals")
+        return said, "compared as ordinals"
     cleaned = _cleaned(gold), _cleaned(answer)
     if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
-        return Judgement(True, "the same text")
+        return True, "the same text"
     for name, rule in notation.RULES:
         if (said := rule(cleaned[0], cleaned[1], partial(_same_value, rounding=rounding))) is not None:
-            return Judgement(said, name)
+            return said, name
     return _judge_readings(gold, answer, rounding)
 
 
@@ -64,7 +60,7 @@ def is_readable(gold: str) -> bool:
 
 def _same_value(gold: str, answer: str, rounding: bool) -> bool:
     try:
-        return judge(gold, answer, rounding).right
+        return judge(gold, answer, rounding)[0]
     except Unreadable:
         return False
 
@@ -79,12 +75,11 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
             try:
                 left = as_rounded(_reading(gold, gold_groups)) if rounding else _reading(gold, gold_groups)
                 right = read(clean(answer, answer_groups), rename)
-                kind = f"{_name(left)} and {_name(right)}"
-                said = Judgement(compare(left, right), f"compared as {kind}")
+                said = compare(left, right), f"compared as {_name(left)} and {_name(right)}"
             except (Unreadable, RecursionError) as error:
                 failed = error if isinstance(error, Unreadable) else Unreadable("nested too deep")
                 continue
-            if said.right:
+            if said[0]:
                 return said
     bare = _bare_units(gold, answer)
     if bare is not None:
@@ -104,7 +99,7 @@ def _bare_units(gold: str, answer: str) -> Judgement | None:
         if match is None:
             return None
         marked = re.sub(r"(?<!\\)\b[A-Za-z]+", r" «\g<0>» ", match[2])
-        return Judgement(compare(expected, read(match[1] + marked)), "compared as quantities")
+        return compare(expected, read(match[1] + marked)), "compared as quantities"
     except Unreadable:
         return None
 

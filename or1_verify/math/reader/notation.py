@@ -25,11 +25,9 @@ _CHOICE = re.compile(
 )
 _SECOND_CHOICE = re.compile(r"\b[A-H]\b|(?i:\b(?:or|and|not|no|nor|neither)\b)")
 _BARE_LETTER = re.compile(r"[A-H]")
-_MONTH = "|".join(
-    (
-        *("jan(?:uary)?", "feb(?:ruary)?", "mar(?:ch)?", "apr(?:il)?", "may", "june?", "july?", "aug(?:ust)?"),
-        *("sept?(?:ember)?", "oct(?:ober)?", "nov(?:ember)?", "dec(?:ember)?"),
-    )
+_MONTH = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
+    "nov(?:ember)?|dec(?:ember)?"
 )
 _DATE = re.compile(
     rf"(?:the )?(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"

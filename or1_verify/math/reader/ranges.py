@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from or1_verify.math.reader.equality import same
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import (
     Dots,
@@ -17,8 +18,8 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.value import operations, rational, real, same, symbols
+from or1_verify.math.reader.tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))
@@ -163,28 +164,29 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
     """Return the intervals of all parts in order, with those that touch joined; as they are where ends are letters."""
-    spans = [span for part in parts if part is not None for span in part]
-    if any(part is None for part in parts):
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
         return None
-    return _combined([(span,) for span in spans], lambda _, sets: set().union(*sets)) or tuple(spans)
+    return _combined(known, lambda _, sets: set().union(*sets)) or tuple(span for part in known for span in part)
 
 
 def _combined(
-    parts: Sequence[tuple[Interval, ...]], combine: Callable[[set[int], list[set[int]]], set[int]]
+    parts: Sequence[tuple[Interval, ...] | None], combine: Callable[[set[int], list[set[int]]], set[int]]
 ) -> tuple[Interval, ...] | None:
-    """Return what ``combine`` makes of the whole line and of each part; None where an end is no real number.
+    """Return what ``combine`` makes of the whole line and of each part; None for parts or ends that are not known.
 
     The ends cut the line into points and gaps: the k-th end is the number 2k, and the gap behind it 2k + 1.
     """
     ends = [_MINUS_INFINITY]
     sets: list[set[int]] = []
-    given = [end for spans in parts for span in spans for end in (span.low, span.high)]
-    if any(real(end) is None for end in given):
+    known = [part for part in parts if part is not None]
+    given = [end for spans in known for span in spans for end in (span.low, span.high)]
+    if len(known) < len(parts) or any(real(end) is None for end in given):
         return None
     for end in sorted((*given, _INFINITY), key=_position):
         if not _same(ends[-1], end):
             ends.append(end)
-    for spans in parts:
+    for spans in known:
         numbers: set[int] = set()
         for span in spans:
             low, high = (next(k for k, other in enumerate(ends) if _same(other, end)) for end in (span.low, span.high))
@@ -228,11 +230,9 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
     """Return where inequalities of one variable hold together: ``x > -3, x \\ne -1``. None where they never do."""
-    parts = [_inequality(relation) for relation in relations]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or len(frozenset().union(*map(names_of, relations))) != 1:
+    if len(frozenset().union(*map(names_of, relations))) != 1:
         return None
-    return _combined(known, lambda line, sets: line.intersection(*sets)) or None
+    return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None
 
 
 def _point(relation: Relation) -> tuple[Interval, ...] | None:
@@ -246,8 +246,7 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     """Return all numbers but the given ones, which are values or sets."""
     parts = [(Interval(p.tree, p.tree, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
-    known = [part for part in parts if part is not None]
-    return _combined(known, lambda line, sets: line.difference(*sets)) if len(known) == len(parts) else None
+    return _combined(parts, lambda line, sets: line.difference(*sets))
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
@@ -260,7 +259,7 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     if relation.operators == ("!=",):
         point = relation.sides[1] if relation.heads[0] else relation.sides[0]
         return _punctured((point,)) if any(relation.heads) else None
-    if not set(relation.operators) <= {"<", "<=", ">", ">="}:
+    if not relation.is_inequality:
         return None
     operators = list(relation.operators)
     if operators[0].startswith(">"):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 from or1_verify.math.reader.brackets import depths, spelling, split
 from or1_verify.math.reader.conditions import with_conditions
 from or1_verify.math.reader.declarations import ORDERS, split_off
+from or1_verify.math.reader.equality import same
 from or1_verify.math.reader.expression import parse
 from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
 from or1_verify.math.reader.records import (
@@ -34,9 +36,8 @@ from or1_verify.math.reader.records import (
     Words,
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
-from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.units import HEDGES, JOINERS, KNOWN_WORDS
-from or1_verify.math.reader.value import same, symbols
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
@@ -99,13 +100,14 @@ def _read(items: list[Token]) -> Reading:
         return Dots()
     if special := read_compound(items) or _number_set(items) or _labelled(items) or _restated(items):
         return special
-    parts, separators = split(items, lambda token: token.text == "cup")
-    if separators:
-        return _united([_read(part) for part in parts])
-    for operator in ("cap", "setminus"):
+    for operator in ("cup", "cap", "setminus"):
         parts, separators = split(items, partial(_is, operator))
-        if len(separators) == 1 and (chosen := _chosen(operator, [_read(part) for part in parts])) is not None:
-            return chosen
+        if separators and (operator == "cup" or len(separators) == 1):
+            sides = [_read(part) for part in parts]
+            if all(map(_is_finite, sides)):
+                return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
+            if operator == "cup":
+                return Union(tuple(sides))
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -136,23 +138,14 @@ def _is(operator: str, token: Token) -> bool:
     return token.text == operator
 
 
-def _united(parts: list[Reading]) -> Reading:
-    """Return a union of finite sets as one set, each element once; any other union as its parts."""
-    if not all(map(_is_finite, parts)):
-        return Union(tuple(parts))
-    elements: list[Reading] = []
-    for part in parts:
-        assert isinstance(part, Several)
-        elements += [item for item in part.items if not _is_among(item, elements)]
-    return Several(tuple(elements), "{}")
-
-
-def _chosen(operator: str, sides: list[Reading]) -> Reading | None:
-    """Return the intersection or difference of two finite sets; None for any others."""
-    if not all(map(_is_finite, sides)):
-        return None
-    first, second = (side.items for side in sides if isinstance(side, Several))
-    chosen = tuple(item for item in first if _is_among(item, second) == (operator == "cap"))
+def _of_sets(operator: str, sets: list[tuple[Reading, ...]]) -> Reading:
+    """Return the union of finite sets, each element once, or the intersection or difference of two."""
+    if operator == "cup":
+        elements: list[Reading] = []
+        for item in chain.from_iterable(sets):
+            elements += [] if _is_among(item, elements) else [item]
+        return Several(tuple(elements), "{}")
+    chosen = tuple(item for item in sets[0] if _is_among(item, sets[1]) == (operator == "cap"))
     return Several(chosen, "{}") if chosen else Empty()
 
 
@@ -286,14 +279,11 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    if set(operators) == {"="} and _NAMED.match(spelled[0]) and not _denies(parts[0]):
+    denied = any(token.kind == "word" and token.text in HEDGES for token in parts[0])
+    if set(operators) == {"="} and _NAMED.match(spelled[0]) and not denied:
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)
-
-
-def _denies(items: list[Token]) -> bool:
-    return any(token.kind == "word" and token.text in HEDGES for token in items)
 
 
 def _side(items: list[Token], spelled: str) -> Reading:

@@ -30,6 +30,10 @@ class Relation:
     sides: tuple[Reading, ...]
     heads: tuple[str, ...]
 
+    @property
+    def is_inequality(self) -> bool:
+        return set(self.operators) <= {"<", "<=", ">", ">="}
+
 
 @dataclass(frozen=True)
 class Union:

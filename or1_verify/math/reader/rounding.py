@@ -17,9 +17,9 @@ import mpmath
 from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity, factors
 from or1_verify.math.reader.records import Conditional, Labelled, Reading, Relation, Several
-from or1_verify.math.reader.tree import Node
+from or1_verify.math.reader.tree import Node, operations, symbols
 from or1_verify.math.reader.units import UNITS
-from or1_verify.math.reader.value import operations, rational, real, symbols
+from or1_verify.math.reader.value import rational, real
 
 _MIN_DIGITS = 2
 """A gold with one significant digit, such as 0.5, is not read as rounded: too many values round to it."""
@@ -61,7 +61,7 @@ def _significant_digits(tree: Node) -> int:
 
 def _exact(tree: Node) -> Fraction | None:
     """Return the value of an exact answer, of an irrational one to 50 digits; None for any other answer."""
-    if symbols(tree) or _has_decimals(tree) or not set(operations(tree)) <= _CLOSED_FORM:
+    if symbols(tree) or _has_decimals(tree) or not operations(tree) <= _CLOSED_FORM:
         return None
     exact = rational(tree)
     if exact is not None:
@@ -72,8 +72,7 @@ def _exact(tree: Node) -> Fraction | None:
 
 def _has_decimals(tree: Node) -> bool:
     """Whether a finite decimal is in the tree. A repeating one, by a bar or dots, is exact."""
-    finite = tree.op == "num" and re.match(r"\d*\.\d+(?![\d.\\])", tree.name) is not None
-    return finite or any(map(_has_decimals, tree.args))
+    return any(node.op == "num" and re.match(r"\d*\.\d+(?![\d.\\])", node.name) for node in tree.walk())
 
 
 def _rounded(value: Fraction, digits: int) -> Fraction:

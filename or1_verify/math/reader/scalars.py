@@ -2,13 +2,14 @@ r"""Decides when two values are the same answer: equal numbers, worked out as fa
 
 from __future__ import annotations
 
+from or1_verify.math.reader.equality import same
 from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
 from or1_verify.math.reader.text import FUNCTION_FAMILIES
-from or1_verify.math.reader.tree import Node
+from or1_verify.math.reader.tree import Node, operations, symbols
 from or1_verify.math.reader.units import NEUTRAL, UNITS
-from or1_verify.math.reader.value import operations, real, same, symbols
+from or1_verify.math.reader.value import real
 
 _TRIGONOMETRIC = FUNCTION_FAMILIES[0]
 _FAMILIES = (
@@ -27,13 +28,9 @@ def is_worked_out(gold: Node, answer: Node) -> bool:
     """
     if is_numeral(gold):
         return is_numeral(answer)
-    allowed = set(operations(gold))
-    return all(family & allowed for family in _FAMILIES if family & set(_constant_functions(answer)))
-
-
-def _constant_functions(tree: Node) -> set[str]:
-    own = {tree.op} if tree.args and not symbols(tree) else set()
-    return own.union(*map(_constant_functions, tree.args))
+    allowed = operations(gold)
+    functions = {node.op for node in answer.walk() if node.args and not symbols(node)}  # of constants
+    return all(family & allowed for family in _FAMILIES if family & functions)
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
@@ -60,16 +57,11 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
     """Take the degree signs off the one side that has some: ``180^\\circ - x`` is 180 - x where no function is."""
-    used = set(operations(gold)), set(operations(answer))
+    used = operations(gold), operations(answer)
     if ("degree" in used[0]) == ("degree" in used[1]) or (used[0] | used[1]) & {"pi", *_TRIGONOMETRIC}:
         return gold, answer
-    return _without_degrees(gold), _without_degrees(answer)
-
-
-def _without_degrees(tree: Node) -> Node:
-    if tree.op == "degree":
-        return tree.args[0]
-    return Node(tree.op, tuple(map(_without_degrees, tree.args)), tree.number, tree.name)
+    bare = [tree.replaced(lambda node: node.args[0] if node.op == "degree" else None) for tree in (gold, answer)]
+    return bare[0], bare[1]
 
 
 def _changes_nothing(answer: Quantity) -> bool:

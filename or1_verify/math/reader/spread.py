@@ -8,14 +8,14 @@ from itertools import product
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.value import operations
+from or1_verify.math.reader.tree import operations
 
 _MAX_SIGNS = 4
 
 
 def spread(reading: Reading) -> Reading:
     r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
-    if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
+    if isinstance(reading, Quantity) and {"pm", "mp"} & operations(reading.tree):
         return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
         return pairs
@@ -54,7 +54,7 @@ def _signs(reading: Reading) -> dict[str, str]:
         if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
             return {}
         value = item.sides[1]
-        signs = {"pm", "mp"} & set(operations(value.tree)) if isinstance(value, Quantity) else set()
+        signs = {"pm", "mp"} & operations(value.tree) if isinstance(value, Quantity) else set()
         sign_of[item.heads[0]] = min(signs, default="")
     return sign_of if len(sign_of) > 1 and any(sign_of.values()) else {}
 
@@ -68,7 +68,7 @@ def _point_names(reading: Reading) -> tuple[str, ...]:
 
 def _signed_points(point: Several) -> Several | None:
     r"""Return the points of ``(\pm a, \pm b)``: every sign by itself, or all together where one is ``\mp``."""
-    signs = [set(operations(item.tree)) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
+    signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None
     ways = [notation.branches(item.tree) if isinstance(item, Quantity) else () for item in point.items]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import batched
 from typing import Literal
 
 from or1_verify.answer import closing_brace
@@ -21,42 +22,22 @@ class Unreadable(Or1Error):
     """The text is in none of the known notations, which says nothing about its meaning."""
 
 
+_COMMANDS = (
+    "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
+    "θ theta … ldots √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi 𝛑 pi 𝝅 pi"
+)
+"""Signs, and the commands that say the same."""
 _UNICODE = {
-    "×": r"\times ",
-    "÷": r"\div ",
-    "±": r"\pm ",
-    "∓": r"\mp ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "≡": r"\equiv ",
-    "∞": r"\infty ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}",
-    "∖": r"\setminus ",
-    "α": r"\alpha ",
-    "β": r"\beta ",
-    "θ": r"\theta ",
-    "°": r"^\circ ",
-    "…": r"\ldots ",
-    "½": r"\frac{1}{2}",
-    "⅓": r"\frac{1}{3}",
+    **{sign: rf"\{name} " for sign, name in batched(_COMMANDS.split(), 2)},
+    **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕ", "RZN", strict=True)},
+    **{sign: rf"\frac{{1}}{{{under}}}" for sign, under in zip("½⅓¼", "234", strict=True)},
     "⅔": r"\frac{2}{3}",
-    "¼": r"\frac{1}{4}",
     "¾": r"\frac{3}{4}",
-    "√": r"\sqrt ",
+    "°": r"^\circ ",
     "。": ".",
     "∶": ":",
     "％": "%",
     **dict.fromkeys("−–—‐‑﹣", "-"),
-    **dict.fromkeys("·⋅", r"\cdot "),
-    **dict.fromkeys("≤⩽≦", r"\le "),
-    **dict.fromkeys("≥⩾≧", r"\ge "),
-    **dict.fromkeys("π𝜋𝛑𝝅", r"\pi "),
     **dict.fromkeys("′’", "'"),
     **dict.fromkeys("⁄∕", "/"),
     **dict.fromkeys("，、", ","),
@@ -79,47 +60,16 @@ _STYLE_MACROS = (
     *("blacksquare", "checkmark", "therefore", "qed"),
 )
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
-_SPELLINGS = {
-    name: spelling
-    for spelling, names in {
-        "frac": "dfrac tfrac cfrac",
-        "binom": "dbinom tbinom",
-        "le": "leq leqslant",
-        "ge": "geq geqslant",
-        "ne": "neq",
-        "ldots": "dots dotsc cdots",
-        "emptyset": "varnothing",
-        "{": "lbrace",
-        "}": "rbrace",
-        "|": "lvert rvert vert mid",
-        ":": "colon ratio",
-        "circ": "degree",
-        "<": "lt",
-        ">": "gt",
-        "wedge": "land",
-        "vee": "lor",
-        "vec": "overrightarrow",
-        "[": "lbrack",
-        "]": "rbrack",
-        "csc": "cosec",
-        "setminus": "backslash smallsetminus",
-        "tan": "tg",
-        "cot": "ctg",
-        "arctan": "arctg",
-        "cup": "bigcup",
-        "theta": "vartheta",
-        "phi": "varphi",
-        "epsilon": "varepsilon",
-        "'": "prime",
-        "mathbb": "Bbb",
-        "*": "ast",
-        "cdot": "bullet",
-        "to": "longrightarrow rightarrow",
-        "not": "lnot neg",
-        "approx": "thickapprox simeq",
-    }.items()
-    for name in names.split()
-}
+_SAME = (
+    "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
+    "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
+    "circ degree; < lt; > gt; wedge land; vee lor; vec overrightarrow; [ lbrack; ] rbrack; csc cosec; "
+    "setminus backslash smallsetminus; tan tg; cot ctg; arctan arctg; cup bigcup; theta vartheta; phi varphi; "
+    "epsilon varepsilon; ' prime; mathbb Bbb; * ast; cdot bullet; to longrightarrow rightarrow; not lnot neg; "
+    "approx thickapprox simeq"
+)
+_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _SAME.split(";")) for name in names}
+"""The one spelling of a macro by its others."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,6 +25,29 @@ class Node:
     args: tuple[Node, ...] = ()
     number: Fraction = Fraction(0)
     name: str = ""
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all below it."""
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending += node.args
+
+    def replaced(self, by: Callable[[Node], Node | None]) -> Node:
+        """Return the tree with what ``by`` returns in the place of a node; None: the node, its arguments replaced."""
+        other = by(self)
+        return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
+
+
+def symbols(tree: Node) -> frozenset[str]:
+    """Return the variables of an expression; i and e are constants."""
+    return frozenset(node.name for node in tree.walk() if node.op == "sym" and node.name not in ("i", "e"))
+
+
+def operations(tree: Node) -> frozenset[str]:
+    """Return the names of the operations in a tree."""
+    return frozenset(node.op for node in tree.walk())
 
 
 def number_node(value: Fraction | int) -> Node:

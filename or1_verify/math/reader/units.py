@@ -4,75 +4,60 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-_Names = dict[str, tuple[str, Fraction | int]]
+_TABLE = """
+length 1 m meter meters metre metres
+length 1/100 cm centimeter centimeters centimetre centimetres
+length 1/1000 mm millimeter millimeters millimetre millimetres
+length 1/10 dm decimeter decimeters
+length 1000 km kilometer kilometers kilometre kilometres
+length 0.0254 inch inches in
+length 0.3048 ft foot feet
+length 0.9144 yd yard yards
+length 1609.344 mile miles mi
+time 1 s sec secs second seconds
+time 60 min mins minute minutes
+time 3600 h hr hrs hour hours
+time 86400 day days
+time 604800 week weeks
+mass 1 g gram grams
+mass 1000 kg kilogram kilograms
+mass 1/1000 mg milligram milligrams
+mass 1000000 ton tons tonne tonnes
+volume 1 l L liter liters litre litres
+volume 1/1000 ml mL milliliter milliliters
+dollar 1 dollar dollars usd
+dollar 1/100 cent cents
+angle 1 degree degrees deg
+angle 1/60 arcminute arcminutes
+angle 1/3600 arcsecond arcseconds
+yuan 1 yuan rmb
+yuan 1/10 jiao
+yuan 1/100 fen
+euro 1 € euro euros eur
+pound 1 £ pounds
+length^1/time^-1 1397/3125 mph
+length^1/time^-1 5/18 kph kmh kmph
+any 1 unit units
+force 1 n newton newtons
+force 1000 kn kilonewton kilonewtons
+energy 1 j joule joules
+energy 1000 kj kilojoule kilojoules
+power 1 w watt watts
+power 1000 kw kilowatt kilowatts
+voltage 1 v volt volts
+frequency 1 hz hertz
+frequency 1000 khz kilohertz
+amount 1 mol mols mole moles
+gallon 1 gal gals gallon gallons
+year 1 yr yrs year years
+"""
+_IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
+"""Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
 
-
-def _scaled(dimension: str, sizes: _Names) -> dict[str, tuple[str, Fraction]]:
-    return {name: (dimension, Fraction(size)) for names, size in sizes.values() for name in names.split()}
-
-
-_LENGTH: _Names = {
-    "m": ("m meter meters metre metres", 1),
-    "cm": ("cm centimeter centimeters centimetre centimetres", Fraction(1, 100)),
-    "mm": ("mm millimeter millimeters millimetre millimetres", Fraction(1, 1000)),
-    "dm": ("dm decimeter decimeters", Fraction(1, 10)),
-    "km": ("km kilometer kilometers kilometre kilometres", 1000),
-    "in": ("inch inches in", Fraction(254, 10000)),
-    "ft": ("ft foot feet", Fraction(3048, 10000)),
-    "yd": ("yd yard yards", Fraction(9144, 10000)),
-    "mi": ("mile miles mi", Fraction(1609344, 1000)),
-}
-_TIME: _Names = {
-    "s": ("s sec secs second seconds", 1),
-    "min": ("min mins minute minutes", 60),
-    "h": ("h hr hrs hour hours", 3600),
-    "day": ("day days", 86400),
-    "week": ("week weeks", 604800),
-}
-_MASS: _Names = {
-    "g": ("g gram grams", 1),
-    "kg": ("kg kilogram kilograms", 1000),
-    "mg": ("mg milligram milligrams", Fraction(1, 1000)),
-    "t": ("ton tons tonne tonnes", 1_000_000),
-}
-_VOLUME: _Names = {"l": ("l L liter liters litre litres", 1), "ml": ("ml mL milliliter milliliters", Fraction(1, 1000))}
-_MONEY: _Names = {"$": ("dollar dollars usd", 1), "c": ("cent cents", Fraction(1, 100))}
-_ANGLE: _Names = {
-    "deg": ("degree degrees deg", 1),
-    "arcmin": ("arcminute arcminutes", Fraction(1, 60)),
-    "arcsec": ("arcsecond arcseconds", Fraction(1, 3600)),
-}
-_SPEED: _Names = {
-    "mph": ("mph", Fraction(1609344, 1000) / 3600),
-    "km/h": ("kph kmh kmph", Fraction(1000, 3600)),
-}
-_YUAN: _Names = {"yuan": ("yuan rmb", 1), "jiao": ("jiao", Fraction(1, 10)), "fen": ("fen", Fraction(1, 100))}
-
-_OTHERS: dict[str, _Names] = {
-    "force": {"N": ("n newton newtons", 1), "kN": ("kn kilonewton kilonewtons", 1000)},
-    "energy": {"J": ("j joule joules", 1), "kJ": ("kj kilojoule kilojoules", 1000)},
-    "power": {"W": ("w watt watts", 1), "kW": ("kw kilowatt kilowatts", 1000)},
-    "voltage": {"V": ("v volt volts", 1)},
-    "frequency": {"Hz": ("hz hertz", 1), "kHz": ("khz kilohertz", 1000)},
-    "amount": {"mol": ("mol mols mole moles", 1)},
-    "gallon": {"gal": ("gal gals gallon gallons", 1)},
-    "year": {"yr": ("yr yrs year years", 1)},
-}
-"""Units that are read in text only: ``\\text{N}``, but not a bare N."""
-
-UNITS: dict[str, tuple[str, Fraction]] = {
-    **_scaled("length", _LENGTH),
-    **_scaled("time", _TIME),
-    **_scaled("mass", _MASS),
-    **_scaled("volume", _VOLUME),
-    **_scaled("dollar", _MONEY),
-    **_scaled("angle", _ANGLE),
-    **_scaled("yuan", _YUAN),
-    **_scaled("euro", {"€": ("€ euro euros eur", 1)}),
-    **_scaled("pound", {"£": ("£ pounds", 1)}),
-    **_scaled("length^1/time^-1", _SPEED),
-    **{name: unit for dimension, names in _OTHERS.items() for name, unit in _scaled(dimension, names).items()},
-    **_scaled("any", {"unit": ("unit units", 1)}),
+UNITS = {
+    name: (dimension, Fraction(size))
+    for dimension, size, *names in map(str.split, _TABLE.strip().splitlines())
+    for name in names
 }
 """Word to (dimension, size in the dimension's base unit)."""
 
@@ -149,7 +134,7 @@ QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
 _COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
 KNOWN_WORDS = frozenset(
-    {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _OTHERS}
+    {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _IN_TEXT_ONLY}
     | set(NUMBER_WORDS)
     | HEDGES
     | LEAD_INS

@@ -1,0 +1,267 @@
+r"""Decides whether two expressions are equal: exactly where both are rational, else by values at sample points.
+
+Constants that are not rational are compared at 60 digits and, when they agree, at 300. Expressions in variables are
+compared at fixed irrational-looking points, positive and of mixed sign. An expression that is too large to evaluate
+(``9^{9^9}``) is equal only to one that is written the same way, up to the order of terms and factors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+import mpmath
+
+from or1_verify.math.reader.tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.value import TooLarge, Undefined, evaluate, rational
+
+_DIGITS = (60, 300)
+_MOST_DIGITS = 10_000
+_POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "0.57729", "2.66514")
+
+
+def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
+    """Yield (whether values must agree even where complex, point): three positive points, two of mixed signs."""
+    for shift in range(5):
+        signs = [1] * len(names) if shift < 3 else [(-1) ** (index + shift) for index in range(len(names))]
+        yield (
+            shift < 3,
+            {
+                name: sign * (mpmath.mpf(_POSITIVE[(index * 3 + shift) % 8]) + mpmath.mpf(index) / 7)
+                for index, (name, sign) in enumerate(zip(names, signs, strict=True))
+            },
+        )
+
+
+def canonical(tree: Node) -> str:
+    """Return one spelling for trees that differ only in the order of terms and factors, or in how signs are written."""
+    if (value := rational(tree)) is not None:
+        return f"{value.numerator:x}/{value.denominator:x}"  # hexadecimal, because Python refuses long decimals
+    if tree.op in ("add", "mul"):
+        return f"{tree.op}({','.join(sorted(_flat(tree, tree.op)))})"
+    if tree.op == "neg":
+        return canonical(Node("mul", (Node("num", number=Fraction(-1), name="-1"), tree.args[0])))
+    if tree.op in ("sym", "pi"):
+        return tree.name or tree.op
+    return f"{tree.op}({','.join(map(canonical, tree.args))})"
+
+
+def _flat(tree: Node, op: str) -> list[str]:
+    if tree.op != op:
+        return [canonical(tree)]
+    return [part for argument in tree.args for part in _flat(argument, op)]
+
+
+def same(left: Node, right: Node) -> bool:
+    """Whether two expressions are equal for all values of their variables, as far as we can tell."""
+    if left == right:
+        return True
+    exact_left, exact_right = rational(left), rational(right)
+    if exact_left is not None and exact_right is not None:
+        return exact_left == exact_right
+    if canonical(left) == canonical(right):
+        return True
+    names = sorted(symbols(left) | symbols(right))
+    try:
+        return same_constant(left, right) if not names else _same_everywhere(left, right, names)
+    except (TooLarge, Undefined):
+        return False
+
+
+def same_constant(left: Node, right: Node) -> bool:
+    """Compare two constants, by twice the digits of the largest number in them: a root of 4^500 - 1 is not 2^500."""
+    largest = 2 * max(_longest(left), _longest(right)) + 60
+    if largest > _MOST_DIGITS:
+        raise TooLarge
+    for digits in (_DIGITS[0], max(_DIGITS[1], largest)):
+        with mpmath.workdps(digits + 10):
+            if not _close(evaluate(left, {}), evaluate(right, {}), digits):
+                return False
+    return True
+
+
+def _longest(tree: Node) -> int:
+    """Return the decimal digits of the longest rational number in a tree, powers worked out."""
+    value = rational(tree)
+    if value is not None:
+        return int(max(value.numerator.bit_length(), value.denominator.bit_length()) * 0.302) + 1
+    return max(map(_longest, tree.args), default=0)
+
+
+def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:
+    size = max(abs(left), abs(right))
+    return size == 0 or abs(left - right) <= size * mpmath.mpf(10) ** -(digits - 8)
+
+
+def _at(tree: Node, names: list[str], values: Iterable[int]) -> Node:
+    """Return the expression with integers in place of its variables."""
+    point = dict(zip(names, map(number_node, values), strict=True))
+    return tree.replaced(lambda node: point.get(node.name) if node.op == "sym" else None)
+
+
+_INTEGERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
+
+
+def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
+    """Whether two rational expressions differ at one point of small integers, however little."""
+    numbers = [_INTEGERS[index % 10] + index // 10 for index in range(len(names))]
+    values = rational(_at(left, names, numbers)), rational(_at(right, names, numbers))
+    return None not in values and values[0] != values[1]
+
+
+_SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
+_WIDE = ("4.7", "11.3", "57.1", "1013.7")
+_WIDE_DIGITS = 150
+"""Far from 0 a difference such as that of ``\\sqrt{x^6+1}`` and ``x^3`` loses many."""
+
+
+def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
+    """Yield points far from 0 on both sides, for trees that may be other functions there: ``|x + 10|``."""
+    if not any(_SPLIT & operations(tree) for tree in trees):
+        return
+    for size in _WIDE:
+        for sign in (1, -1):
+            for other in (1, -1) if len(names) > 1 else (1,):
+                yield {
+                    name: sign * other**index * (mpmath.mpf(size) + mpmath.mpf(index) / 7)
+                    for index, name in enumerate(names)
+                }
+
+
+_NEAR_DIGITS = 40
+
+
+def _samples(left: Node, right: Node, names: list[str]) -> Iterator[tuple[mpmath.mpc, mpmath.mpc, bool, int]]:
+    """Yield both values at all points where they are defined, whether they count even where complex, and their digits.
+
+    Raises TooLarge where one is too large near 0.
+    """
+    for strict, point in _points(names):
+        try:
+            yield evaluate(left, point), evaluate(right, point), strict, _NEAR_DIGITS
+        except Undefined:
+            continue
+    for point in _wide_points(names, left, right):
+        try:
+            with mpmath.workdps(_WIDE_DIGITS):
+                values = evaluate(left, point), evaluate(right, point)
+        except (Undefined, TooLarge):
+            continue
+        if not any(map(_is_complex, values)):
+            yield (*values, False, 35)
+
+
+def _is_complex(value: mpmath.mpc) -> bool:
+    return bool(abs(mpmath.im(value)) > 1e-30)
+
+
+_STEPS = frozenset({"floor", "ceil", "mod"})
+_COUNTED = frozenset("ijklmnpqrNMK")
+"""Letters that stand for integers where a formula has steps, or a power of -1."""
+_CHECKED_POINTS = 200
+
+
+def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
+    """Compare at small integers, beside the multiples and powers of the numbers in both, and at random ones."""
+    seen = 0
+    with mpmath.workdps(60):
+        for values in _integer_points(names, left, right):
+            sides = [_at(side, names, values) for side in (left, right)]
+            exact = [rational(side) for side in sides]
+            try:
+                if None not in exact:
+                    agree = exact[0] == exact[1]
+                else:
+                    agree = _close(evaluate(sides[0], {}), evaluate(sides[1], {}), _NEAR_DIGITS)
+            except (Undefined, TooLarge):
+                continue
+            if not agree:
+                return False
+            seen += 1
+    return seen >= 10
+
+
+def _integer_points(names: list[str], *trees: Node) -> Iterator[tuple[int, ...]]:
+    numbers = {node.number for tree in trees for node in tree.walk() if node.op == "num"}
+    steps = sorted(int(number) for number in numbers if number.denominator == 1 and 1 < number < 10**7)
+    near = {
+        base + off for step in steps[:6] for base in (step, 2 * step, 3 * step, step**2, step**3) for off in (-1, 0, 1)
+    }
+    draw = random.Random(0)
+    if len(names) == 1:
+        yield from ((value,) for value in sorted({*range(1, 41), *near} - {0}))
+        yield from ((draw.randint(1, 10**5),) for _ in range(20))
+        return
+    for index in range(_CHECKED_POINTS):
+        most = 12 if index % 2 else 300
+        values = [draw.randint(1, most) for _ in names]
+        if near and index % 4 == 0:
+            values[index % len(names)] = draw.choice(sorted(near - {0}))
+        yield tuple(values)
+
+
+def _alternates(tree: Node) -> bool:
+    """Whether a negative number has a variable in its exponent."""
+    powers = [node.args for node in tree.walk() if node.op == "pow" and symbols(node.args[1])]
+    return any((base := rational(args[0])) is not None and base < 0 for args in powers)
+
+
+def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
+    if _differ_exactly(left, right, names):
+        return False
+    stepped = bool(_STEPS & (operations(left) | operations(right)))
+    counted = set(names) <= _COUNTED
+    if stepped and not _same_on_integers(left, right, names):
+        return False
+    if counted and (stepped or _alternates(left) or _alternates(right)):
+        return stepped or _same_on_integers(left, right, names)
+    seen = 0
+    with mpmath.workdps(50):
+        for ours, theirs, strict, digits in _samples(left, right, names):
+            if not strict and (_is_complex(ours) or _is_complex(theirs)):
+                continue  # branches of roots and logarithms of negative numbers say nothing
+            if not _close(ours, theirs, digits):
+                return False
+            seen += digits == _NEAR_DIGITS
+    return seen >= 2
+
+
+def fraction(tree: Node) -> tuple[Node, Node]:
+    """Return (numerator, denominator) of sums, products and quotients as one fraction; nothing is cancelled."""
+    parts = [fraction(argument) for argument in tree.args] if tree.op in ("neg", "add", "mul", "div") else []
+    if not parts:
+        return tree, Node("num", number=Fraction(1), name="1")
+    top, under = parts[0]
+    if tree.op == "neg":
+        return Node("neg", (top,)), under
+    for other_top, other_under in parts[1:]:
+        if tree.op == "add":
+            top = Node("add", (Node("mul", (top, other_under)), Node("mul", (other_top, under))))
+            under = Node("mul", (under, other_under))
+        elif tree.op == "mul":
+            top, under = Node("mul", (top, other_top)), Node("mul", (under, other_under))
+        else:
+            top, under = Node("mul", (top, other_under)), Node("mul", (under, other_top))
+    return top, under
+
+
+def proportional(left: Node, right: Node, positive: bool = False) -> bool:
+    """Whether left / right is one constant, not zero (``positive``: above zero): the same curve or inequality."""
+    names = sorted(symbols(left) | symbols(right))
+    ratio: mpmath.mpc | None = None
+    seen = 0
+    try:
+        with mpmath.workdps(50):
+            for over, under, _, digits in _samples(left, right, names):
+                if abs(over) < 1e-30 or abs(under) < 1e-30:
+                    continue
+                if ratio is not None and not _close(ratio, over / under, digits):
+                    return False
+                ratio = over / under
+                seen += digits == _NEAR_DIGITS
+    except TooLarge:
+        return False
+    if ratio is None or seen < 2:
+        return False
+    return not positive or (mpmath.im(ratio) == 0 and mpmath.re(ratio) > 0)
