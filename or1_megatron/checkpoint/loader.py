@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from or1_megatron.checkpoint.saver import COMMON, RANDOM, restore_random_state
+from or1_megatron.checkpoint.saver import COMMON, RANDOM
 from or1_megatron.checkpoint.shard_files import read_shards
 from or1_megatron.checkpoint.sharded_state import local_shards, set_optimizer_step
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.run_folder import LOOP_STATE
+from or1_megatron.runtime.seeds import restore_random_state
 
 
 def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:

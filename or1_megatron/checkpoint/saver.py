@@ -17,7 +17,6 @@ import io
 import json
 import logging
 import os
-import random
 import shutil
 import threading
 import time
@@ -27,7 +26,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,6 +39,7 @@ from or1_megatron.parallel.lockstep import LockstepError, raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE
+from or1_megatron.runtime.seeds import random_state
 
 log = logging.getLogger(__name__)
 
@@ -301,20 +300,3 @@ def _without_room(folder: Path) -> bool:
         return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
     except OSError:  # removed, or not to be read
         return False
-
-
-def random_state() -> Mapping[str, Any]:
-    """Copy the states of this rank's generators. Megatron's own, for dropout, are not used: there is no dropout."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Undo ``random_state``."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

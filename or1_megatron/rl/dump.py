@@ -8,11 +8,9 @@ step_000012_update_0/
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,6 @@ RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
 _FORMAT: Final = 5
 _LENGTHS: Final = ".lengths"
-_PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
 Reason = Literal["skipped", "asked", "raised"]
 
@@ -93,17 +90,6 @@ def report_of(record: Mapping[str, Any], token_count: int) -> UpdateReport:
         forward_backward_s=0.0,
         optimizer_s=0.0,
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute, without those that are not installed."""
-    installed = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 class DumpStore:

@@ -1,9 +1,11 @@
-"""Seeds: from the run's one seed, a repeatable seed for every rank, purpose and request."""
+"""Seeds: from the run's one seed, a repeatable seed for every rank, purpose and request; the generators' states."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,3 +32,20 @@ def seed_everything(seed: int, rank: int) -> int:
     np.random.seed(rank_seed)
     torch.manual_seed(rank_seed)
     return rank_seed
+
+
+def random_state() -> Mapping[str, Any]:
+    """Copy the states of this rank's generators. Megatron's own, for dropout, are not used: there is no dropout."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Undo ``random_state``."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

