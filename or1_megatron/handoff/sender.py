@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from typing import Any
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.failures import HandoffError, SendError
@@ -123,7 +122,7 @@ class WeightSender:
         host, port = self._weights.from_rank_0(address)
         store = store or join_store(host, port, timeout_s)
         self._status = status = StatusStore(store, f"trainer rank {self._rank}", timeout_s)
-        joined: Future[Any] | None = None
+        joined: Future[None] | None = None
         if self._engines is not None:
             joined = self._invite(self._engines, status)
             self.plan = self._publish_plan(self._engines, status, joined)
@@ -135,7 +134,7 @@ class WeightSender:
             status.wait(joined, f"{plan.engines} engine ranks to be ready for handoffs")
         return transfer
 
-    def _invite(self, engines: EngineControl, status: StatusStore) -> Future[Any]:
+    def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
         """Tell the engines where to meet; done when all are ready for handoffs."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
@@ -146,7 +145,7 @@ class WeightSender:
         }
         return in_background(lambda: engines.call("init_weight_transfer_engine", info))
 
-    def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[Any]) -> HandoffPlan:
+    def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> HandoffPlan:
         """Publish each rank's part of the plan, made from the wants of all engine ranks."""
         wants, locations = zip(
             *(
