@@ -277,7 +277,10 @@ class PolicyWeights(Protocol):
 
 
 class EngineControl(Protocol):
-    """All engines, as trainer rank 0 drives them: concurrently, until the last has answered."""
+    """All engines, as trainer rank 0 drives them in a handoff.
+
+    Every call goes to all engines concurrently and returns when the last has answered.
+    """
 
     engines: int
     workers_per_engine: int
@@ -286,8 +289,13 @@ class EngineControl(Protocol):
     def address(self) -> str:
         """This host, as the engines' nodes reach it."""
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine, such as ``update_weights``; return their answers."""
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, version: int) -> None: ...
 
 
 class Stopped(Or1Error):

@@ -67,7 +67,7 @@ class WeightSender:
         try:
             sent = self._send()
             if self._engines is not None:
-                self._engines.call("finish_weight_update", version)
+                self._engines.finish_weight_update(version)
         except BaseException as failure:
             if self._status is not None:
                 self._status.fail(failure)
@@ -143,7 +143,7 @@ class WeightSender:
             "trainers": self._weights.ranks,
             "timeout_s": self._config.timeout_s,
         }
-        return in_background(lambda: engines.call("init_weight_transfer_engine", info))
+        return in_background(lambda: engines.init_weight_transfer_engine(info))
 
     def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> HandoffPlan:
         """Publish each rank's part of the plan, made from the wants of all engine ranks."""
@@ -176,8 +176,8 @@ class WeightSender:
         info = {"handoff": self._handoffs}
 
         def receive() -> None:
-            engines.call("start_weight_update")
-            engines.call("update_weights", info)
+            engines.start_weight_update()
+            engines.update_weights(info)
 
         return in_background(receive)
 

@@ -13,6 +13,7 @@ from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.cluster import wait_for
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.runtime.world import several_nodes
+from or1_megatron.types import Float32Array, Int32Array
 
 _ANSWER_S = 20.0  # the actor of an engine that runs answers at once, whatever the engine does
 
@@ -38,8 +39,32 @@ class EngineGroup:
         alone = not several_nodes() and set(nodes) == {ray.get_runtime_context().get_node_id()}
         return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine, a ``VllmEngine``; return their answers. Raises as ``gather``."""
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, version: int) -> None:
+        self._call("finish_weight_update", version)
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
+        return self._call("score_prompts", list(token_ids))
+
+    def certify(self, version: int) -> None:
+        """Let the engines serve: their weights are proven to be those of ``version``."""
+        self._call("certify", version)
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call("wake_up", list(tags))
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
         return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
 
 

@@ -203,7 +203,7 @@ def start_sampling(
     stack.callback(rollouts.close)
     if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
         engines.wait_ready()
-        engines.control(config.handoff.timeout_s).call("sleep")
+        engines.control(config.handoff.timeout_s).sleep()
     return rollouts
 
 

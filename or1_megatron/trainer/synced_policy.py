@@ -136,12 +136,12 @@ class SyncedPolicy(PolicyDriver):
         while True:
             try:
                 if self._sharing.engines_sleep:
-                    self._engines.call("wake_up", ["weights"])
+                    self._engines.wake_up(["weights"])
                 bytes_sent = self._lockstep.call("send", version)
                 self._give_devices()
                 sent_s = time.perf_counter()
                 probed = None if expected is None else self._judge_engines(expected)
-                self._engines.call("certify", version)
+                self._engines.certify(version)
                 break
             except (SendError, EngineError) as error:
                 if not self._replace_lost():
@@ -166,7 +166,7 @@ class SyncedPolicy(PolicyDriver):
     def _judge_engines(self, expected: Sequence[Float32Array]) -> ProbeResult:
         """Compare the engines' scores of the probe with the policy's."""
         try:
-            return self._probe.judge(self._engines.call("score_prompts", self._probe.token_ids), expected)
+            return self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
         except HandoffMismatch as error:
             if self._handoffs == 0:  # no restart would change it
                 raise
@@ -190,7 +190,7 @@ class SyncedPolicy(PolicyDriver):
         """
         if self._devices == "engines" and self._sharing.engines_sleep:
             try:
-                self._engines.call("sleep")
+                self._engines.sleep()
             except EngineError as error:
                 if not self._replace_lost():
                     raise
@@ -208,7 +208,7 @@ class SyncedPolicy(PolicyDriver):
         if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "parameters")
         if self._sharing.engines_sleep:
-            self._engines.call("wake_up", ["kv_cache"])
+            self._engines.wake_up(["kv_cache"])
         self._pass_devices("engines")
 
     def _pass_devices(self, to: Devices) -> None:
@@ -224,7 +224,7 @@ class SyncedPolicy(PolicyDriver):
             return False
         self._lockstep.call("leave_engines")
         if self._sharing.engines_sleep:
-            self._engines.call("sleep")  # the new ones are awake, and the others may be
+            self._engines.sleep()  # the new ones are awake, and the others may be
         self._pass_devices("neither")
         return True
 

@@ -75,7 +75,7 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
     trainer = TamperedTrainer(old, config, control)
     trainer.send(old, 1)
-    control.call("certify", 1)
+    control.certify(1)
     assert all(serves(handle, 1, seed) for seed, handle in enumerate(pool.handles))
     messages = 0
 
@@ -92,15 +92,15 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
         trainer.send(new, 2)
     assert "timeout_s" not in str(failure.value)  # nobody waited for the deadline
     with pytest.raises(EngineError, match=r"it holds a mixture|engine 1 .*died"):
-        control.call("certify", 2)
+        control.certify(2)
     assert silent(pool.handles[0], seed=10)
     assert pool.restart_lost() == [1]
     assert pool.restart_lost() == []
     assert silent(pool.handles[1], seed=11)  # it holds the folder's weights
     trainer.close()
     trainer.send(new, 2)
-    compare_probe(control.call("score_prompts", PROBE), scores(new, PROBE), bound=1e-4)
-    control.call("certify", 2)
+    compare_probe(control.score_prompts(PROBE), scores(new, PROBE), bound=1e-4)
+    control.certify(2)
     for handle in pool.handles:  # the requests that had waited come first
         while pending(handle):
             unpack(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))

@@ -47,11 +47,11 @@ class Rig:
 
     def good_handoff(self, model: Any, version: int) -> None:
         self.trainer.send(model, version)
-        compare_probe(self.control.call("score_prompts", PROBE), scores(model, PROBE), bound=1e-4)
-        self.control.call("certify", version)
+        compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e-4)
+        self.control.certify(version)
 
     def difference(self, model: Any) -> float:
-        return compare_probe(self.control.call("score_prompts", PROBE), scores(model, PROBE), bound=1e9)
+        return compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e9)
 
 
 @pytest.fixture(scope="module", params=["gloo", "shared_memory"])
@@ -157,9 +157,9 @@ def test_what_goes_wrong_in_transit_is_named_and_never_served(rig: Rig, fault: s
     ):
         rig.trainer.send(rig.new, 2)
     with pytest.raises(EngineError, match="did not come to its end"):
-        rig.control.call("score_prompts", PROBE)
+        rig.control.score_prompts(PROBE)
     with pytest.raises(EngineError, match="cannot serve version 2: it holds a mixture"):
-        rig.control.call("certify", 2)
+        rig.control.certify(2)
     rig.good_handoff(rig.new, 3)
 
 
@@ -171,7 +171,7 @@ def test_swap_inside_the_loader_is_named_where_parameters_can_be_read(rig: Rig) 
     ):
         rig.trainer.send(rig.new, 2)
     with pytest.raises(EngineError, match="did not come to its end"):
-        rig.control.call("score_prompts", PROBE)
+        rig.control.score_prompts(PROBE)
     rig.good_handoff(rig.new, 3)
 
 
@@ -188,7 +188,7 @@ def test_what_checksums_cannot_see_the_probe_does(rig: Rig, fault: str) -> None:
     rig.good_handoff(rig.old, 1)
     with faults[fault]():
         rig.trainer.send(rig.new, 2)
-    found = rig.control.call("score_prompts", PROBE)
+    found = rig.control.score_prompts(PROBE)
     with pytest.raises(HandoffMismatch, match="does not compute what the policy computes"):
         compare_probe(found, scores(rig.new, PROBE), BOUND)
     assert compare_probe(found, scores(rig.new, PROBE), bound=1e9) > 10 * BOUND

@@ -87,7 +87,7 @@ def trainer(tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Any]:
     trainer = TamperedTrainer(tiny_model.oracle, CONFIG, control)
     yield trainer
     trainer.send(tiny_model.oracle, 0)
-    control.call("certify", 0)
+    control.certify(0)
     trainer.close()
 
 
@@ -95,16 +95,16 @@ def test_spans_agree_with_their_versions_weights(tiny_model: TinyModel, engine_p
     control, handle = engine_pool.control(DEADLINE_S), engine_pool.handles[0]
     models = {version: TinyModel(tiny_model.folder, perturbed(tiny_model.oracle, version)) for version in (1, 2)}
     trainer.send(models[1].oracle, 1)
-    compare_probe(control.call("score_prompts", PROBE), scores(models[1].oracle, PROBE), bound=1e-4)
-    control.call("certify", 1)
+    compare_probe(control.score_prompts(PROBE), scores(models[1].oracle, PROBE), bound=1e-4)
+    control.certify(1)
     sent = requests(80, seed=1000)
     submit_with_next_update(handle, sent)
     trainer.send(models[2].oracle, 2)
     late = requests(6, seed=9000)
     ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are certified
-    assert compare_probe(control.call("score_prompts", PROBE), scores(models[2].oracle, PROBE), bound=1e-4) < 1e-4
+    assert compare_probe(control.score_prompts(PROBE), scores(models[2].oracle, PROBE), bound=1e-4) < 1e-4
     assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are certified
-    control.call("certify", 2)
+    control.certify(2)
     completions = harvest_all(handle, sent + late)
     mixed = [(r, c) for r, c in zip(sent, completions, strict=False) if len(c.versions) == 2]
     assert sum(STEPS - 2 <= completion.versions[1].first_token < 60 for _, completion in mixed) >= 10

@@ -32,7 +32,7 @@ def over(transport: str) -> HandoffConfig:
 
 
 def difference(control: Any, model: Any) -> float:
-    return compare_probe(control.call("score_prompts", PROBE), scores(model, PROBE), bound=1e-4)
+    return compare_probe(control.score_prompts(PROBE), scores(model, PROBE), bound=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
     for version in (1, 2):
         trainer.grid.model = perturbed(model, seed=version)
         trainer.send(version)
-        control.call("certify", version)
+        control.certify(version)
         assert difference(control, trainer.grid.model) < 1e-4
         plan = trainer.senders[0].plan
         sent = plan.bytes_sent()
@@ -148,9 +148,9 @@ def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
     """That happens when another engine failed after this one had all of its weights."""
     pool, model = pools["single"]
     control = pool.control(CONFIG.timeout_s)
-    control.call("start_weight_update")
+    control.start_weight_update()
     with pytest.raises(EngineError, match=r"engine \d cannot score prompts: an update of its weights did not come to"):
-        control.call("score_prompts", PROBE)
+        control.score_prompts(PROBE)
     trainer = Trainer(Grid(perturbed(model, seed=4), 1, 2, 1), CONFIG, control)
     trainer.send(3)
     assert difference(control, trainer.grid.model) < 1e-4

@@ -105,8 +105,8 @@ class EngineRank:
         expected = self.score([scored_whole(ids) for ids in self.probe.token_ids])
         if self.engines is None:
             return 0.0
-        result = self.probe.judge(self.engines.call("score_prompts", self.probe.token_ids), expected)
-        self.engines.call("certify", self.version)
+        result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
+        self.engines.certify(self.version)
         return result.largest
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Float32Array]:
@@ -144,11 +144,11 @@ class EngineRank:
         sender = self.sender(transport)
         self.hand_off(sender)
         before = free_bytes()
-        self._together(lambda engines: engines.call("sleep"))
+        self._together(lambda engines: engines.sleep())
         freed = self._sum(free_bytes() - before)
-        self._together(lambda engines: engines.call("wake_up", ["weights"]))
+        self._together(lambda engines: engines.wake_up(["weights"]))
         self.hand_off(sender)
-        self._together(lambda engines: engines.call("wake_up", ["kv_cache"]))
+        self._together(lambda engines: engines.wake_up(["kv_cache"]))
         largest = self.judge()
         sender.close()
         total = self._sum(held)

@@ -131,7 +131,7 @@ def flip_in_responses(client: Any) -> None:
 def give_turns(synced: Any) -> None:
     sharing = synced.DeviceSharing
     synced.DeviceSharing = lambda **arguments: sharing(engines_sleep=True, trainer_offloads=True)
-    wrap(synced.SyncedPolicy, "__init__", after=lambda self, *arguments: self._engines.call("sleep"))
+    wrap(synced.SyncedPolicy, "__init__", after=lambda self, *arguments: self._engines.sleep())
 
 
 def kill_receiving(worker: Any) -> None:
