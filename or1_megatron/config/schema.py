@@ -189,7 +189,7 @@ class AskedModelConfig(Section):
     concurrent: Positive = 64
     """Requests under way at the endpoint."""
     tries: Positive = 4
-    """Of one request to the endpoint."""
+    """How often one request to the endpoint is sent at most. Unit: times."""
 
 
 Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]

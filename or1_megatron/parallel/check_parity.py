@@ -28,14 +28,15 @@ from or1_megatron.weights.families import read_hf_config
 
 _RANK_WAIT_S: Final = 1800.0
 _FLOAT64_BYTES: Final = 48
-"""Of one parameter in the float64 reference: values, their copy, gradient, two moments, and the fp32 results."""
+"""Memory per parameter of the float64 reference: values, a copy, gradient, two moments, and the fp32 results."""
 
 
 def load_network(model: ModelConfig) -> Any:
     """Load the HF model in fp32, with weights rounded to ``model.dtype``, in training mode."""
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model.hf, dtype=getattr(torch, model.dtype)).float()
+    dtype = getattr(torch, model.dtype)  # torch has no grouped product of float64 for experts
+    network = AutoModelForCausalLM.from_pretrained(model.hf, dtype=dtype, experts_implementation="eager").float()
     return (network.cuda() if torch.cuda.is_available() else network).train()
 
 
