@@ -136,8 +136,10 @@ class WaitingThreads:
             except RuntimeError as error:  # a connection that is known to be broken
                 done.set_exception(error)
                 return done
+            thread.start()  # before ``close`` can see it: a thread that has not started cannot be joined
             self._threads.add(thread)
-            thread.start()
+            if done.done():
+                self._threads.discard(thread)
         return done
 
     def close(self) -> None:
