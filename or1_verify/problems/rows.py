@@ -168,7 +168,7 @@ def parse_row(raw: Any, origin: str) -> ParsedRow:
 def check_no_image(raw: Mapping[str, Any], origin: str) -> None:
     """Raise RowError where a problem has pictures, which no model here sees."""
     for name in _PICTURES & raw.keys():
-        if raw[name] is not None and len(raw[name]):
+        if raw[name]:
             detail = f"column '{name}': the problem has a picture, which the model would not see"
             raise RowError(origin, "the problem has a picture", detail)
 

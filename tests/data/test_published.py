@@ -162,6 +162,7 @@ UNUSABLE: dict[str, Any] = {
     "a blank prompt": {"prompt": "  \n", "answer": "7"},
     "blank messages": {"prompt": [{"role": "user", "content": " "}], "answer": "7"},
     "a picture": {"prompt": "q", "answer": "7", "images": [{"bytes": "x"}]},
+    "a picture's path": {"problem": "q", "answer": "7", "image": "a.png"},
     "another layout's NaN": {"problem": "q", "answer": math.nan},
     "verl's nan": {**VERL, "ability": "math", "reward_model": {"ground_truth": "nan"}},
 }
@@ -174,4 +175,9 @@ def test_what_is_no_problem_is_unusable(kind: str, tmp_path: Path) -> None:
     }
     unusable = UnusableRows()
     problems = load_problems(write(tmp_path, [UNUSABLE[kind]]), unusable=unusable)
-    assert not problems and len(unusable) == 1, good
+    assert not problems and len(unusable) == 1
+
+
+def test_a_column_of_pictures_without_one_is_no_fault(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}?", "answer": "7", "image": value} for number, value in enumerate((0, None))]
+    assert len(load_problems(write(tmp_path, rows))) == 2
