@@ -170,9 +170,6 @@ UNUSABLE: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_what_is_no_problem_is_unusable(kind: str, tmp_path: Path) -> None:
-    good = {
-        name: ("7" if isinstance(value, float) or value is None else value) for name, value in UNUSABLE[kind].items()
-    }
     unusable = UnusableRows()
     problems = load_problems(write(tmp_path, [UNUSABLE[kind]]), unusable=unusable)
     assert not problems and len(unusable) == 1
