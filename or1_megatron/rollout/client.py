@@ -312,6 +312,10 @@ class RolloutsClient:
         for asked in self._asked.values():
             asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
             finished = []
+        if finished:  # the lost manager's last call, its release, did not reach the engines
+            seeds = [made.seed for part in finished for made in unpack(part)]
+            for engine in self._pool.handles:
+                engine.release.remote(seeds)  # nobody waits for it
 
     def _start_manager(self) -> Any:
         """Start the manager of this number over the pool's present engines."""

@@ -178,6 +178,16 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     assert idle(engine_pool)
 
 
+def test_engines_forget_what_a_dead_manager_did_not_release(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    """It dies when the client has collected, and before it has told the engines so."""
+    rollouts.revive_with(lambda: None)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=6)
+    rollouts.wait_decoded()
+    rollouts._asked.clear()  # as ``collect`` leaves it
+    rollouts._take_over("its process died")
+    wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
+
+
 def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
     rollouts: RolloutsClient, engine_pool: EnginePool
 ) -> None:
