@@ -10,7 +10,7 @@ The paper does not tell lengths, engines or layouts of these runs. Assumed: the 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,6 @@ from or1_megatron.config.hardware import Constant, Fit, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.calibrate import fit
 from or1_megatron.plan.lengths import Moment, RecipeLengths
 from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.run_time import run_time
@@ -37,6 +36,8 @@ TABLE_8 = {  # D_T: hours of 1,000 steps of the 7B on 32 GPUs, D_R 64, groups of
     32: {"roll_out": 87.0, "update": 10.0, "other": 17.0},
     16: {"roll_out": 90.0, "update": 12.0, "other": 16.0},
 }
+
+NUDGE = 0.02
 
 
 def shape_of(size: str) -> Shape:
@@ -76,6 +77,41 @@ def hours(config: Config, on: Machine) -> dict[str, float]:
     found = run_time(config, on, RecipeLengths())
     total = sum(stage.count for stage in found.stages)
     return {verb: spent * total / 3600 for verb, spent in found.step_s.items()}
+
+
+def fit(
+    predict: Callable[[np.ndarray], Sequence[float]], measured: Sequence[float], start: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the constants that bring ``predict`` nearest to ``measured``, and the relative errors that are left.
+
+    Gauss-Newton in the constants' logarithms, with differences for derivatives, damped until a step helps.
+
+    Args:
+        predict: from constants [k] to as many figures as were measured.
+        start: [k], each above 0.
+    """
+    target = np.asarray(measured, float)
+    at = np.log(np.asarray(start, float))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return np.asarray(predict(np.exp(logs)), float) / target - 1
+
+    left = errors(at)
+    damping = 1e-3
+    for _ in range(60):
+        slopes = np.stack([(errors(at + nudge) - left) / NUDGE for nudge in NUDGE * np.eye(at.size)], axis=1)
+        curvature = slopes.T @ slopes
+        weighted = curvature + damping * np.diag(np.maximum(np.diag(curvature), 1e-12))
+        step = np.clip(-np.linalg.solve(weighted, slopes.T @ left), -1.0, 1.0)
+        after = errors(at + step)
+        if after @ after < left @ left:
+            small = np.abs(step).max() < 5e-3
+            at, left, damping = at + step, after, damping / 3
+            if small:
+                break
+        elif (damping := damping * 10) > 1e6:
+            break
+    return np.exp(at), left
 
 
 def fit_all() -> tuple[Mapping[str, Fit], list[str]]:

@@ -19,7 +19,6 @@ from or1_megatron.commands.doctor import doctor
 from or1_megatron.commands.eval import evaluate
 from or1_megatron.commands.plan import plan
 from or1_megatron.commands.recipes import recipes
-from or1_megatron.commands.replay import replay
 from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
@@ -56,7 +55,6 @@ _PLAIN = (
     recipes,
     config,
     check_parity,
-    replay,
     plan,
     doctor,
     selftest,

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="CONFIG", help="A YAML file or a recipe; with --calibrate, run folders.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file or a recipe.")],
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
@@ -41,12 +39,7 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Find the layouts that fit, and rank them by hours.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where --search writes the best layout, --calibrate its file.")
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the constants of --gpu to the metrics of run folders.")
-    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --search writes the best layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what CONFIG will need and how long it will take. Starts nothing.
@@ -54,12 +47,7 @@ def plan(
     Exits with status 2 if it does not fit in memory, or on the disk of this machine.
     """
     with explained():
-        if calibrate:
-            _calibrate_runs(paths, gpu or "cpu", out)
-            return
-        if len(paths) != 1:
-            raise typer.BadParameter("expected one CONFIG", param_hint="CONFIG")
-        given = _asked(paths[0], overrides or (), gpu, lengths, shape)
+        given = _asked(config, overrides or (), gpu, lengths, shape)
         if search:
             _search_layouts(given, gpus, out, as_json)
         else:
@@ -149,17 +137,4 @@ def _search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_j
     if out is not None:
         title = f"{given.config.model.hf.name} on {count} x {given.hardware.title}"
         write_atomically(out, layout_yaml(layouts[0], title), "the layout")
-        note(f"wrote {out}")
-
-
-def _calibrate_runs(runs: Sequence[Path], gpu: str, out: Path | None) -> None:
-    """Fit the constants of ``gpu`` to finished runs; print what is left, and write the file."""
-    from or1_megatron.config.hardware import hardware_yaml, read_hardware
-    from or1_megatron.plan.calibrate import calibrate, read_run
-    from or1_megatron.plan.tables import residuals
-
-    fitted = calibrate([read_run(run) for run in runs], read_hardware(gpu))
-    Console().print(residuals(fitted))
-    if out is not None:
-        write_atomically(out, hardware_yaml(fitted.hardware).encode(), "the hardware file")
         note(f"wrote {out}")

@@ -17,7 +17,6 @@ from pydantic import Field
 from or1_megatron.config.base import NonNegativeFloat, PositiveFloat, Section
 from or1_megatron.config.load import load_as
 from or1_megatron.config.recipes import find, named
-from or1_megatron.config.yaml_reader import dump
 
 
 class Constant(Section):
@@ -152,8 +151,3 @@ def hardware_of(device_name: str) -> Hardware | None:
     """Return the hardware of a device that calls itself ``device_name``, if it is known."""
     known = map(read_hardware, named("hardware"))
     return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)
-
-
-def hardware_yaml(hardware: Hardware) -> str:
-    """Return ``hardware`` as a file that ``read_hardware`` reads back equal."""
-    return dump(hardware.model_dump(mode="json"))

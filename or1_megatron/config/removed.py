@@ -14,6 +14,10 @@ _CONTROLLED: Final = (
     "algorithm.entropy.mode = adaptive is the paper's control"
 )
 
+_DUMPED: Final = (
+    "batches are not dumped any more; take the key out. A resumed run repeats its steps to the bit: to see an SGD step "
+    "again, resume a copy of the run from a checkpoint before it"
+)
 
 OBJECTIVES: Final = dict.fromkeys(
     ("clip_cov", "kl_cov"),
@@ -76,6 +80,9 @@ REMOVED: Final = {
         "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "
         "measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b (docs/recipe.md)",
     ),
+    "safety.keep_dumps": Removed(2, _DUMPED),
+    "safety.dump_weights": Removed(True, _DUMPED),
+    "safety.dump_steps": Removed([], _DUMPED),
     "verify.max_pending": Removed(16384, "it bounded no memory; take the key out"),
     "verify.worker_memory_bytes": Removed(
         2 << 30, "the memory of verifier workers stays flat (docs/performance.md); take the key out"

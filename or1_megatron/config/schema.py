@@ -251,13 +251,6 @@ class SafetyConfig(Section):
     """SGD steps without a finite loss or gradient are skipped; this many in a row end the run. Unit: SGD steps."""
     max_rejected_in_a_row: Positive = 10
     """A step with every group rejected trains nothing; this many in a row end the run. Unit: rollout steps."""
-    keep_dumps: NonNegative = 2
-    """The batch of an SGD step that is skipped or raises is dumped for ``or1 replay``; the newest dumps stay. 0: dump
-    none. Unit: dumps."""
-    dump_weights: bool = True
-    """Dump the weights of a skipped step with it, as an HF folder: the model's size on disk for each dump."""
-    dump_steps: tuple[Positive, ...] = ()
-    """Steps whose batches are dumped in any case; these dumps all stay."""
     alarms: bool = True
     """Say in words when a step's numbers look as they do in a run that goes wrong."""
     grad_norm_factor: PositiveFloat = 10.0

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from or1_megatron.plan.calibrate import Calibration
 from or1_megatron.plan.request import PlanRequest
 from or1_megatron.plan.run_time import RunTime
 from or1_megatron.plan.search import RankedLayout
@@ -79,15 +78,4 @@ def ranking(layouts: Sequence[RankedLayout]) -> Table:
         table.add_column(heading, justify="right" if heading == "hours" else "left")
     for layout in layouts:
         table.add_row(f"{layout.time.hours:,.0f}", layout.trainer, layout.engines, layout.time.binds)
-    return table
-
-
-def residuals(fitted: Calibration) -> Table:
-    """Return what a calibration leaves, run by run."""
-    title = f"{fitted.free_parameters} free parameters, {len(fitted.rows)} figures: the errors are residuals"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for heading in ("run", "verb", "measured, s", "error"):
-        table.add_column(heading, justify="left" if heading in ("run", "verb") else "right")
-    for row in fitted.rows:
-        table.add_row(row.run, row.verb, f"{row.measured_s:,.3f}", f"{row.error:+.1%}")
     return table

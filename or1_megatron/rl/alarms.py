@@ -121,8 +121,7 @@ class Alarms:
         return (
             f"gradient norm {norm:.4g} is {times} its median over the last {len(norms)} steps, {usual:.4g} (alarm at "
             f"safety.grad_norm_factor = {factor:g}). The step was clipped to optimizer.clip_grad. Look at this "
-            "step's responses (or1 rollouts); if it repeats, lower optimizer.lr, and name a step in safety.dump_steps "
-            "to take its batch apart with or1 replay"
+            "step's responses (or1 rollouts); if it repeats, lower optimizer.lr"
         )
 
     def _mismatch(self, seen: StepSeen) -> str | None:

@@ -72,7 +72,7 @@ class Loop:
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
         self.ledger = PassRateLedger()
-        self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
+        self.guard = UpdateGuard(config.safety.max_skipped_in_a_row, ports.policy, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
         self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
-from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule, check_previous
@@ -80,8 +79,6 @@ class Ports:
     timer: StepTimer
     stop: Callable[[], bool]
     """True once the run has been asked to stop."""
-    dumps: DumpStore | None = None
-    """None: a batch whose loss or gradient is not finite is not kept."""
 
 
 @dataclass(frozen=True, slots=True)

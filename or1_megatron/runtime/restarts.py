@@ -116,10 +116,9 @@ class Restarts:
             reason = "run.max_restarts is 0"
         else:
             reason = f"{in_a_row} restarts in a row brought no new step (run.max_restarts)"
-        dumps = f", the dumps in {self._folder.dumps} (or1 replay)" if any(self._folder.dumps.glob("step_*")) else ""
         return (
             f"training stopped for good, since {reason}: {failure.why}. Saved: {self._saved()}. Look at the messages "
-            f"above and {self._folder.logs}{dumps}, then run the same command again to continue from there"
+            f"above and {self._folder.logs}, then run the same command again to continue from there"
         )
 
     def _saved(self) -> str:

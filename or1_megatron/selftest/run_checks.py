@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +38,6 @@ _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
 """A check is not started with less time than this."""
-_SLOWEST_NODE_S: Final = 60.0
-"""The meeting of the nodes waits so much longer than this node's time."""
 
 SETTINGS: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -53,18 +51,10 @@ SETTINGS: Final = {
 """Environment of every check."""
 
 
-def meeting_of(nodes: int, node: int, address: str, port: int) -> dict[str, str]:
-    """Return what ``torch.distributed`` needs for nodes of one process each to meet, or to use torchrun's store."""
-    agent = {name: value for name, value in os.environ.items() if name.startswith("TORCHELASTIC_")}
-    here = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
-    return agent | {name: str(value) for name, value in here.items()}
-
-
 def run_checks(
     checks: Sequence[Check],
     out: Path,
     *,
-    meeting: Mapping[str, str] = {},
     minutes: float = 10.0,
     show: Callable[[CheckOutcome], None] = lambda outcome: None,
 ) -> Report:
@@ -72,7 +62,6 @@ def run_checks(
 
     Args:
         out: made if it is not there; ``logs/<check>.log`` holds what each printed.
-        meeting: the environment in which several nodes meet (``meeting_of``).
         minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
             which is meant for 10 minutes in all, grows with them.
         show: called after each check.
@@ -97,26 +86,23 @@ def run_checks(
         scratch.chmod(0o711)  # started by root, the sandbox's second tier runs programs as another user
         for check in checks:
             left_s = end_s - time.monotonic()
-            environment: Mapping[str, str] = {}
-            if meeting and "several nodes" in check.needs:
-                left_s, environment = max(left_s, 0.0) + _SLOWEST_NODE_S, meeting
             if left_s < _LEAST_S:
                 outcome = CheckOutcome(check.name, "failed", "not started, as no time was left (--minutes)")
             else:
                 limit_s = min(check.limit_s * minutes / 10.0, left_s)
-                outcome = _run(check, int(meeting.get("WORLD_SIZE", "1")), limit_s, scratch, out, environment)
+                outcome = _run(check, limit_s, scratch, out)
             report.outcomes.append(outcome)
             report.write(out)
             show(outcome)
     return report
 
 
-def _run(check: Check, nodes: int, limit_s: float, scratch: Path, out: Path, more: Mapping[str, str]) -> CheckOutcome:
-    """Make one check in a process of its own, and end all that it started. ``more``: of its environment."""
+def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
+    """Make one check in a process of its own, and end all that it started."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
-    task = {"check": asdict(check), "nodes": nodes, "folder": str(files), "out": str(out), "parent": os.getpid()}
+    task = {"check": asdict(check), "folder": str(files), "out": str(out), "parent": os.getpid()}
     todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:
@@ -125,7 +111,7 @@ def _run(check: Check, nodes: int, limit_s: float, scratch: Path, out: Path, mor
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**_environment(scratch), **more},
+            env=_environment(scratch),
             start_new_session=True,  # Ctrl-C comes to this process, which ends the check
         )
         try:

@@ -28,12 +28,10 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     kept, weights = config.checkpoint, shape.parameters * BYTES[config.model.dtype]
     forever = config.total_steps // kept.keep_every_steps if kept.keep_every_steps else 0
     exports = config.total_steps // kept.export_hf_every_steps if kept.export_hf_every_steps else 0
-    dumps = config.safety.keep_dumps * weights if config.safety.dump_weights else 0
     return {
         "checkpoints": (kept.keep_last + kept.keep_best + 1 + forever) * checkpoint_bytes(config, shape),
         "exports": (exports + 1) * weights,
         "rollouts": config.track.rollouts_keep_bytes,
-        "dumps": dumps,
     }
 
 

@@ -34,14 +34,15 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
     Collective over the trainer's ranks on GPUs; rank 0 is connected to Ray.
 
     Raises:
+        NodesDiffer: on all ranks.
         PlacementError: there are too few GPUs, or an engine would span nodes.
         ClusterError: a node did not list its GPUs.
     """
     if not torch.cuda.is_available():
         return None
-    from or1_megatron.parallel.mesh import start_process_group
+    from or1_megatron.trainer.nodes_alike import join_world
 
-    start_process_group(config.cluster.verb_timeout_s)
+    join_world(config)
     mine = RankGpu(socket.gethostname(), gpu_uuid(int(os.environ.get("LOCAL_RANK", "0"))))
     ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

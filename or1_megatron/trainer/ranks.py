@@ -25,12 +25,11 @@ from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
-from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
@@ -44,9 +43,9 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.runtime.versions import versions
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
+from or1_megatron.trainer.nodes_alike import join_world
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper
 from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns
@@ -82,17 +81,11 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
     )
 
 
-def dump_store(config: Config, folder: RunFolder) -> DumpStore:
-    """Return the store of batches that are dumped for ``or1 replay``, with what it needs to know of this run."""
-    sections = config.model_dump(mode="json", include={"model", "parallel", "optimizer"})
-    return DumpStore(folder.dumps, config.safety.keep_dumps, {**sections, "versions": versions()})
-
-
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
-    """Build this rank's mesh and its share of the policy; end the process group afterwards."""
+    """Build this rank's mesh and its share of the policy; end the process group afterwards. Raises NodesDiffer."""
     torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_per_node(config.parallel.ranks)))
-    start_process_group(config.cluster.verb_timeout_s)
+    join_world(config)
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
         seed_everything(config.run.seed, mesh.rank)
@@ -170,7 +163,6 @@ def lead(
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
-            dumps=dump_store(config, folder),
         )
         with stopping_in_order(stop):
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown, started_s)

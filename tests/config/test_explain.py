@@ -68,7 +68,7 @@ def test_one_key() -> None:
     )
     assert "may change: on resume and in the next stage" in found["stages.N.steps"]
     assert "path; required\n  - may change: never" in found["model.hf"]
-    assert "list of integer above 0; unit: rollout steps; default: []" in found["safety.dump_steps"]
+    assert "list of integer above 0; unit: layers; default: unset" in found["parallel.layers_per_stage"]
     assert "recipe" not in found["optimizer.eps"]  # the report does not say
 
 

@@ -15,11 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.config.hardware import Constant, hardware_of, hardware_yaml, read_hardware
+from or1_megatron.config.hardware import Fit, hardware_of, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
-from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, fit, predicted
-from or1_megatron.plan.lengths import MeasuredLengths, Moment, RecipeLengths, read_lengths
+from or1_megatron.plan.lengths import Moment, RecipeLengths, read_lengths
 from or1_megatron.plan.search import search
 from or1_megatron.plan.step_time import Machine
 from or1_megatron.sizing.memory import memory_short
@@ -105,7 +104,6 @@ def test_search_finds_layouts_that_fit(tmp_path: Path) -> None:
             ["or1_7b", "--gpu", "h800", "--lengths", "nowhere"],
             "--lengths nowhere: no rollouts: nowhere/rollouts holds no step_*.parquet",
         ),
-        (["--calibrate", "nowhere"], "--calibrate nowhere: config.yaml is not there; expected a run folder"),
     ],
 )
 def test_refusals(arguments: list[str], said: str) -> None:
@@ -144,49 +142,12 @@ def test_the_recipes_shape() -> None:
 
 
 def test_hardware_files() -> None:
-    """Every figure has a source; what is written is read back equal; cards are found by the name CUDA gives."""
+    """Every figure has a source; cards are found by the name CUDA gives."""
     for name in named("hardware"):
         hardware = read_hardware(name)
         constants = [getattr(hardware, key) for key in type(hardware).model_fields]
-        constants += [getattr(each, key) for each in hardware.fits for key in CONSTANTS]
+        constants += [getattr(each, key) for each in hardware.fits for key in Fit.model_fields]
         assert all(each.source for each in constants if hasattr(each, "source")), name
     assert hardware_of("NVIDIA H100 80GB HBM3") == read_hardware("h100")
     assert hardware_of("NVIDIA GeForce RTX 4090") is None
     assert read_hardware("h800").rates(7e9).iteration_s != read_hardware("h800").rates(30e9).iteration_s
-
-
-def test_a_written_hardware_file_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(hardware_yaml(read_hardware("h800")))
-    assert read_hardware(str(path)) == read_hardware("h800")
-
-
-def test_fit_finds_the_constants_that_made_the_figures() -> None:
-    """y = a * x + b at four points, from a start far away; and with noise the errors that are left are small."""
-    x = np.array([1.0, 2.0, 5.0, 9.0])
-    found, left = fit(lambda at: at[0] * x + at[1], (3 * x + 0.5).tolist(), [0.3, 4.0])
-    assert found == pytest.approx([3, 0.5], rel=1e-3) and np.abs(left).max() < 1e-4
-    # Only the product of the first two is told: neither goes further from its start than it must.
-    found, left = fit(lambda at: at[0] * at[1] * x + at[2], (4 * x + 0.5).tolist(), [1.0, 1.0, 0.1], hold=0.01)
-    assert found == pytest.approx([2, 2, 0.5], rel=0.05) and np.abs(left).max() < 0.01
-
-
-def test_calibration_recovers_a_machine() -> None:
-    """Two runs that the plan itself has timed, with other constants: the fit leaves under 2% of each figure.
-
-    It does not prove that a real run follows the plan."""
-    true = read_hardware("cpu")
-    other = true.fits[0].model_copy(
-        update={name: getattr(true.fits[0], name).model_copy(update={"value": value})
-                for name, value in zip(CONSTANTS, (0.012, 2e-4, 1.0, 4e-3), strict=True)}
-    )  # fmt: skip
-    machine = true.model_copy(update={"fits": (other,), "busy_share": Constant(value=0.6, source="made up")})
-    shape, runs = Shape(4, 64, 96, 4, 2, 16, 61, 4096, True), []
-    lengths = MeasuredLengths((np.arange(5, 60),), np.array([20]), 0.5, "made up")
-    for engines in (1, 2):
-        config = load_config(ROOT / "examples" / "quickstart" / "quickstart.yaml", [f"rollout.engines={engines}"])
-        run_ = MeasuredRun(f"{engines} engines", config, shape, lengths, {})
-        runs.append(MeasuredRun(run_.name, config, shape, lengths, predicted(run_, machine)))
-    found = calibrate(runs, true)
-    assert found.free_parameters == 5 and len(found.rows) == 6
-    assert max(abs(row.error) for row in found.rows) < 0.02

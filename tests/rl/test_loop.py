@@ -28,9 +28,8 @@ from or1_megatron.config.schema import (
     StageConfig,
 )
 from or1_megatron.evaluate.held_out import HeldOut
-from or1_megatron.interfaces import EnginesLost, Objective
+from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
-from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
@@ -39,7 +38,6 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
-from or1_megatron.types import Batch, UpdateReport
 from or1_verify.types import Verdict
 
 PROBLEMS = 16
@@ -119,7 +117,6 @@ class World:
                 ),
                 timer=StepTimer(self.clock),
                 stop=lambda: self.stopped,
-                dumps=DumpStore(self.folder / "dumps", self.safety.keep_dumps, {"versions": {}}),
             ),
         )
 
@@ -498,8 +495,7 @@ def test_step_without_any_kept_group(tmp_path: Path) -> None:
     assert world.rollouts.version == 3
 
 
-def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
-    """The dump holds the step's samples, the weights that they met, and the policy's own log-probs of them."""
+def test_skipped_update_is_counted_and_said(tmp_path: Path) -> None:
     world = World(tmp_path, [STAGE], evaluated=False)
     world.policy.skip_at = frozenset({1})
     result = world.loop.run()
@@ -507,51 +503,8 @@ def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
     rows = world.diary.rows
     assert [(rows[k]["sgd/skipped"], rows[k]["sgd/skipped_in_a_row"]) for k in (1, 2, 3)] == [(0, 0), (1, 1), (0, 0)]
     assert "loss" not in rows[2] and "loss" in rows[3]
-    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002_update_0"]
-    folder = tmp_path / "dumps" / "step_000002_update_0"
-    dump, (batch, objective) = read_dump(folder), world.policy.updates[1]
-    assert dump.objective == objective and dump.report.skipped and dump.token_count == batch.token_count
-    assert sum(int(sample.loss_mask.sum()) for sample in dump.samples) == batch.token_count
-    engine = [c.log_probs for group in world.diary.rolled[2][2] for c in group.group.completions]
-    for sample, log_probs, sampled in zip(dump.samples, dump.log_probs, engine, strict=True):
-        np.testing.assert_array_equal(sample.engine_log_probs, sampled)
-        np.testing.assert_allclose(log_probs, sampled, atol=1e-6)
-    assert [alarm for alarm in world.diary.alarms if f"or1 replay {folder}" in alarm and "loss (nan)" in alarm]
-
-
-def test_an_update_that_raises_is_dumped(tmp_path: Path) -> None:
-    """The ranks are lost: the dump has batch and error, and neither log-probs nor weights. The error ends the run."""
-    world = World(tmp_path, [STAGE], evaluated=False)
-    true = world.policy.update
-
-    def fail(batch: Batch, objective: Objective) -> UpdateReport:
-        if len(world.policy.updates) == 1:
-            raise RuntimeError("out of memory")
-        return true(batch, objective)
-
-    world.policy.update = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        world.loop.run()
-    folder = tmp_path / "dumps" / "step_000002_update_0"
-    dump = read_dump(folder)
-    assert (dump.reason, dump.raised) == ("raised", "RuntimeError: out of memory")
-    assert dump.log_probs == () and not (folder / "weights").exists()
-    assert dump.token_count == sum(int(sample.loss_mask.sum()) for sample in dump.samples) > 0
-
-
-def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
-    """Every SGD step of steps 1 and 3 is dumped, with the weights before it; training does not change."""
-    stage = STAGE.model_copy(update={"prompts_per_step": 16})
-    whole = World(tmp_path / "whole", [stage], evaluated=False)
-    whole.loop.run()
-    world = World(tmp_path / "run", [stage], evaluated=False, safety=SafetyConfig(dump_steps=(1, 3), keep_dumps=0))
-    world.loop.run()
-    np.testing.assert_array_equal(world.policy.table.detach().numpy(), whole.policy.table.detach().numpy())
-    folders = sorted((tmp_path / "run" / "dumps").iterdir())
-    assert [folder.name for folder in folders] == [f"step_{s:06d}_update_{u}" for s in (1, 3) for u in (0, 1)]
-    assert np.all(np.load(folders[0] / "weights" / "table.npy") == 0)
-    assert np.any(np.load(folders[1] / "weights" / "table.npy") != 0)
-    assert not read_dump(folders[0]).report.skipped and world.diary.alarms == []
+    (alarm,) = world.diary.alarms
+    assert "step 2, SGD step 0: skipped, because the loss (nan)" in alarm
 
 
 def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -> None:
@@ -564,27 +517,9 @@ def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -
     assert first.loop.run().steps == 5
     second = World(tmp_path, long, evaluated=False, every_steps=1)
     second.policy.skip_at = frozenset({0})
-    with pytest.raises(TooManySkipped, match=r"3 SGD steps in a row .*max_skipped_in_a_row = 3.*in step 6") as caught:
+    with pytest.raises(TooManySkipped, match=r"3 SGD steps in a row .*max_skipped_in_a_row = 3.*in step 6"):
         second.loop.run()
-    kept = [str(tmp_path / "dumps" / f"step_00000{step}_update_0") for step in (5, 6)]  # keep_dumps = 2
-    assert f"Dumps: {kept[0]}, {kept[1]};" in str(caught.value)
     assert second.loop.state()["guard"]["total"] == 5
-
-
-def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    world = World(tmp_path, [STAGE], evaluated=False)
-    world.policy.skip_next = True
-
-    def full(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "half").write_text("")
-        if "dumps" in str(folder):
-            raise OSError(28, "No space left on device")
-
-    world.policy.export_hf = full  # type: ignore[method-assign]
-    assert world.loop.run().finished
-    assert list((tmp_path / "dumps").iterdir()) == []
-    assert "could not be dumped, training continues" in world.diary.alarms[0] and "no dump" in world.diary.alarms[1]
 
 
 def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def machine(tmp_path: Path) -> dict[str, str]:
     "command",
     [
         ["train", "quickstart"],
-        ["replay", "dump"],
         ["check-parity", "model"],
         ["selftest"],
         ["eval", "--model", "model", "--data", "math500", "--out", "out"],

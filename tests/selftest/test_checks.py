@@ -63,7 +63,6 @@ def test_choice_by_name_and_what_a_machine_lacks() -> None:
     assert lacking(by_name["sleep"], cpu) == "there is no GPU"
     assert lacking(by_name["train-separate"], one) == "there is one device"
     assert lacking(by_name["train-separate"], two) == "" == lacking(by_name["handoff"], one)
-    assert lacking(by_name["nodes"], cpu) == "there is one node (--nodes)"
 
 
 def test_list() -> None:

@@ -30,14 +30,13 @@ RECIPE = load_config(named("recipe")["or1_32b"], [])
 
 def test_a_32b_on_disk() -> None:
     """A checkpoint: 14 bytes per parameter, about 450 GB. Two newest, the best, and one being written; exports every
-    200 of 1,130 steps and at the end; two dumps; 10 GiB of rollouts."""
+    200 of 1,130 steps and at the end; 10 GiB of rollouts."""
     assert checkpoint_bytes(RECIPE, LARGE) == 14 * LARGE.parameters == pytest.approx(459e9, rel=0.01)
     weights = 2 * LARGE.parameters
     assert disk_bytes(RECIPE, LARGE) == {
         "checkpoints": 4 * 14 * LARGE.parameters,
         "exports": (5 + 1) * weights,
         "rollouts": 10 * GIB,
-        "dumps": 2 * weights,
     }
 
 

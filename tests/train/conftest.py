@@ -27,7 +27,6 @@ evaluate: {{data: [{{path: {data}/heldout.jsonl}}], every_steps: 3, samples: 2}}
 parallel: {{micro_batch_tokens: 256, offload: always, head: one_pass}}
 algorithm: {{kl: {{coefficient: 0.01, reference: {model}}}, correction: {{mode: truncated}}}}
 checkpoint: {{every_steps: 1, keep_last: 2, signal_grace_s: 600}}
-safety: {{dump_steps: [1]}}
 track: {{console: plain}}
 cluster: {{check_memory: false}} # other programs may hold what the tests run in
 """

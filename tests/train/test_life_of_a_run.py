@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from training import Training, checkpoint_steps, newest_checkpoint, read_rows
 
-from or1_megatron.rl.dump import read_dump
-
 pytestmark = pytest.mark.timeout(3000)
 
 
@@ -98,8 +96,6 @@ def check_folder(run: Path) -> None:
     assert summary["finished"] and summary["steps"] == 6 and summary["seed"] == 1
     assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
     assert len(list((run / "rollouts").glob("step_*.parquet"))) == 6
-    dump = read_dump(run / "dumps" / "step_000001_update_0")
-    assert not dump.report.skipped and dump.context["model"]["dtype"] == "float32"
     assert (run / "config.yaml").is_file()
     assert 1 <= len(checkpoint_steps(run)) <= 3
     from transformers import AutoModelForCausalLM, AutoTokenizer

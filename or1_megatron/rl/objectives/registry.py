@@ -8,12 +8,11 @@ that is set and that the objective has no field for is refused.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final
 
 from or1_megatron.config.algorithm import AlgorithmConfig
@@ -80,13 +79,6 @@ def find(name: str) -> type[Any]:
     return kind
 
 
-def name_of(objective: Objective) -> str:
-    """Return the name under which ``find`` finds the objective's class."""
-    kind = type(objective)
-    built_in = [name for name, known in BUILT_IN.items() if known is kind]
-    return built_in[0] if built_in else f"{kind.__module__}:{kind.__qualname__}"
-
-
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
     """Return the named objective with those of the common ``settings`` that it has fields for, and its own ``args``.
 
@@ -113,7 +105,6 @@ def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Ob
     try:
         made: Objective = kind(**given)
         pickle.dumps(made)
-        json.dumps(asdict(made), allow_nan=False)  # type: ignore[call-overload]  # as a dump has it
         scope_of(made)
         float(made.temperature)
     except Exception as error:  # a user's class may raise anything

@@ -23,7 +23,6 @@ _SHARE: Final = {
     "memory_bytes_per_s": 0.75,
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
-    "network_bytes_per_s": 0.6,
 }
 """What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
 
