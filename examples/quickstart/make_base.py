@@ -17,18 +17,21 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.interfaces import TokenInputs
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
+from or1_megatron.rl.objectives.estimators import weighted
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
@@ -46,6 +49,19 @@ WARMUP_STEPS = 100
 BETA2 = 0.98
 ROW_TOKENS = 4096
 REPORT_EVERY_STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """Supervised loss on the path of the policy gradient: - sum_t weight_t log pi_theta(target_t)."""
+
+    temperature: float = 1.0
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        loss = -weighted(log_probs, tokens.weights).sum()
+        return loss, {"loss": loss.detach(), "entropy": entropies.detach().sum()}
 
 
 def create_model(folder: Path, seed: int) -> None:

@@ -20,9 +20,8 @@ from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.lengths import Moment, RecipeLengths
-from or1_megatron.plan.rollout_time import Workload
 from or1_megatron.plan.run_time import run_time
-from or1_megatron.plan.step_time import Machine, sample
+from or1_megatron.plan.step_time import Machine, Workload, sample
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 

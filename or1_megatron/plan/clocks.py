@@ -9,8 +9,8 @@ from typing import Final
 
 from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config
+from or1_megatron.plan.engines import EngineClock
 from or1_megatron.rl.packing import SequenceCost
-from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.sizing.conflicts import kv_tokens
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.weights.shape import BYTES, Shape

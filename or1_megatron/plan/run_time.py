@@ -9,8 +9,7 @@ import numpy as np
 
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.rollout_time import Workload
-from or1_megatron.plan.step_time import Machine, StepTime, sample, step_time
+from or1_megatron.plan.step_time import Machine, StepTime, Workload, sample, step_time
 
 _PROBLEMS = 30
 """Problems of an evaluation set that was not counted: as many as AIME has."""

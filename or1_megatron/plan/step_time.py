@@ -5,29 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
-from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
+from or1_megatron.config.schema import Config, StageConfig
 from or1_megatron.plan.clocks import engine_clock, hand_off_s
+from or1_megatron.plan.engines import PARTS, PlannedEngines
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.rollout_time import Workload, simulate
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
 from or1_megatron.rl.batch import split
-from or1_megatron.rl.supply import Supply
-from or1_megatron.rollout.simulated_engine import PARTS
-from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.memory import offloaded_bytes
 from or1_megatron.sizing.storage import checkpoint_bytes
-from or1_megatron.types import Group, Int64Array, Prompt, RolloutReport
+from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
 """What the hardware's fit counts per response, beside the verbs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts, and the responses that they will have."""
+
+    prompt_tokens: Int64Array  # [prompts]
+    response_tokens: Int64Array  # [prompts * group_size], group by group
+    group_size: int
+
+    @property
+    def sequences(self) -> Int64Array:
+        """Tokens of prompt and response, [prompts, group_size]."""
+        return self.prompt_tokens[:, None] + self.response_tokens.reshape(-1, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +55,10 @@ class Machine:
         rates = hardware.rates(shape.parameters)
         return cls(shape, rates, fit.covers if rates.other_response_s else (), device)
 
-    def engines(self, config: Config, workload: Workload) -> SimulatedRollouts:
-        """Return the engines and verifiers of ``config``, which will sample ``workload``."""
+    def engines(self, config: Config) -> PlannedEngines:
+        """Return the engines and verifiers of ``config``."""
         clock = engine_clock(config, self.shape, self.rates)
-        return workload.on(clock, config.rollout.engines, config.verify.workers, self.rates.verdict_s)
+        return PlannedEngines(clock, config.rollout.engines, config.verify.workers, self.rates.verdict_s)
 
     def hidden(self) -> Machine:
         """Return this machine without ``other``: the verbs that it covers count by themselves."""
@@ -68,8 +77,6 @@ class StepTime:
     """Share of the rollout (with stale rollouts: of the step) in which an engine has nothing to do, mean over them."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by what they are spent on (PARTS)."""
-    preempted: int
-    """Responses that gave up their place in an engine's KV cache."""
     update: UpdateTime
     response_tokens: int
 
@@ -103,107 +110,73 @@ def step_time(
     return _Steps(config, machine, lengths, when, random).run(evaluations_s)
 
 
-class _Prompts:
-    """The stream of a plan: numbered prompts in order, which are neither mixed nor filtered."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts, self._taken = prompts, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._prompts) - self._taken
-
-    def take(self, count: int) -> list[Prompt]:
-        self._taken += count
-        return list(self._prompts[self._taken - count : self._taken])
-
-    def mix(self, repeats: Sequence[int]) -> None:
-        raise NotImplementedError
-
-    def exclude(self, problem_ids: frozenset[str]) -> int:
-        raise NotImplementedError
-
-    def state(self) -> Mapping[str, Any]:
-        return {"taken": self._taken}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._taken = state["taken"]
-
-
 class _Steps:
-    """Steps of one stage, made of the run's scheduler and supply, with clocks for what takes time.
+    """Steps of one stage, with clocks in the place of engines and trainer.
 
-    One step is simulated where steps are synchronous; with staleness four steps after those in which engines' queues
-    fill.
+    One step is timed where steps are synchronous; with staleness four steps after those in which engines' queues fill.
     """
 
     def __init__(
         self, config: Config, machine: Machine, lengths: Lengths, when: Moment, random: np.random.Generator
     ) -> None:
-        self.config, self.machine, self.stage, self.random = config, machine, config.stages[when.index], random
-        stage = self.stage
-        self.ahead = config.rollout.max_staleness if stage.plateau is None else min(1, config.rollout.max_staleness)
+        self.config, self.machine, self.stage = config, machine, config.stages[when.index]
+        self.lengths, self.when, self.random = lengths, when, random
+        self.ahead = (
+            config.rollout.max_staleness if self.stage.plateau is None else min(1, config.rollout.max_staleness)
+        )
         self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, 1)
-        prompts = (self.warm_up + self.counted + self.ahead) * (stage.prompts_per_step + stage.refill_prompts)
-        drawn = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)
-        refill = bool(stage.refill_prompts)
-        kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share) if refill else ()
-        self.kept_share = 1.0 if refill else lengths.kept_share
-        self.workload = Workload(*drawn, stage.group_size, kept)
-        self.rollouts = machine.engines(config, self.workload)
-        self.supply = Supply(_Prompts(self.workload.prompts), self.rollouts, AdvantageConfig(), 0)
-        self.supply.rejected_share = 1 - lengths.kept_share
+        self.engines = machine.engines(config)
+        self.asked: list[tuple[int, Workload]] = []
 
     def run(self, evaluations_s: float) -> StepTime:
         """Return the mean of the counted steps."""
-        for step in range(self.warm_up):
-            self._step(step, evaluations_s)
-        total, busy_s, tokens, before = dict[str, float](), 0.0, 0, self._work()
-        for step in range(self.warm_up, self.warm_up + self.counted):
-            verbs, update, report = self._step(step, evaluations_s)
+        for _ in range(self.warm_up):
+            self._step(evaluations_s)
+        total, tokens, before = dict[str, float](), 0, self.engines.parts_s()
+        for _ in range(self.counted):
+            verbs, update, sampled = self._step(evaluations_s)
             total = {name: total.get(name, 0.0) + spent / self.counted for name, spent in verbs.items()}
-            busy_s += float(np.mean(report.engine_busy_s)) / self.counted
-            tokens += report.response_tokens
+            tokens += sampled
         shown = {name: spent for name, spent in total.items() if spent and name not in self.machine.covers}
         period_s = sum(shown.values()) if self.ahead else total["roll_out"]
-        preempted, *parts_s = (self._work() - before) / self.counted
+        parts_s = (self.engines.parts_s() - before) / self.counted
+        busy_s = float(parts_s.sum()) / self.config.rollout.engines
         return StepTime(
             verbs=shown,
             engine_s=busy_s,
             idle_share=1 - busy_s / period_s if period_s else 0.0,
-            parts_s=dict(zip(PARTS, parts_s, strict=True)),
-            preempted=round(preempted),
+            parts_s=dict(zip(PARTS, parts_s.tolist(), strict=True)),
             update=update,
             response_tokens=tokens // self.counted,
         )
 
-    def _work(self) -> NDArray[np.float64]:
-        """Return preempted responses, and seconds by PARTS, of all engines up to now."""
-        return np.sum([[engine.preempted, *engine.parts] for engine in self.rollouts.engines], axis=0)
+    def _ask(self, count: int) -> None:
+        """Ask for rollouts, until so many are under way."""
+        while len(self.asked) < count:
+            made = workload_at(self.stage, self.lengths, self.when, self.random)
+            ticket = self.engines.ask(made.prompt_tokens, made.response_tokens, made.group_size)
+            self.asked.append((ticket, made))
 
-    def _step(self, step: int, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, RolloutReport]:
-        rollouts, supply, began_s = self.rollouts, self.supply, self.rollouts.now_s
-        if not supply.asked:
-            supply.ask(supply.take(self.stage), self.stage, step)
-        supply.ask_ahead(self.stage, range(step + supply.asked, step + self.ahead + 1))
-        rollouts.wait_decoded()
-        decoded_s = rollouts.now_s
-        groups, report = supply.collect()
-        judged_s = rollouts.now_s
-        supply.ask_ahead(self.stage, range(step + supply.asked + 1, step + self.ahead + 1))
-        verbs, update = self._trainer(groups, evaluations_s)
-        waits = {"roll_out": decoded_s - began_s, "verify": judged_s - decoded_s}
+    def _step(self, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, int]:
+        """Make a step; return the seconds of its verbs, its update and its response tokens."""
+        engines, began_s = self.engines, self.engines.now_s
+        self._ask(1 + self.ahead)
+        ticket, made = self.asked.pop(0)
+        tail_s = engines.wait(ticket)
+        waits = {"roll_out": engines.now_s - began_s, "verify": tail_s}
+        engines.spend(tail_s)
+        self._ask(self.ahead)
+        verbs, update = self._trainer(made, evaluations_s)
         paused = ("hand_off", "evaluate")
         counting = {name: spent for name, spent in verbs.items() if name not in self.machine.covers}
-        rollouts.spend(sum(spent for name, spent in counting.items() if name not in paused))
-        rollouts.hand_off(step + 1, sum(counting.get(name, 0.0) for name in paused))
-        return waits | verbs, update, report
+        engines.spend(sum(spent for name, spent in counting.items() if name not in paused))
+        engines.pause(sum(counting.get(name, 0.0) for name in paused))
+        return waits | verbs, update, int(made.response_tokens.sum())
 
-    def _trainer(self, groups: Sequence[Group], evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
+    def _trainer(self, made: Workload, evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
         """Return the seconds of the verbs after ``verify``; of a save those of its copy to the host alone."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
-        chosen = [number for group in groups if self._trained(number := int(group.prompt.problem.id))]
-        sequences = kept_sequences(self.stage, self.workload.sequences[chosen], self.kept_share, self.random)
+        sequences = kept_sequences(self.stage, made.sequences, self.lengths.kept_share, self.random)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
         leaves = self.machine.device == "cuda" and config.trainer_leaves
         move_s = offloaded_bytes(config, shape) / rates.host_bytes_per_s if leaves else 0.0
@@ -215,21 +188,22 @@ class _Steps:
             "hand_off": hand_off_s(config, shape, rates) + move_s,
             "evaluate": evaluations_s / every if every else 0.0,
             "save": copied_s / config.checkpoint.every_steps,
-            OTHER: rates.other_response_s * len(groups) * self.stage.group_size,
+            OTHER: rates.other_response_s * made.response_tokens.size,
         }, update
-
-    def _trained(self, number: int) -> bool:
-        return not self.workload.kept or self.workload.kept[number]
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
     """Return the seconds of a rollout of ``workload``: until its last response, and until its last verdict."""
-    return simulate(workload, machine.engines(config, workload))
+    engines = machine.engines(config)
+    tail_s = engines.wait(engines.ask(workload.prompt_tokens, workload.response_tokens, workload.group_size))
+    return engines.now_s, engines.now_s + tail_s
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
     """Return what one rollout samples; with refill as many prompts as are needed on average."""
-    prompts = min(math.ceil(stage.prompts_per_step / lengths.kept_share), stage.prompts_per_step + stage.refill_prompts)
+    prompts = stage.prompts_per_step
+    if stage.refill_prompts:
+        prompts = min(math.ceil(prompts / lengths.kept_share), prompts + stage.refill_prompts)
     return Workload(*lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random), stage.group_size)
 
 

@@ -29,7 +29,6 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
     stages.add_row("in all", *(f"{stage.step.seconds:,.1f}" for stage in time.stages), style="bold")
     stages.add_row("response tokens per second", *(f"{stage.tokens_per_s:,.0f}" for stage in time.stages))
     stages.add_row("engines decode", *(f"{stage.utilisation:.0%} of a step" for stage in time.stages))
-    stages.add_row("responses preempted", *(f"{stage.step.preempted:,}" for stage in time.stages))
     stages.add_row("hours", *(f"{stage.hours:,.0f}" for stage in time.stages))
     low, high = time.interval
     rows = [

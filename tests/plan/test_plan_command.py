@@ -1,6 +1,6 @@
 """``or1 plan`` as its user sees it: JSON, tables, a search, refusals; lengths and hardware.
 
-Not proven here: that the times are right (test_rollout_time and test_update_time have the formulas).
+Not proven here: that the times are right (test_engines and test_update_time have the formulas).
 """
 
 from __future__ import annotations

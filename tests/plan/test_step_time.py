@@ -1,11 +1,11 @@
 """Steps of a plan against figures worked by hand: stale rollouts, refill.
 
-Not proven here: the engine's own times (test_rollout_time) and the trainer's (test_update_time).
+Not proven here: the engine's own times (test_engines) and the trainer's (test_update_time).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,9 @@ from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
 from or1_megatron.plan import step_time
 from or1_megatron.plan.clocks import hand_off_s
+from or1_megatron.plan.engines import EngineClock
 from or1_megatron.plan.lengths import Drawn, Moment
 from or1_megatron.plan.step_time import Machine, StepTime
-from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.weights.shape import Shape
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "quickstart.yaml"
@@ -35,9 +35,13 @@ class Pattern:
     tokens: tuple[int, ...]
     kept_share: float = 0.5
     source: str = "made up"
+    taken: list[int] = field(default_factory=lambda: [0])
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        return np.ones(prompts, np.int64), np.repeat(np.resize(self.tokens, prompts), group_size).astype(np.int64)
+        first = self.taken[0]
+        self.taken[0] += prompts
+        drawn = np.resize(self.tokens, first + prompts)[first:]
+        return np.ones(prompts, np.int64), np.repeat(drawn, group_size).astype(np.int64)
 
 
 def step_of(

@@ -20,7 +20,6 @@ from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.rl.objectives.cispo import CISPO
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.correction import correction_weights
-from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.dapo import DAPO
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.objectives.estimators import kl_estimate
@@ -397,24 +396,11 @@ def test_monstrous_ratio_gives_finite_gradient() -> None:
     assert torch.isfinite(loss) and new.grad is not None and torch.isfinite(new.grad).all()
 
 
-@pytest.mark.parametrize(
-    "objective", [clipped(alpha=0.1), switched("masked")[0], clipped(on_policy=True), CrossEntropy()]
-)
-def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss | CrossEntropy) -> None:
+@pytest.mark.parametrize("objective", [clipped(alpha=0.1), switched("masked")[0], clipped(on_policy=True)])
+def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss) -> None:
     """A micro-batch that is all padding; and pickling, as on the way to the ranks."""
     assert pickle.loads(pickle.dumps(objective)) == objective
     empty = torch.zeros(0, requires_grad=True)
     loss, sums = objective(empty, torch.zeros(0), TokenInputs(*(torch.zeros(0) for _ in range(5))))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())
-
-
-def test_cross_entropy() -> None:
-    """Log-probs (-1, -2): loss 3, gradient -1 each; advantages and the engine's log-probs do not matter."""
-    new = double(-1.0, -2.0, grad=True)
-    loss, sums = CrossEntropy()(new, double(0.5, 0.25), tokens_of(double(9.0, 9.0), double(-7.0, 7.0)))
-    loss.backward()
-    assert (loss.item(), sums["loss"].item(), sums["entropy"].item()) == (3.0, 3.0, 0.75)
-    np.testing.assert_array_equal(new.grad, [-1.0, -1.0])
-    weighted = tokens_of(new.detach(), new.detach(), weights=double(1.5, 0.5))
-    assert CrossEntropy()(new, new, weighted)[0].item() == 2.5

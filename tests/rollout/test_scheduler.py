@@ -15,8 +15,6 @@ from engine_fixtures import prompt
 
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
-from or1_megatron.rollout.simulated_engine import EngineClock
-from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling, VersionSpan
 from or1_verify.types import Verdict
 
@@ -259,17 +257,3 @@ def test_an_answer_to_what_was_not_asked() -> None:
     assert again == Submit(0, [sent[1]]) and scheduler.finished(1, [answer(sent[1], 1)]) == []
     with pytest.raises(ValueError, match="gives two requests the same seed"):
         scheduler.begin(prompts(2), 1, SAMPLING, 1)
-
-
-def test_a_simulated_handoff() -> None:
-    """Lengths 4 and 8; an iteration takes 1 s alone, 2 s with two. After 4 s both have 2 tokens, the handoff takes 1 s;
-    at 9 s the first ends; the second then has 4 of 8 and needs 1 s for each of the others. plan/ has more by hand."""
-    lengths = {"p0": 4, "p1": 8}
-    world = SimulatedRollouts(1, EngineClock(2, response_s=1.0), lambda request: lengths[request.prompt.problem.id])
-    world.roll_out(prompts(2), 1, Sampling(1.0, 1.0, 16), 1)
-    world.spend(4.0)
-    world.hand_off(1, 1.0)
-    groups, report = world.collect()
-    spans = [[(span.version, span.first_token) for span in g.completions[0].versions] for g in groups]
-    assert spans == [[(0, 0), (1, 2)]] * 2 and world.now_s == 13.0
-    assert report.engine_busy_s == (12.0,)

@@ -1,0 +1,217 @@
+"""Engines of a plan: clocks in the place of vLLM.
+
+An engine decodes one token of each of its n running responses per iteration. An iteration takes
+
+    fixed + n * per response + max(reading the weights, n * their products) + C * reading a token's keys and values
+
+seconds, where C are all tokens that the engine holds. Between two ends of responses n is constant and C grows by n, so
+the time of m iterations is a closed form. Requests are dealt in order, each to the engine with the fewest responses,
+while it has a place and KV cache for the whole response: vLLM admits more, and preempts. What is under way goes on
+over a handoff; what new weights read of it again is left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from or1_megatron.types import Int64Array
+
+PARTS: Final = ("weights", "products", "keys and values", "per response", "per iteration", "prompts")
+"""What an engine's time is spent on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineClock:
+    """The times and limits of one engine. Seconds, tokens."""
+
+    max_running: int
+    """Responses that it decodes at once."""
+    fixed_s: float = 0.0
+    """An iteration, whatever it computes."""
+    response_s: float = 0.0
+    """A response's share of an iteration, beside products and attention."""
+    weights_s: float = 0.0
+    """Reading all weights once."""
+    product_s: float = 0.0
+    """The products of one token."""
+    token_s: float = 0.0
+    """Reading one token's keys and values."""
+    prompt_token_s: float = 0.0
+    """Reading a prompt: per token."""
+    prompt_pair_s: float = 0.0
+    """Reading a prompt of p tokens: p * p times this."""
+    kv_tokens: int = 1 << 60
+    """Tokens that the KV cache holds."""
+
+    def parts_s(self, running: int, tokens: float, count: float) -> NDArray[np.float64]:
+        """Return the seconds of ``count`` iterations of ``running`` responses that hold ``tokens`` before the first, by
+        PARTS."""
+        products = running * self.product_s
+        read = (count * tokens + running * count * (count - 1) / 2) * self.token_s
+        by_weights = self.weights_s >= products
+        large = max(self.weights_s, products) * count
+        return np.array(
+            [large * by_weights, large * (not by_weights), read, count * running * self.response_s,
+             count * self.fixed_s, 0.0]
+        )  # fmt: skip
+
+    def iterations_in(self, running: int, tokens: float, seconds: float) -> float:
+        """Return how many iterations are made in ``seconds``, the inverse of ``parts_s``."""
+        growth = running * self.token_s / 2
+        first = self.parts_s(running, tokens, 1.0).sum() - growth
+        return float(2 * seconds / (first + math.sqrt(first * first + 4 * growth * seconds)))
+
+    def prompt_s(self, tokens: int) -> float:
+        return tokens * self.prompt_token_s + tokens * tokens * self.prompt_pair_s
+
+
+class _Asked(NamedTuple):
+    ticket: int
+    prompt: int
+    length: int
+    reading_s: float
+
+
+class _Engine:
+    """One engine. It has decoded up to ``now_s``, and read prompts when that lies ahead of the others."""
+
+    def __init__(self, clock: EngineClock) -> None:
+        self._clock = clock
+        self.now_s, self.due_s = 0.0, math.inf
+        self.running = self._reserved = 0
+        self._held = self._iteration = 0.0
+        self._ends: list[tuple[float, int, int]] = []  # heap of (iteration, ticket, tokens of prompt and response)
+        self.parts_s = np.zeros(len(PARTS))
+
+    def advance(self, moment_s: float) -> None:
+        """Decode until ``moment_s``, at which or before which no response ends."""
+        if self.running and moment_s > self.now_s:
+            self._decode(self._clock.iterations_in(self.running, self._held, moment_s - self.now_s))
+        self.now_s = max(self.now_s, moment_s)
+        self._plan()
+
+    def finish(self) -> list[int]:
+        """Decode until the next end of responses; return their tickets."""
+        self._decode(self._ends[0][0] - self._iteration)
+        self.now_s, ended = self.due_s, []
+        while self._ends and self._ends[0][0] <= self._iteration + 1e-6:
+            _, ticket, tokens = heapq.heappop(self._ends)
+            self.running -= 1
+            self._reserved -= tokens
+            self._held -= tokens
+            ended.append(ticket)
+        self._plan()
+        return ended
+
+    def admits(self, asked: _Asked) -> bool:
+        """Whether there is a place and KV cache for a request; an idle engine takes any."""
+        room = self._reserved + asked.prompt + asked.length <= self._clock.kv_tokens
+        return self.running < self._clock.max_running and (room or not self.running)
+
+    def admit(self, asked: _Asked, moment_s: float) -> None:
+        self.advance(moment_s)
+        self.now_s += asked.reading_s
+        self.parts_s[-1] += asked.reading_s
+        self.running += 1
+        self._reserved += asked.prompt + asked.length
+        self._held += asked.prompt
+        heapq.heappush(self._ends, (self._iteration + asked.length, asked.ticket, asked.prompt + asked.length))
+        self._plan()
+
+    def pause(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._plan()
+
+    def _decode(self, count: float) -> None:
+        self.parts_s += self._clock.parts_s(self.running, self._held, count)
+        self._iteration += count
+        self._held += count * self.running
+
+    def _plan(self) -> None:
+        self.due_s = math.inf
+        if self.running:
+            count = self._ends[0][0] - self._iteration
+            self.due_s = self.now_s + float(self._clock.parts_s(self.running, self._held, count).sum())
+
+
+class PlannedEngines:
+    """The engines and verifiers of a run on one clock, which moves in ``wait`` and ``spend`` alone."""
+
+    def __init__(self, clock: EngineClock, engines: int, verifiers: int = 1, verdict_s: float = 0.0) -> None:
+        self.now_s = 0.0
+        self._clock, self._verdict_s = clock, verdict_s
+        self._engines = [_Engine(clock) for _ in range(engines)]
+        self._waiting: deque[_Asked] = deque()
+        self._left: list[int] = []  # responses of a ticket that have not ended
+        self._judged_s: list[float] = []  # when the last verdict of a ticket comes
+        self._free_s = [0.0] * verifiers  # heap of when each verifier is free
+
+    def ask(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
+        """Ask for responses of these lengths, [prompts * group_size]; return the ticket of the rollout.
+
+        Each engine reads a prompt once, whatever it decodes of its group.
+        """
+        ticket, share = len(self._left), min(len(self._engines), group_size) / group_size
+        self._left.append(response_tokens.size)
+        self._judged_s.append(self.now_s)
+        prompts = np.repeat(prompt_tokens, group_size).tolist()
+        self._waiting.extend(
+            _Asked(ticket, prompt, length, share * self._clock.prompt_s(prompt))
+            for prompt, length in zip(prompts, response_tokens.tolist(), strict=True)
+        )
+        self._deal(self._engines)
+        return ticket
+
+    def wait(self, ticket: int) -> float:
+        """Let time pass until the last response of a rollout has ended; return the seconds until its last verdict."""
+        self._run(ticket, math.inf)
+        return max(0.0, self._judged_s[ticket] - self.now_s)
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass; engines decode what they have."""
+        self._run(None, self.now_s + seconds)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass in which no engine decodes."""
+        for engine in self._engines:
+            engine.advance(self.now_s)
+            engine.pause(seconds)
+        self.spend(seconds)
+
+    def parts_s(self) -> NDArray[np.float64]:
+        """Return the seconds of all engines together up to now, by PARTS."""
+        for engine in self._engines:
+            engine.advance(self.now_s)
+        return np.sum([engine.parts_s for engine in self._engines], axis=0)
+
+    def _run(self, ticket: int | None, end_s: float) -> None:
+        while ticket is None or self._left[ticket]:
+            engine = min(self._engines, key=lambda one: one.due_s)
+            if engine.due_s >= end_s:
+                self.now_s = end_s
+                return
+            self.now_s = engine.due_s
+            for ended in engine.finish():
+                self._left[ended] -= 1
+                judged_s = max(heapq.heappop(self._free_s), self.now_s) + self._verdict_s
+                heapq.heappush(self._free_s, judged_s)
+                self._judged_s[ended] = judged_s
+            self._deal([engine])
+
+    def _deal(self, engines: Iterable[_Engine]) -> None:
+        """Deal waiting requests to these engines, in order, each to the one with the fewest responses."""
+        emptiest = [(engine.running, index, engine) for index, engine in enumerate(engines)]
+        heapq.heapify(emptiest)
+        while self._waiting and emptiest:
+            _, index, engine = heapq.heappop(emptiest)
+            if engine.admits(self._waiting[0]):
+                engine.admit(self._waiting.popleft(), self.now_s)
+                heapq.heappush(emptiest, (engine.running, index, engine))
