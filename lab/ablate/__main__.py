@@ -17,7 +17,7 @@ from lab.ablate.ablation import Ablation, Arm, Arms, Scale, arms_of, differences
 from lab.ablate.outcome import measure, read_metrics, reads_seconds
 from lab.ablate.page import write_page
 from lab.ablate.runs import ArmRun, run_all, runs_of
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 from or1_megatron.config.yaml_reader import read_value
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 
 if TYPE_CHECKING:
     import torch

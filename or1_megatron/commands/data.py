@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 
 if TYPE_CHECKING:
     from or1_megatron.data.pipeline.recipe import SampledModel

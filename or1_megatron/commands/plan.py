@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import Overrides, config_file, note, shape_folder
 from or1_megatron.errors import USER_ERROR
 from or1_megatron.runtime.files import write_atomically

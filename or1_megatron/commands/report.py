@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 
 
 def report(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import RunDir
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.errors import explained
+from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
 from or1_megatron.runtime.driver import check_driver
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale
     Args:
         scale: factor of q . k; 1 / sqrt(D) when None.
     """
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+
     mine = torch.cat((key, value), dim=1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
     keys, values = gathered.index_select(0, shard.to_row_order).chunk(2, dim=1)  # [T, G, D] each

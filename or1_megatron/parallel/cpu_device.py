@@ -83,6 +83,11 @@ def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **k
     return _CUDA_NAME.get(name, name)
 
 
+def _uncompiled(function: Any = None, **options: Any) -> Any:
+    """Stand for ``torch.compile``, called with a function or as a decorator with options."""
+    return (lambda decorated: decorated) if function is None else function
+
+
 def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
@@ -145,8 +150,9 @@ def install_without_cuda() -> None:
     if _installed or torch.cuda.is_available():
         return
     return_large_blocks()
-    # Megatron compiles small functions. On CPU that takes a C++ compiler and a minute, and gains nothing.
-    torch.compiler.set_stance("force_eager")
+    # Megatron compiles small functions. On CPU that takes a C++ compiler and a minute and gains nothing, and the
+    # import of the compiler takes seconds.
+    vars(torch)["compile"] = _uncompiled
     _patch_torch_cuda()
     _patch_tensor()
     _CudaMeansCpu().__enter__()

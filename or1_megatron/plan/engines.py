@@ -6,8 +6,9 @@ An engine decodes one token of each of its n running responses per iteration. An
 
 seconds, where C are all tokens that the engine holds. Between two ends of responses n is constant and C grows by n, so
 the time of m iterations is a closed form. Requests are dealt in order, each to the engine with the fewest responses,
-while it has a place and KV cache for the whole response: vLLM admits more, and preempts. What is under way goes on
-over a handoff; what new weights read of it again is left out.
+while it has a place and KV cache for what the response holds on average, half of its tokens beside the prompt: vLLM
+admits what fits now, and preempts. What is under way goes on over a handoff; what new weights read of it again is left
+out.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class _Asked(NamedTuple):
     length: int
     reading_s: float
 
+    @property
+    def reserved(self) -> int:
+        return self.prompt + self.length // 2
+
 
 class _Engine:
     """One engine. It has decoded up to ``now_s``, and read prompts when that lies ahead of the others."""
@@ -88,7 +93,7 @@ class _Engine:
         self.now_s, self.due_s = 0.0, math.inf
         self.running = self._reserved = 0
         self._held = self._iteration = 0.0
-        self._ends: list[tuple[float, int, int]] = []  # heap of (iteration, ticket, tokens of prompt and response)
+        self._ends: list[tuple[float, _Asked]] = []  # heap of (iteration at which it ends, request)
         self.parts_s = np.zeros(len(PARTS))
 
     def advance(self, moment_s: float) -> None:
@@ -103,17 +108,17 @@ class _Engine:
         self._decode(self._ends[0][0] - self._iteration)
         self.now_s, ended = self.due_s, []
         while self._ends and self._ends[0][0] <= self._iteration + 1e-6:
-            _, ticket, tokens = heapq.heappop(self._ends)
+            _, asked = heapq.heappop(self._ends)
             self.running -= 1
-            self._reserved -= tokens
-            self._held -= tokens
-            ended.append(ticket)
+            self._reserved -= asked.reserved
+            self._held -= asked.prompt + asked.length
+            ended.append(asked.ticket)
         self._plan()
         return ended
 
     def admits(self, asked: _Asked) -> bool:
         """Whether there is a place and KV cache for a request; an idle engine takes any."""
-        room = self._reserved + asked.prompt + asked.length <= self._clock.kv_tokens
+        room = self._reserved + asked.reserved <= self._clock.kv_tokens
         return self.running < self._clock.max_running and (room or not self.running)
 
     def admit(self, asked: _Asked, moment_s: float) -> None:
@@ -121,9 +126,9 @@ class _Engine:
         self.now_s += asked.reading_s
         self.parts_s[-1] += asked.reading_s
         self.running += 1
-        self._reserved += asked.prompt + asked.length
+        self._reserved += asked.reserved
         self._held += asked.prompt
-        heapq.heappush(self._ends, (self._iteration + asked.length, asked.ticket, asked.prompt + asked.length))
+        heapq.heappush(self._ends, (self._iteration + asked.length, asked))
         self._plan()
 
     def pause(self, seconds: float) -> None:

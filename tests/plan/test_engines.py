@@ -66,18 +66,19 @@ def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
     engines.wait(engines.ask(prompts, lengths, 4))
 
     waiting = [(int(prompts[i // 4]), int(length)) for i, length in enumerate(lengths)]
-    running: list[list[int]] = []  # [tokens held, tokens to come]
+    running: list[list[int]] = []  # [tokens held, tokens to come, tokens reserved]
     now_s = 0.0
     while waiting or running:
         while waiting and len(running) < clock.max_running:
             prompt, length = waiting[0]
-            if running and sum(map(sum, running)) + prompt + length > kv_tokens:
+            reserved = prompt + length // 2
+            if running and sum(one[2] for one in running) + reserved > kv_tokens:
                 break
-            running.append(list(waiting.pop(0)))
+            running.append([*waiting.pop(0), reserved])
             now_s += (0.02 * prompt + 0.001 * prompt**2) / 4
         n = len(running)
-        now_s += clock.fixed_s + n * 0.1 + max(0.5, n * 0.2) + 0.01 * sum(held for held, _ in running)
-        running = [[held + 1, left - 1] for held, left in running if left > 1]
+        now_s += clock.fixed_s + n * 0.1 + max(0.5, n * 0.2) + 0.01 * sum(held for held, _, _ in running)
+        running = [[held + 1, left - 1, reserved] for held, left, reserved in running if left > 1]
     assert engines.now_s == pytest.approx(now_s, rel=1e-9)
 
 
