@@ -10,7 +10,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from or1_verify.errors import UserError
 
@@ -57,7 +66,7 @@ class VerifyConfig(_Section):
     max_error_fraction: Annotated[float, Field(gt=0, le=1)] = 0.05
     """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Verifiers of your own by ability: package.module:name."""
+    """Verifiers of your own by ability, without regard to case: package.module:name."""
     early_stop: bool = True
     """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
     budget_s: PositiveFloat = 120.0
@@ -75,6 +84,11 @@ class VerifyConfig(_Section):
     the worker's share of it. Unset: half of the node's memory."""
     processes: PositiveInt = 64
     """Processes and threads of one untrusted program. Unit: processes."""
+
+    @field_validator("custom")
+    @classmethod
+    def _without_case(cls, custom: dict[str, str]) -> dict[str, str]:
+        return {ability.lower(): path for ability, path in custom.items()}
 
 
 def read_config(path: Path | None) -> VerifyConfig:

@@ -115,7 +115,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:
         machine = machine_for(row)
-        hidden = machine.hidden()
+        hidden = replace(machine, rates=replace(machine.rates, other_response_s=0.0), covers=())
         light = replace(hidden, rates=replace(hidden.rates, iteration_s=FAST_S[0], request_s=FAST_S[1]))
         took = [planned_s(row, each) for each in (machine, hidden, light)]
         shown = [f"{seconds:.0f} | {seconds / row.step_s - 1:+.0%}" for seconds in took]

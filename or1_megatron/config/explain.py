@@ -119,6 +119,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
         case {"type": "string"}:
             return "path" if schema.get("format") == "path" else "string"
     bounds = {"exclusiveMinimum": "above {}", "minimum": "{} or more", "maximum": "at most {}"}
+    bounds |= {"exclusiveMaximum": "below {}"}
     said = [text.format(f"{schema[name]:g}") for name, text in bounds.items() if name in schema]
     return " ".join((schema["type"], ", ".join(said))).strip()
 

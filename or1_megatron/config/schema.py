@@ -22,6 +22,7 @@ from or1_megatron.config.algorithm import EntropyConfig as EntropyConfig
 from or1_megatron.config.algorithm import KLConfig as KLConfig
 from or1_megatron.config.algorithm import LossConfig as LossConfig
 from or1_megatron.config.base import (
+    BelowOne,
     Fraction,
     NonNegative,
     NonNegativeFloat,
@@ -130,9 +131,9 @@ class OptimizerConfig(Section):
     decay_steps: NonNegative = 0
     """SGD step, counted from the first, at which lr has fallen linearly to 0; 0: lr stays constant. Unit: SGD steps.
     Recipe: constant (docs/recipe.md, section 4)."""
-    beta1: NonNegativeFloat = 0.9
+    beta1: BelowOne = 0.9
     """Decay of the first moment. Unit: none. Recipe: 0.9 (docs/recipe.md, section 4)."""
-    beta2: NonNegativeFloat = 0.999
+    beta2: BelowOne = 0.999
     """Decay of the second moment. Unit: none. Recipe: 0.999 (docs/recipe.md, section 4)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment. Unit: none."""

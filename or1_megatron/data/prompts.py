@@ -53,7 +53,7 @@ def read_problems(config: Config) -> ProblemSets:
     unusable rows are named together.
 
     Raises:
-        DataError: a file that cannot be read, or unusable rows.
+        DataError: a file that cannot be read, unusable rows, or a verifier of the user's that no row needs.
         SandboxUnavailable, VerifierBroken: an ability occurs that cannot be verified here.
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
@@ -70,6 +70,8 @@ def read_problems(config: Config) -> ProblemSets:
     train = [read(source) for source in config.data.train]
     held_out = [read(source) for source in config.evaluate.data]
     abilities = {problem.ability for problems in (*train, *held_out) for problem in problems}
+    if idle := sorted(config.verify.custom.keys() - abilities):
+        raise DataError(f"verify.custom: no problem has ability {', '.join(idle)}; theirs are {sorted(abilities)}")
     sets = ProblemSets(train, held_out, unusable, build_verifiers(config.verify, abilities))
     if unusable and config.data.unusable == "refuse":
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,10 +59,6 @@ class Machine:
         """Return the engines and verifiers of ``config``."""
         clock = engine_clock(config, self.shape, self.rates)
         return PlannedEngines(clock, config.rollout.engines, config.verify.workers, self.rates.verdict_s)
-
-    def hidden(self) -> Machine:
-        """Return this machine without ``other``: the verbs that it covers count by themselves."""
-        return replace(self, rates=replace(self.rates, other_response_s=0.0), covers=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from or1_megatron.rl.metrics import (
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
-from or1_megatron.rl.safety import SgdStep, UpdateGuard
+from or1_megatron.rl.safety import UpdateGuard
 from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
@@ -265,7 +265,7 @@ class Loop:
                 seed=step * stage.sgd_steps + i,
                 mean_length=batch.token_count / batch.sample_count,
             )
-            reports.append(self.guard.update(SgdStep(step, i, batch, objective)))
+            reports.append(self.guard.update(step, i, batch, objective))
         return reports
 
     @verb

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from or1_megatron.interfaces import Objective, Policy
@@ -15,16 +14,6 @@ from or1_verify.errors import UserError
 
 class TooManySkipped(UserError, RuntimeError):
     """``safety.max_skipped_in_a_row`` SGD steps in a row had no finite loss or gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class SgdStep:
-    """One SGD step: number ``index`` (from 0) of rollout step ``step``."""
-
-    step: int
-    index: int
-    batch: Batch
-    objective: Objective
 
 
 class UpdateGuard:
@@ -41,9 +30,9 @@ class UpdateGuard:
         self.in_a_row = 0
         self.total = 0
 
-    def update(self, sgd_step: SgdStep) -> UpdateReport:
-        """Make the step. Raises TooManySkipped when it is the last one of too many that were skipped."""
-        report = update(self._policy, sgd_step.batch, sgd_step.objective, self._one_pass)
+    def update(self, step: int, index: int, batch: Batch, objective: Objective) -> UpdateReport:
+        """Make SGD step ``index`` (from 0) of rollout step ``step``. Raises TooManySkipped."""
+        report = update(self._policy, batch, objective, self._one_pass)
         if not report.skipped:
             self.in_a_row = 0
             return report
@@ -51,14 +40,14 @@ class UpdateGuard:
         self.total += 1
         loss = report.sums.get("loss", math.nan) / report.token_count
         self._tell(
-            f"step {sgd_step.step}, SGD step {sgd_step.index}: skipped, because the loss ({loss:.6g}) or the gradient "
+            f"step {step}, SGD step {index}: skipped, because the loss ({loss:.6g}) or the gradient "
             f"norm ({report.grad_norm:.6g}) is not finite; parameters and optimizer are unchanged. To repeat it, "
             "resume a copy of the run from a checkpoint before it"
         )
         if self.in_a_row >= self._max_in_a_row:
             raise TooManySkipped(
                 f"{self.in_a_row} SGD steps in a row were skipped because loss or gradient was not finite "
-                f"(safety.max_skipped_in_a_row = {self._max_in_a_row}), the last in step {sgd_step.step}. The same "
+                f"(safety.max_skipped_in_a_row = {self._max_in_a_row}), the last in step {step}. The same "
                 "command resumes from the last checkpoint"
             )
         return report

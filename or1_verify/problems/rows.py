@@ -83,8 +83,8 @@ def _whole(value: Any) -> Any:
 
 
 def _named(ability: Any) -> Any:
-    """Return the ability in lower case where it is one of ours: DAPO writes MATH."""
-    return ability.lower() if isinstance(ability, str) and ability.lower() in ("math", "code") else ability
+    """Return the ability in lower case: DAPO writes MATH."""
+    return ability.lower() if isinstance(ability, str) else ability
 
 
 Ability = Annotated[NonEmpty, BeforeValidator(_named)]

@@ -101,6 +101,8 @@ def test_overrides(base: Path) -> None:
         ("stages.0.steps.x=1", ["stages.0.steps is 5 (integer)"]),
         ("nonsense", ["expected key.subkey=value"]),
         ("optimizer.lr={", ["not valid YAML"]),
+        ("optimizer.lr=1e400", ["optimizer.lr: found", "finite number"]),
+        ("optimizer.beta2=1.5", ["optimizer.beta2: found 1.5", "less than 1"]),
         ("optimizer.lrr=1", ["--set optimizer.lrr=1: optimizer.lrr: unknown key", "did you mean optimizer.lr?"]),
     ],
 )

@@ -5,7 +5,7 @@ Not proven here: the engine's own times (test_engines) and the trainer's (test_u
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from or1_megatron.weights.shape import Shape
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "quickstart.yaml"
 SHAPE = Shape(4, 64, 96, 4, 2, 16, 61, 4096, True)
-MACHINE = Machine.of(read_hardware("cpu"), SHAPE, "cpu").hidden()
+MACHINE = Machine(SHAPE, replace(read_hardware("cpu").rates(1e6), other_response_s=0.0), (), "cpu")
 EIGHT = "rollout.max_concurrent=8"
 STAGE = "stages=[{name: a, steps: 9, max_response_tokens: 900, prompts_per_step: 4, prompts_per_update: 4, "
 

@@ -41,6 +41,7 @@ from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.policy import export_hf
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import check_inputs
+from or1_verify.custom import VerifierBroken
 from or1_verify.problems.rows import DataError
 from or1_verify.sandbox.program import SandboxUnavailable
 
@@ -107,6 +108,15 @@ def missing_shard(model: Path) -> str:
 def no_weights(model: Path) -> str:
     (model / "model.safetensors").unlink()
     return r"holds no \*\.safetensors file"
+
+
+def test_a_verifier_that_no_problem_needs_is_refused(small_config: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Names are compared without case: one for "MATH" judges the rows of math, one for "chemistry" would be idle."""
+    config, mine = small_config(tmp_path / "run"), "verify.custom={{{}: tests_no_such_module:judge}}".format
+    with pytest.raises(DataError, match=r"verify\.custom: no problem has ability chemistry; theirs are \['math'\]"):
+        read_problems(load_config(config, [mine("Chemistry")]))
+    with pytest.raises(VerifierBroken, match="tests_no_such_module"):
+        read_problems(load_config(config, [mine("MATH")]))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_a_run_outlives_its_engines(
     run, done = tmp_path / "run", tmp_path / "done"
     done.mkdir()
     training = train(small_config(run), "rollout.max_engine_restarts=4", SABOTAGE="turns", SABOTAGE_FOLDER=str(done))
-    status, output = training.finish()
+    status, output = training.finish(timeout_s=1600)  # five attempts
     assert status == 0, output[-3000:]
     engines = {"receiving", "loaded", "decoding", "before sleep"}
     assert {path.name for path in done.iterdir()} == engines | {"collecting"}
