@@ -74,7 +74,7 @@ class EngineClock:
         return tokens * self.prompt_token_s + tokens * tokens * self.prompt_pair_s
 
 
-class _Asked(NamedTuple):
+class _PlannedResponse(NamedTuple):
     ticket: int
     prompt: int
     length: int
@@ -93,7 +93,7 @@ class _Engine:
         self.now_s, self.due_s = 0.0, math.inf
         self.running = self._reserved = 0
         self._held = self._iteration = 0.0
-        self._ends: list[tuple[float, _Asked]] = []  # heap of (iteration at which it ends, request)
+        self._ends: list[tuple[float, _PlannedResponse]] = []  # heap of (iteration at which it ends, request)
         self.parts_s = np.zeros(len(PARTS))
 
     def advance(self, moment_s: float) -> None:
@@ -116,12 +116,12 @@ class _Engine:
         self._plan()
         return ended
 
-    def admits(self, asked: _Asked) -> bool:
+    def admits(self, asked: _PlannedResponse) -> bool:
         """Whether there is a place and KV cache for a request; an idle engine takes any."""
         room = self._reserved + asked.reserved <= self._clock.kv_tokens
         return self.running < self._clock.max_running and (room or not self.running)
 
-    def admit(self, asked: _Asked, moment_s: float) -> None:
+    def admit(self, asked: _PlannedResponse, moment_s: float) -> None:
         self.advance(moment_s)
         self.now_s += asked.reading_s
         self.parts_s[-1] += asked.reading_s
@@ -154,7 +154,7 @@ class PlannedEngines:
         self.now_s = 0.0
         self._clock, self._verdict_s = clock, verdict_s
         self._engines = [_Engine(clock) for _ in range(engines)]
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_PlannedResponse] = deque()
         self._left: list[int] = []  # responses of a ticket that have not ended
         self._judged_s: list[float] = []  # when the last verdict of a ticket comes
         self._free_s = [0.0] * verifiers  # heap of when each verifier is free
@@ -169,7 +169,7 @@ class PlannedEngines:
         self._judged_s.append(self.now_s)
         prompts = np.repeat(prompt_tokens, group_size).tolist()
         self._waiting.extend(
-            _Asked(ticket, prompt, length, share * self._clock.prompt_s(prompt))
+            _PlannedResponse(ticket, prompt, length, share * self._clock.prompt_s(prompt))
             for prompt, length in zip(prompts, response_tokens.tolist(), strict=True)
         )
         self._deal(self._engines)

@@ -253,7 +253,7 @@ def test_threads_are_shared_by_the_ranks_of_a_machine_alone(monkeypatch: pytest.
     set_to: list[int] = []
     monkeypatch.setattr(os, "cpu_count", lambda: 192)
     monkeypatch.setattr(ranks.torch, "set_num_threads", set_to.append)
-    monkeypatch.setattr(ranks, "start_process_group", lambda _timeout_s: 1 / 0)
+    monkeypatch.setattr(ranks, "join_world", lambda _config: 1 / 0)
     for ranks_here in ("8", None):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:
