@@ -14,6 +14,7 @@ A job of one rank is started without torchrun's environment.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ from typing import Any
 
 import pytest  # noqa: F401
 import torch.distributed as dist
+import torch.nn.attention.bias  # noqa: F401  # torch's compiler with it, which some layouts need
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from megatron.core import dist_checkpointing  # noqa: F401
 
@@ -130,6 +132,7 @@ def run(job: dict[str, Any]) -> None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a stray print is no answer
+    gc.freeze()  # ranks collect after each layout, and would walk all of this each time
     for line in sys.stdin:
         jobs = json.loads(line)
         keepers = []
