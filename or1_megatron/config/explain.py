@@ -118,8 +118,12 @@ def _kind(schema: Mapping[str, Any]) -> str:
             return "true or false"
         case {"type": "string"}:
             return "path" if schema.get("format") == "path" else "string"
-    bounds = {"exclusiveMinimum": "above {}", "minimum": "{} or more", "maximum": "at most {}"}
-    bounds |= {"exclusiveMaximum": "below {}"}
+    bounds = {
+        "exclusiveMinimum": "above {}",
+        "minimum": "{} or more",
+        "exclusiveMaximum": "below {}",
+        "maximum": "at most {}",
+    }
     said = [text.format(f"{schema[name]:g}") for name, text in bounds.items() if name in schema]
     return " ".join((schema["type"], ", ".join(said))).strip()
 

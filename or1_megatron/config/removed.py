@@ -15,8 +15,8 @@ _CONTROLLED: Final = (
 )
 
 _DUMPED: Final = (
-    "batches are not dumped any more; take the key out. A resumed run repeats its steps to the bit: to see an SGD step "
-    "again, resume a copy of the run from a checkpoint before it"
+    "batches are not dumped any more; take the key out. To see an SGD step again, resume a copy of the run from a "
+    "checkpoint before it; its responses are in rollouts/"
 )
 
 OBJECTIVES: Final = dict.fromkeys(

@@ -117,9 +117,8 @@ class _Steps:
     ) -> None:
         self.config, self.machine, self.stage = config, machine, config.stages[when.index]
         self.lengths, self.when, self.random = lengths, when, random
-        self.ahead = (
-            config.rollout.max_staleness if self.stage.plateau is None else min(1, config.rollout.max_staleness)
-        )
+        ahead = config.rollout.max_staleness
+        self.ahead = ahead if self.stage.plateau is None else min(1, ahead)
         self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, 1)
         self.engines = machine.engines(config)
         self.asked: list[tuple[int, Workload]] = []

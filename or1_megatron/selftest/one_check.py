@@ -89,8 +89,6 @@ class Context:
     outcome: CheckOutcome
     folder: Path = Path()
     """For what the check writes; removed afterwards."""
-    out: Path = Path()
-    """The report's folder."""
     note: Callable[[dict[str, Any]], None] = lambda outcome: None
     """Is called with the outcome after every figure."""
 
@@ -160,7 +158,7 @@ def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     check = Check(**task["check"])
     # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
-    context = Context(outcome, Path(task["folder"]), Path(task["out"]), note)
+    context = Context(outcome, Path(task["folder"]), note)
     try:
         if reason := lacking(check, context):
             raise NotPossible(reason)

@@ -102,7 +102,7 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
-    task = {"check": asdict(check), "folder": str(files), "out": str(out), "parent": os.getpid()}
+    task = {"check": asdict(check), "folder": str(files), "parent": os.getpid()}
     todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from or1_verify.errors import UserError
 from or1_verify.types import Message
@@ -82,12 +82,8 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _named(ability: Any) -> Any:
-    """Return the ability in lower case: DAPO writes MATH."""
-    return ability.lower() if isinstance(ability, str) else ability
-
-
-Ability = Annotated[NonEmpty, BeforeValidator(_named)]
+Ability = Annotated[NonEmpty, StringConstraints(to_lower=True)]
+"""DAPO writes MATH."""
 
 
 class _MessageRow(_StrictModel):

@@ -185,7 +185,7 @@ def test_engines_forget_what_a_dead_manager_did_not_release(rollouts: RolloutsCl
     rollouts.wait_decoded()
     rollouts._asked.clear()  # as ``collect`` leaves it
     rollouts._take_over("its process died")
-    wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
+    assert wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
 
 
 def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(

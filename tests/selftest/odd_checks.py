@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import subprocess
 import sys
 import time
@@ -49,7 +50,8 @@ def crashes(context: Any) -> None:
 def hangs(context: Any) -> None:
     """Hang, with a process that has left the session and whose parent has ended."""
     source = "import os, sys, time; os.setsid(); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(3600)"
-    command = f'"{sys.executable}" -c "{source}" {context.out / "orphan.pid"} &'
+    report = Path(os.readlink("/proc/self/fd/1")).parents[1]  # its output goes to logs/hangs.log
+    command = f'"{sys.executable}" -c "{source}" {report / "orphan.pid"} &'
     subprocess.run(["/bin/sh", "-c", command], check=True)
     print("about to hang", flush=True)
     time.sleep(3600)
