@@ -32,7 +32,8 @@ FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "kill 1 verb": ([1, -9, 1], set(), ["lost a peer in 'wait'"]),
     "kill 0 verb": ([-9, 1, 1], set(), ["lost a peer in 'wait'"]),
 }
-"""Case to (exit statuses by rank, ranks that say of themselves why they end, expected output)."""
+"""Case to (exit statuses by rank, ranks that may say of themselves why they end, expected output). One of those ranks
+at least says it: its end is what the others may see before their own time is up."""
 SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "kill 0 between": ([-9, 1, 1], set(), ["the store is gone while waiting for a verb"]),
     "sleep 0 verb": ([1, 1, 1], {0, 1, 2}, [LATE, "time.sleep(600)"]),
@@ -85,7 +86,8 @@ def test_payloads_and_agreed_errors(fast: dict[str, Any]) -> None:
 def check_case(result: Any, case: tuple[list[int | str], set[int], list[str]]) -> None:
     ends, noted, expected = case
     check(result, ends, expected)
-    assert set(result["noted"]) == {f"rank {rank}" for rank in noted}
+    assert set(result["noted"]) <= {f"rank {rank}" for rank in noted}
+    assert bool(result["noted"]) == bool(noted)
     assert all(expected[0].removeprefix("rank 1 failed ") in why for why in result["noted"].values())
 
 
