@@ -29,6 +29,8 @@ from multiprocessing.util import _exit_function
 from pathlib import Path
 from typing import Any
 
+import or1_megatron.parallel  # noqa: F401  # isort: skip  # before Megatron, so that it compiles nothing without a GPU
+
 import pytest  # noqa: F401
 import torch.distributed as dist
 import torch.nn.attention.bias  # noqa: F401  # torch's compiler with it, which some layouts need
