@@ -93,7 +93,7 @@ class TokenInputs:
 
     @property
     def old_log_probs(self) -> torch.Tensor:
-        """PPO's log pi_old, the denominator of the importance ratio: pi_k's where they were scored, else the engine's.
+        """PPO's log pi_old, the ratio's denominator: the policy's own where it scored the tokens, else the engine's.
 
         Raises ValueError when there are neither.
         """

@@ -194,7 +194,7 @@ check_gpu_machine() {
   local python=$1 version headers consequence status=0
   PYTHONPATH=$PWD "$python" - "$(sed -n 's/^cuda-toolkit==//p' requirements/gpu.lock)" <<'END' || status=$?
 import sys
-from or1_megatron.runtime.driver import driver_cuda, driver_problem
+from or1_megatron.runtime.nvidia_driver import driver_cuda, driver_problem
 
 major, minor = map(int, sys.argv[1].split(".")[:2])
 if problem := driver_problem((major, minor)):

@@ -141,7 +141,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 
 def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
-    """Write ``.metadata``, which makes one checkpoint of the ranks' files, and what Megatron's loader asks for."""
+    """Write ``.metadata``, which joins the files of all ranks, and ``metadata.json`` for Megatron's loader."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for stored in written:

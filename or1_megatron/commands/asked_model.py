@@ -26,8 +26,8 @@ from or1_megatron.interfaces import Sampler
 from or1_megatron.rollout.engine_pool import EngineError
 from or1_megatron.rollout.engine_sampler import EngineSampler, start_engine_sampler
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
-from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.types import Sampling
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import BYTES, Shape

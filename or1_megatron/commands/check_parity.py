@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from or1_megatron.commands.explained import explained
-from or1_megatron.runtime.driver import check_driver
+from or1_megatron.runtime.nvidia_driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import ModelConfig

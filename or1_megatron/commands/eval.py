@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from or1_megatron.commands.explained import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.console.evaluation import show_evaluation
-from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.nvidia_driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.evaluate.responses import Response

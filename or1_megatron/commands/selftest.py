@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.explained import explained
-from or1_megatron.runtime.driver import check_driver
+from or1_megatron.runtime.nvidia_driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.selftest.one_check import CheckOutcome

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
-from or1_megatron.runtime.driver import check_driver
+from or1_megatron.runtime.nvidia_driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config

@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 
 def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> None:
-    """Raise ValueError for the first of the section's ``keys`` that is not at its default: it has no effect ``why``."""
+    """Raise ValueError for the first of ``keys`` that is not at its default: it "has no effect", and ``why``."""
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].default:

@@ -2,6 +2,7 @@
 
 The first kind becomes the files that it was made of, byte for byte. The others take config, tokenizer and so on from
 an HF folder, which a run's configuration names; for Megatron-LM's checkpoints the user names it.
+The vocabulary's rows of padding are not read (``megatron_folder``).
 """
 
 from __future__ import annotations

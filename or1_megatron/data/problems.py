@@ -1,6 +1,7 @@
 """Problem sets: the rows of files, folders and sets on the Hugging Face hub, and the ``Problem`` records made of them.
 
-Reading is strict: a row that cannot be used is named by file, line and field.
+Reading is strict: a row that cannot be used is named by file, line and field. ``prompts`` makes their token ids, and
+drops those that are too long.
 """
 
 from __future__ import annotations

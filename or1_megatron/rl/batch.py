@@ -59,7 +59,7 @@ def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
     """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger ones first.
 
     These are the mini-batches after rejection of RECIPE section 1. 7 groups into 3: 3, 2, 2. Fewer groups than
-    mini-batches give one mini-batch per group.
+    mini-batches give one mini-batch per group; refill (``rl.supply``) comes before.
     """
     parts = min(mini_batches, len(groups))
     if parts == 0:

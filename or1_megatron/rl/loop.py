@@ -29,6 +29,7 @@ from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
+from or1_megatron.rl.loop_arguments import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.metrics import (
     Filtered,
     StepRecord,
@@ -38,7 +39,6 @@ from or1_megatron.rl.metrics import (
 )
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
-from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import UpdateGuard
 from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, first_scores, score

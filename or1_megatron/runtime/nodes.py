@@ -1,7 +1,7 @@
 """The launchers of a run on several nodes: they start its ranks together, and end them together.
 
-Each node has its own ``or1 train``. Node 0's hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT while it
-lives, and decides whether there is another attempt; the others follow. An attempt begins once the launchers of all
+Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT while
+it lives, and decides whether there is another attempt; the others follow. An attempt begins once the launchers of all
 nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last

@@ -14,12 +14,12 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def several_nodes() -> bool:
-    """Return whether the ranks of this one's world are on several nodes."""
+    """Return whether this rank's world spans several nodes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def ranks_per_node(world: int) -> int:
-    """Return how many of the ``world`` ranks are on this rank's node, as on each."""
+    """Return how many of the ``world`` ranks are on a node; all nodes have as many."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 

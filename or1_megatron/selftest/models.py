@@ -1,6 +1,6 @@
 """Random Qwen2 models of a given shape, policies that start from them, and batches for these.
 
-Imports Megatron for a policy alone: processes that need none start in half the time.
+Imports Megatron only to make a policy: processes without one start in half the time.
 """
 
 from __future__ import annotations

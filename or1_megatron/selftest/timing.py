@@ -16,7 +16,7 @@ def sync() -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds of one call, what it starts on a GPU included."""
+    """Return the seconds that one call takes, its work on GPUs included."""
     sync()
     started_s = time.perf_counter()
     work()

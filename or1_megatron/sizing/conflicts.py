@@ -1,4 +1,7 @@
-"""Why a configuration cannot work with a model: every conflict, with its numbers and a way out."""
+"""Why a configuration cannot work with a model: every conflict, with its numbers and a way out.
+
+What needs no model (D_T divides D_R, ranks = TP x PP x CP x DP) is checked by the sections of ``config``.
+"""
 
 from __future__ import annotations
 

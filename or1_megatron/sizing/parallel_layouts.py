@@ -1,6 +1,6 @@
 """Parallel layouts as a user writes them (``TP2 PP2 SP``), the rows that suit them, and the choice of layers.
 
-Imports no Megatron.
+Imports no Megatron. ``config.parallel`` says which layers a stage holds.
 """
 
 from __future__ import annotations

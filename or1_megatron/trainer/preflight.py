@@ -18,7 +18,7 @@ from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.rl.checks import ResumeError, check_state
-from or1_megatron.rl.ports import Begin
+from or1_megatron.rl.loop_arguments import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
@@ -70,8 +70,8 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
 
 
 def check_room(planned: Plan) -> None:
-    """Compare the estimate of the run's memory with what is free on the host, or with all that the smallest GPU has:
-    the smallest here, and no more than ``cluster.gpu_memory_gb``.
+    """Compare the estimate of the run's memory with the host's free memory, or on GPUs with the least of
+    ``cluster.gpu_memory_gb`` and the whole memory of each GPU here.
 
     Raises:
         NotEnoughMemory: the estimate is larger, and ``cluster.check_memory`` is on.

@@ -31,8 +31,8 @@ from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.loop_arguments import Begin, LoopConfig, Ports
 from or1_megatron.rl.metrics import TrainerGpus
-from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord

@@ -24,11 +24,11 @@ from or1_megatron.config.load import from_json, load_config
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost
-from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
+from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.world import check_torchrun, ranks_per_node

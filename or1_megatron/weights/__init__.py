@@ -1,1 +1,8 @@
+"""How the tensors of HF folders become Megatron's, and back, without Megatron.
 
+table, families      one table per model family; ``decoder`` and one file per family have the rows
+layout               fusing and splitting of whole tensors: QKV, gate and up
+slicing, holdings    cuts over tensor-parallel ranks; which rank holds which part
+files                what an HF folder's weight files say of themselves
+shape, rope          the sizes of a model; its rotary embeddings
+"""

@@ -20,7 +20,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.rollout.engine_pool import EngineError
-from or1_megatron.runtime import driver
+from or1_megatron.runtime import nvidia_driver
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -115,6 +115,6 @@ def test_a_new_user_evaluates_a_tiny_model_without_a_gpu(problems: Path, tmp_pat
 
 def test_an_old_driver_is_refused_before_the_folder_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For ``or1 data build`` too, which meets its models in the middle of other steps."""
-    monkeypatch.setattr(driver, "driver_problem", lambda: "the driver is too old")
-    with pytest.raises(driver.DriverTooOld, match="too old"):
+    monkeypatch.setattr(nvidia_driver, "driver_problem", lambda: "the driver is too old")
+    with pytest.raises(nvidia_driver.DriverTooOld, match="too old"):
         LocalModel(tmp_path / "not there")

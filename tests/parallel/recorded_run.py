@@ -33,8 +33,8 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.loop_arguments import LoopConfig, Ports
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer

@@ -17,7 +17,7 @@ from recorded_run import STAGES, Run
 
 from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.rl.ports import Begin
+from or1_megatron.rl.loop_arguments import Begin
 
 
 def parts(policy: MegatronPolicy) -> dict[str, Any]:

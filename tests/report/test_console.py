@@ -17,7 +17,7 @@ from rich.console import Console
 from or1_megatron.report.console.format import duration, fraction, number, quantity
 from or1_megatron.report.console.run_console import RunConsole
 from or1_megatron.report.console.summary import summarise
-from or1_megatron.rl.ports import LoopResult
+from or1_megatron.rl.loop_arguments import LoopResult
 from or1_megatron.schemas.fields import SUMMARY
 from or1_megatron.types import EvaluationResult
 

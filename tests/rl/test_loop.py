@@ -31,10 +31,10 @@ from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.loop_arguments import LoopConfig, Ports
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS

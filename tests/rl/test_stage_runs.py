@@ -22,8 +22,8 @@ from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluatio
 from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, ResumeError
 from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.loop_arguments import Begin
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
-from or1_megatron.rl.ports import Begin
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import Group, Prompt, Sampling
 from or1_verify.types import Verdict

@@ -100,14 +100,14 @@ def read_candidates(shards: Sequence[Path]) -> Iterator[Candidate]:
 
 
 def read_columns(shards: Sequence[Path], names: Sequence[str], batch_rows: int = 8192) -> Iterator[list[list[Any]]]:
-    """Yield the named columns of the rows that go on, in batches: [column][row]."""
+    """Yield the named columns of the rows that no step has dropped, in batches: [column][row]."""
     for batch in _batches(shards, [*names, "reason"], batch_rows):
         if (rows := _going_on(batch)).num_rows:
             yield [rows.column(name).to_pylist() for name in names]
 
 
 def count_rows(shards: Sequence[Path]) -> int:
-    """Return how many rows go on."""
+    """Return how many rows no step has dropped."""
     return sum(batch.column("reason").null_count for batch in _batches(shards, ["reason"], 65536))
 
 

@@ -1,4 +1,7 @@
-"""The part of the handoff that runs inside vLLM's workers."""
+"""The part of the handoff that runs inside vLLM's workers.
+
+``rollout.engine`` calls it; before, it pauses requests, and afterwards it drops the prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from or1_megatron.report.console.format import fraction, number
 
 if TYPE_CHECKING:
-    from or1_megatron.rl.ports import LoopResult
+    from or1_megatron.rl.loop_arguments import LoopResult
 
 _BRIEF_SHARE = 0.001
 """Verbs that take less than this share of a run have one line of the table together."""

@@ -28,8 +28,8 @@ def read_table(files: Sequence[Path], notes: list[str]) -> pd.DataFrame:
     """Return a row per response, in the order of steps and groups.
 
     Columns: step, stage, problem, source, status, sample, reward, advantage, truncated, kept; tokens, prompt_tokens,
-    seconds; log_prob, difference and entropy, means over the response's tokens (of the difference's absolute value),
-    nan where there are none; and where the text is: file (place in ``files``) and place (row of the file).
+    seconds; log_prob, entropy and difference (absolute, of log_prob_differences), means over the response's tokens, nan
+    where there are none; and where the text is: file (place in ``files``) and place (row of the file).
 
     A file that cannot be read is left out and named in ``notes``.
     """

@@ -85,9 +85,13 @@ def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> No
         raise CheckFailed(f"{short}: {'; '.join(differing)}")
 
 
-def default_layouts(longest: int) -> tuple[str, ...]:
-    """Return each kind of parallelism, two mixtures, other rows and another order; ``longest`` is in tokens."""
+def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
+    """Return each kind of parallelism (EP for a model with experts), two combinations, and two with longer rows.
+
+    ``longest`` is in tokens.
+    """
     kinds = ("1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt", "TP2 PP2", "TP2 CP2")
+    kinds += ("EP2",) if experts else ()
     return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
 
 
@@ -111,8 +115,9 @@ def task_of(
     task = {**DEFAULTS, **settings, "model": model.model_dump(mode="json"), "layouts": []}
     hf = read_hf_config(model.hf)
     check_weight_files(model.hf, hf)
-    for name in layouts or default_layouts(task["longest"]):
-        conflicts = "; ".join(layout_conflicts(parse_layout(name, task["longest"]).parallel, Shape.of(hf)))
+    shape = Shape.of(hf)
+    for name in layouts or default_layouts(task["longest"], shape.experts is not None):
+        conflicts = "; ".join(layout_conflicts(parse_layout(name, task["longest"]).parallel, shape))
         if conflicts and layouts:
             raise LayoutError(f"layout '{name}' cannot work: {conflicts}")
         if conflicts:

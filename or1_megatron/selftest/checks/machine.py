@@ -17,8 +17,8 @@ from typing import Final
 
 import psutil
 
-from or1_megatron.runtime.driver import driver_problem
 from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.runtime.nvidia_driver import driver_problem
 from or1_megatron.runtime.versions import installed
 from or1_megatron.selftest.checks.sandbox import TIERS, why_refused
 from or1_megatron.selftest.one_check import Context

@@ -163,7 +163,7 @@ def _formula(value: Reading) -> tuple[str, Node | None]:
 
 
 def parameter(gold: Said, answer: Said) -> str:
-    """Return the one letter of which both sides say that it is an integer, and nothing else; "" for none."""
+    """Return the letter that both sides declare an integer and restrict no further; "" unless it is exactly one."""
     both = [
         names
         for names in gold.keys() & answer.keys()

@@ -29,9 +29,9 @@ def check_driver() -> None:
 
 
 def driver_problem(wanted: tuple[int, int] | None = None) -> str:
-    """Return why the driver cannot run torch for CUDA ``wanted``; empty if it can, or if there is none.
+    """Return why the driver cannot run torch for CUDA ``wanted`` (default: the installed torch's).
 
-    By default it is the installed torch's CUDA; empty also if that needs none.
+    Empty if it can, without a driver, and for a torch without CUDA.
     The driver's library is asked, not the kernel module: NVIDIA's forward compatibility puts a newer library on it.
     """
     wanted, offered = wanted or torch_cuda(), driver_cuda()

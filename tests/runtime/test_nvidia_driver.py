@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.runtime import driver
+from or1_megatron.runtime import nvidia_driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,11 +55,11 @@ def test_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What version.py says is what torch says. On CPU no driver is too old."""
     import torch
 
-    version = driver.torch_cuda()
+    version = nvidia_driver.torch_cuda()
     assert torch.version.cuda == (None if version is None else f"{version[0]}.{version[1]}")
-    monkeypatch.setattr(driver, "torch_cuda", lambda: None)
-    monkeypatch.setattr(driver, "driver_cuda", lambda: (11, 4))
-    assert driver.driver_problem() == ""
+    monkeypatch.setattr(nvidia_driver, "torch_cuda", lambda: None)
+    monkeypatch.setattr(nvidia_driver, "driver_cuda", lambda: (11, 4))
+    assert nvidia_driver.driver_problem() == ""
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_what_is_too_old(
     monkeypatch: pytest.MonkeyPatch, wanted: tuple[int, int], offered: tuple[int, int] | None, old: bool
 ) -> None:
     """Within one major version CUDA is compatible; without a driver there is no GPU that could be missed."""
-    monkeypatch.setattr(driver, "torch_cuda", lambda: wanted)
-    monkeypatch.setattr(driver, "driver_cuda", lambda: offered)
-    assert bool(driver.driver_problem()) is old
+    monkeypatch.setattr(nvidia_driver, "torch_cuda", lambda: wanted)
+    monkeypatch.setattr(nvidia_driver, "driver_cuda", lambda: offered)
+    assert bool(nvidia_driver.driver_problem()) is old
