@@ -7,17 +7,17 @@ from typing import Final
 from or1_verify.errors import UserError
 
 USER_ERROR: Final = 2
-"""Exit status after a UserError: of commands and of trainer ranks."""
+"""Exit status of commands and trainer ranks after a UserError."""
 
 STOPPED: Final = 3
 """Exit status of a trainer rank that saved and stopped because it was asked to."""
 
 PART_LOST: Final = 4
-"""Exit status after a PartLost, of commands and of trainer ranks: the same may succeed when it is started again."""
+"""Exit status of commands and trainer ranks after a PartLost: the same command may succeed when repeated."""
 
 
 class PartLost(UserError):
-    """Another process of the run is gone or does not answer; the run can go on from its newest checkpoint."""
+    """Another process of the run is gone or does not answer; the run can continue from its newest checkpoint."""
 
 
 class AgreedError(UserError, RuntimeError):

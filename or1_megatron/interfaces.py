@@ -1,4 +1,4 @@
-"""Protocols between folders that may not import each other, most of them what the training loop calls.
+"""Protocols between folders that may not import each other; the training loop calls most of them.
 
 Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
 EngineControl, Sampler), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 
 Scope = Literal["token", "sequence", "batch"]
-"""What an objective's term of a token may depend on: that token, its whole sequence, or the whole mini-batch."""
+"""What the loss term of a token may depend on: that token, its whole sequence, or the whole mini-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which sequence each of N counted tokens is of, and sums over whole sequences.
+    """The sequence of each of N counted tokens, and sums over whole sequences.
 
     Under context parallelism a rank holds a part of each sequence, and ``sum`` adds the parts of all ranks. Every rank
-    must then call it equally often, whatever its tokens are.
+    must then call ``sum`` equally often, whatever its tokens are.
     """
 
     index: torch.Tensor
     """[N] int64: the token's sequence, 0 to S - 1."""
     lengths: torch.Tensor
-    """[S]: counted tokens of the whole sequence, also where this rank holds a part of it."""
+    """[S]: counted tokens of the whole sequence, even if this rank holds only a part."""
     add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds a tensor over the ranks that share the sequences, with gradient; None: there is one rank."""
 
@@ -64,17 +64,17 @@ class Sequences:
         return (total if self.add_ranks is None else self.add_ranks(total)).to(values.dtype)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean of ``values`` [N] over each whole sequence [S]; 0 for one without a counted token."""
+        """Return the mean of ``values`` [N] over each whole sequence [S]; 0 for a sequence without counted tokens."""
         return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return for each token [N] what ``values`` [S] says of its sequence."""
+        """Return for each token [N] the entry of ``values`` [S] for its sequence."""
         return values[self.index]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What an objective gets for each of N counted tokens besides log-prob and entropy. All [N] fp32, constant."""
+    """What an objective gets for each of N counted tokens besides log-prob and entropy: [N], fp32 or fp64, constant."""
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
@@ -93,9 +93,9 @@ class TokenInputs:
 
     @property
     def old_log_probs(self) -> torch.Tensor:
-        """PPO's log pi_old, the ratio's denominator: the policy's own where it scored the tokens, else the engine's.
+        """PPO's log pi_old, the ratio's denominator: ``policy_log_probs`` if given, else ``engine_log_probs``.
 
-        Raises ValueError when there are neither.
+        Raises ValueError when both are None.
         """
         old = self.engine_log_probs if self.policy_log_probs is None else self.policy_log_probs
         if old is None:
@@ -104,13 +104,13 @@ class TokenInputs:
 
     @property
     def whole(self) -> Sequences:
-        """``sequences``. Raises ValueError where there are none."""
+        """``sequences``. Raises ValueError when it is None."""
         if self.sequences is None:
             raise ValueError('TokenInputs has no sequences; give the objective the scope "sequence" or "batch"')
         return self.sequences
 
     def __getitem__(self, part: slice | torch.Tensor) -> TokenInputs:
-        """Return the inputs of some of the tokens, without their sequences."""
+        """Return the inputs of a part of the tokens, without ``sequences``."""
         columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "sequences"}
         return TokenInputs(**{name: values[part] for name, values in columns.items() if values is not None})
 
@@ -131,13 +131,13 @@ class Objective(Protocol):
         """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] of counted tokens.
 
         Return sums, never means: the policy divides once, by the batch's ``token_count``. A term of a sequence is
-        spread over its tokens. Named values are added over micro-batches and ranks; of those whose name begins with
-        ``max_`` the largest is taken. N may be 0, unless the scope is "batch".
+        spread over its tokens. Named values are added over micro-batches and ranks; for names that begin
+        with ``max_`` the maximum is taken. N may be 0, unless the scope is "batch".
         """
 
 
 def scope_of(objective: Objective) -> Scope:
-    """Return the objective's scope. Raises ValueError when it has another than the three."""
+    """Return the objective's scope. Raises ValueError for any other value than the three."""
     scope: Scope = getattr(objective, "scope", "token")
     if scope not in get_args(Scope):
         raise ValueError(f"{type(objective).__name__}.scope is {scope!r}; expected {', '.join(get_args(Scope))}")
@@ -165,14 +165,14 @@ class Policy(Protocol):
     def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         """Start to save parameters, optimizer, RNG and ``state`` (the loop's, JSON-able) as ``folder``.
 
-        ``responses``: what ``Rollouts.finished_responses`` returned; empty: there is no file for them.
+        ``responses``: what ``Rollouts.finished_responses`` returned; empty: no file is written for them.
 
-        Returns once they are copied; they are written aside while training goes on, then renamed. Waits for an earlier
-        save that is still being written.
+        Returns once all is copied; it is written in the background, under another name until complete. Waits for an
+        earlier save that is still being written.
         """
 
     def finish_save(self, wait: bool) -> float | None:
-        """Return how many seconds the save that completed since the last call took to write; None when none did.
+        """Return the seconds of writing the save that completed since the last call; None when no save did.
 
         Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """
@@ -205,14 +205,14 @@ class Rollouts(Protocol):
     ) -> int:
         """Start sampling ``group_size`` responses to each prompt and return the rollout's ticket.
 
-        Each response is verified when it ends. Several rollouts may be under way; older ones come first, and
-        ``urgent`` ones before them.
+        Each response is verified when it ends. Several rollouts may be under way: ``urgent`` ones are
+        sampled first, then older before newer ones.
 
-        ``rule``: ``collect`` returns the groups that it names. None: all.
+        ``rule`` selects the groups that ``collect`` returns; None: all.
         """
 
     def wait_decoded(self, ticket: int | None = None) -> None:
-        """Wait until the last response of a rollout has been sampled; None: of the oldest."""
+        """Wait until the last response of a rollout (None: the oldest) has been sampled."""
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Wait until every response of a rollout (None: the oldest) has its verdict.
@@ -221,18 +221,18 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. What is left of
-        ``reuse`` goes, too, if no rollout is under way: nobody asks for it any more."""
+        """Report that the policy has trained on the collected groups: ``finished_responses`` drops them. If no rollout
+        is under way (``urgent`` ones aside), the unused responses of ``reuse`` are dropped too."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the rollouts under way that have been sampled, those that were collected and are not
-        ``trained``, and those given to ``reuse`` and not yet asked, packed (``runtime.message``); empty: there is
-        nothing. Those of ``urgent`` rollouts are left out."""
+        """Return, packed (``runtime.message``), the sampled responses of rollouts under way, the collected responses
+        before ``trained``, and the unused responses of ``reuse``; empty: there is none. Responses of ``urgent``
+        rollouts are left out."""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Take these instead of sampling them again where a rollout asks for them: the same problem, prompt, sampling
-        and seed. ``urgent`` ones take none, and leave them for the others. ``version``: those alone of which the
-        weights of this version have sampled every token."""
+        """Use these responses for requests with the same problem, prompt, sampling and seed, instead of sampling again.
+        ``urgent`` rollouts do not use them. ``version``: use only responses whose tokens were all sampled by this
+        version of the weights."""
 
 
 class ProblemStream(Protocol):
@@ -249,7 +249,7 @@ class ProblemStream(Protocol):
         """Set how often each source appears per epoch; a change starts a new epoch."""
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on, and return how many are left. ValueError when none would be."""
+        """Leave these problems out from now on; return how many are left. ValueError if no problem would be."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -257,7 +257,7 @@ class ProblemStream(Protocol):
 
 
 class PolicyWeights(Protocol):
-    """A policy's weights under their HF names, as a handoff wants them."""
+    """A policy's weights under their HF names, for a handoff."""
 
     @property
     def ranks(self) -> int:
@@ -345,10 +345,10 @@ class Observer(Protocol):
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
     def alarmed(self, text: str) -> None:
-        """Take an alarm: which step, what was seen against what, and what to do about it."""
+        """Take an alarm's text: the step, the value and its limit, and what to do."""
 
     def resumed(self, step: int) -> None:
-        """Discard the records of steps after ``step``, whose checkpoint has been loaded."""
+        """Discard the records after ``step``, because its checkpoint has been loaded."""
 
 
 class Tracker(Protocol):

@@ -36,7 +36,7 @@ class Prompt:
     problem: Problem
     token_ids: Int32Array  # [p]
     opened: str = ""
-    """The tag of reasoning that the chat template leaves open, if it does; a verifier gets it before the response."""
+    """The reasoning tag that the chat template leaves open, if any; a verifier gets it before the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Sampling:
 class ChatRequest:
     """A request in messages instead of tokens, for a model that is not being trained: our engines' or an endpoint's.
 
-    ``key`` names the problem to whoever asks; ``sample_index`` tells several requests of one key apart.
+    ``key`` is the caller's name of the problem; ``sample_index`` distinguishes requests with the same key.
     """
 
     key: str
@@ -140,7 +140,7 @@ class Completion:
     """When the engine started on the request, seconds since the epoch."""
     finished_s: float
     drafted_tokens: int = 0
-    """Tokens that the engine drafted for it (``speculative_config`` in ``rollout.engine_args``)."""
+    """Tokens that the engine drafted for the response (``speculative_config`` in ``rollout.engine_args``)."""
     accepted_tokens: int = 0
     """Drafted tokens that were sampled."""
     request_digest: bytes = b""
@@ -202,7 +202,7 @@ class Sample:
     policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
     weight: float | None = None
-    """The weight of each of its tokens in the loss, by the aggregation (``rl.aggregation``). None: 1."""
+    """Loss weight of each response token, by the aggregation (``rl.aggregation``). None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +210,9 @@ class MicroBatch:
     """Packed rows for one forward/backward: sequences laid end to end, then padding to a static length T.
 
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
-    per-token arrays are aligned with the *predicting* position, so a response token's values stand one to its left.
+    per-token arrays are aligned with the *predicting* position: a response token's values are one position before it.
     ``loss_mask`` is 1 where the target is a *counted* token: a response token that enters the loss. ``sample_index``
-    [S] maps each packed sequence to its place in the list of samples that was batched. Sequence k starts at
+    [S] maps each packed sequence to its index in the list of batched samples. Sequence k starts at
     ``cu_seqlens[k]``; its tokens take ``lengths[k]`` positions, and padding for context parallelism takes the rest up
     to ``cu_seqlens[k + 1]``. The row's own padding is one last sequence, in ``cu_seqlens`` but not in
     ``sample_index``.
@@ -225,12 +225,12 @@ class MicroBatch:
     loss_mask: BoolArray  # [T]
     advantages: Float32Array  # [T]
     sample_index: Int32Array  # [S]
-    lengths: Int32Array  # [S], prompt and response tokens of each sequence, its padding left out
+    lengths: Int32Array  # [S], prompt and response tokens of each sequence, without padding
     engine_log_probs: Float32Array | None = None  # [T], these three as in ``Sample``
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
     weights: Float32Array | None = None  # [T], ``Sample.weight``; None: all 1
-    log_prob_gradients: Float32Array | None = None  # [T], these two by ``rl.objectives.scored``
+    log_prob_gradients: Float32Array | None = None  # [T], both set by ``rl.objectives.scored``
     entropy_gradients: Float32Array | None = None  # [T]
 
 
@@ -303,10 +303,10 @@ class RolloutReport:
     """From the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Started for a refill, and thrown away."""
+    """Responses started for a refill and discarded."""
     period_s: float = 0.0
-    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the rollout's start, or from the report before if
-    that came later, to this report."""
+    """Wall time that ``decode_s`` and ``engine_busy_s`` cover: to this report, from the rollout's start or the previous
+    report, whichever is later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +322,10 @@ class EvaluationResult:
     problems: int
     """Over all sets."""
     samples: int
-    """k of avg@k; the largest where sets differ."""
+    """k of avg@k; the largest k if sets differ."""
     decode_s: float
     wall_s: float
     sets: Mapping[str, EvaluationResult] = field(default_factory=dict)
-    """Results by set name, where there are several sets."""
+    """Results by set name, if there are several sets."""
     entropy: float | None = None
-    """Minus the mean engine log-prob of the sampled tokens, at the temperature of the evaluation; None: greedy."""
+    """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""

@@ -21,12 +21,12 @@ from or1_verify.types import Message, Problem
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set by name. ``hub``, ``split`` (None: all of it) and ``subset`` say where it comes from if no file is here."""
+    """A set by name. ``hub``, ``split`` (None: all of it) and ``subset`` say where it is without a local file."""
 
     hub: str
     split: str | None
     ending: str = ""
-    """What each problem ends with, unless it asks for a box itself."""
+    """Added to each problem that does not ask for a box itself."""
     samples: int = 1
     """k of avg@k in the report, and the default of ``--k``; 1 for sets that the report does not have."""
     dated: bool = False
@@ -74,12 +74,12 @@ class LoadedSet:
     name: str
     problems: list[Problem]
     outside: int
-    """Usable problems that are not of the window."""
+    """Usable problems outside the window."""
     release: str
-    """LiveCodeBench's, such as release_v5; "" for another set."""
+    """LiveCodeBench's, such as release_v5; "" for other sets."""
 
     def __str__(self) -> str:
-        """Return how many problems there are, of which release."""
+        """Return the number of problems and the release."""
         of = f" of {len(self.problems) + self.outside}" if self.outside else ""
         return f"{self.name}: {len(self.problems)}{of} problems" + (f" of {self.release}" if self.release else "")
 
@@ -102,11 +102,11 @@ def load_set(
     """Load a known name, a file, a folder or a hub id.
 
     A known name is looked for as a file or folder of that name in ``sets`` first, then on the hub. ``since`` and
-    ``until`` keep the problems of that window. Both are midnights that belong to it, as in LiveCodeBench: a problem of
-    the last day is in the window if it has no time of day.
+    ``until`` keep the problems of that window. Both are midnights and inside it, as in LiveCodeBench: a problem of
+    the last day is in the window only without a time of day.
 
     Args:
-        unusable: takes the rows that cannot be used, those without a date in a window among them; None: they are
+        unusable: takes the rows that cannot be used, with a window also rows without a date; None: such rows are
             refused.
 
     Raises:
@@ -143,7 +143,7 @@ def load_set(
 
 
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
-    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and what is in it.
+    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and its set.
 
     AIME24's problems get their ending, LiveCodeBench's are those of the report's window. ``found_in``: where files of
     that name are looked for before the hub.
@@ -181,7 +181,7 @@ def _source(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | No
 def _release(path: Path, split: str | None, problems: Sequence[Problem]) -> str:
     """Return LiveCodeBench's release by its files: release_vN is test.jsonl, test2.jsonl, ..., testN.jsonl.
 
-    In a file of ``write_set`` it is that of the rows.
+    In a file of ``write_set`` the rows name it.
     """
     files = {match[1] or "1" for problem in problems if (match := _RELEASE_FILE.search(problem.origin))}
     numbers = sorted(map(int, files))

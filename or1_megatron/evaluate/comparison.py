@@ -15,7 +15,7 @@ from or1_megatron.evaluate.responses import RESPONSES, RESULTS, EvaluationError
 from or1_megatron.runtime.jsonl import read_rows
 
 _ASKED: Final = ("data", "since", "until", "release", "max_response_tokens", "temperature", "top_p", "seed", "dtype")
-"""What may differ between the two and bear on the difference, from ``results.json``."""
+"""Settings in ``results.json`` that may differ and influence the scores' difference."""
 _NAMED: Final = 5
 _EXCERPT_CHARS: Final = 80
 AskedProblem = Mapping[str, str]
@@ -34,7 +34,7 @@ class FinishedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class ScorePair:
-    """One score of both evaluations, and the second less the first."""
+    """One score of both evaluations, and second minus first."""
 
     name: str
     first: float
@@ -44,7 +44,7 @@ class ScorePair:
 
 @dataclass(frozen=True, slots=True)
 class ChangedProblem:
-    """A problem that most samples of one evaluation solve, and not of the other. Counts are of right samples."""
+    """A problem that most samples solve in only one of the evaluations. Counts are of right samples."""
 
     problem: AskedProblem
     first: int
@@ -71,8 +71,8 @@ def compare(first: Path, second: Path) -> Comparison:
     """Compare two folders of ``or1 eval``.
 
     Raises:
-        EvaluationError: a folder is not of a finished evaluation, or their problems or numbers of samples differ; all
-            that is wrong is named.
+        EvaluationError: a folder is not of a finished evaluation, or their problems or numbers of samples differ; the
+            error names all faults.
     """
     evaluations, faults = [], []
     for folder in (first, second):
@@ -108,7 +108,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def comparison_page(compared: Comparison, most: int | None = None) -> str:
-    """Return the page: scores, differences, and the problems that changed sides, ``most`` per table (None: all)."""
+    """Return the page: scores, differences, and problems gained and lost, ``most`` per table (None: all)."""
     otherwise = [f"{key} {one}, {two}" for key, (one, two) in compared.asked_otherwise.items()]
     sides = zip(("first", "second"), compared.models, compared.folders, strict=True)
     head = [
@@ -158,12 +158,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that Markdown shows as it is."""
+    """Return text that Markdown shows as ``text``."""
     return "".join(f"\\{letter}" if letter in "\\`*_|<>[]$" else letter for letter in text)
 
 
 def _read(folder: Path) -> FinishedEvaluation:
-    """Read a folder, keeping no response. Raises EvaluationError unless each problem has all its samples."""
+    """Read a folder, without keeping responses. Raises EvaluationError unless all problems have all samples."""
     if not (folder / RESULTS).is_file():
         begun = (folder / RESPONSES).is_file()
         state = "is not finished: run its command again" if begun else "holds no evaluation"

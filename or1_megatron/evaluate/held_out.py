@@ -18,7 +18,7 @@ from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, S
 class HeldOut:
     """Implements ``interfaces.Evaluator``.
 
-    Its seed is its own and always the same: the same weights get the same result, and the training stream is not
+    Its seed is its own and constant: the same weights get the same result, and the training stream is not
     touched.
     """
 

@@ -46,14 +46,14 @@ class Score:
 
 
 def pass_at(n: int, k: int) -> Estimates:
-    """Return the unbiased estimates of pass@k; those of k = 1 are avg@n. ValueError unless 1 <= k <= n."""
+    """Return the unbiased estimates of pass@k; with k = 1 they are of avg@n. ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
 
 
 def sizes(n: int) -> list[int]:
-    """Return the k of the pass@k that n samples are reported by: powers of two, and n."""
+    """Return the values of k for which pass@k is reported: powers of two, and n."""
     return sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
 
 
@@ -64,7 +64,7 @@ def passed(rewards: Rewards, k: int) -> Score:
 
 
 def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, Score]:
-    """Return pass@k (k = 1: avg@n) of two evaluations and the second less the first. Row i is the same problem in both.
+    """Return pass@k (k = 1: avg@n) of two evaluations and the second minus the first. Row i is one problem in both.
 
     Raises ValueError for tables of different shapes.
     """
@@ -78,7 +78,7 @@ def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, S
 
 
 def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least: float) -> Score:
-    """Return the mean of the problems' ``values`` [P]; ``variances`` are those of the values over other samples.
+    """Return the mean of the problems' ``values`` [P]; ``variances`` [P] are over other samples.
 
     Problems with the same value are alike, so the bootstrap draws from a histogram.
     """
@@ -95,7 +95,7 @@ def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """Return [n + 1], the variance of a problem's estimate over other n samples, by how many of these were right."""
+    """Return [n + 1], the variance of a problem's estimate over n new samples, by how many seen ones were right."""
     n = len(estimates) - 1
     right = np.arange(n + 1)
     chance = ((right + 0.5) / (n + 1))[:, None]

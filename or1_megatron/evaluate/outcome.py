@@ -47,7 +47,7 @@ class EvaluationScores:
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
-    """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit: larger budgets say no more."""
+    """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit and the largest budget."""
     rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = rewards.shape[1]
@@ -77,7 +77,7 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
 
 
 def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
-    """Return bins between quantiles; fewer where many responses have one length."""
+    """Return bins between quantiles; fewer if many lengths are equal."""
     known = [(response.tokens, response.reward) for response in responses if response.tokens is not None]
     if not known:
         return []

@@ -29,7 +29,7 @@ class Response:
     prompt: str
     response: str
     tokens: int | None
-    """Length of the response; None where an endpoint does not report it, or none was sampled."""
+    """Length of the response; None where an endpoint does not report it, or nothing was sampled."""
     truncated: bool
     reward: float
     status: str
@@ -48,7 +48,7 @@ class ResponseStore:
     """``responses.jsonl`` of one evaluation, and ``evaluation.json``: its problems and settings."""
 
     def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: all that a response depends on beside problem and sample, JSON-able.
+        """``request_settings``: all that a response depends on besides problem and sample, JSON-able.
 
         Raises:
             EvaluationError: the folder holds an evaluation with other settings.
@@ -85,7 +85,7 @@ class ResponseStore:
 
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the evaluation that was begun in a folder; None when none was. Raises EvaluationError."""
+    """Return the settings of the evaluation in a folder; None if it has no responses yet. Raises EvaluationError."""
     responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None

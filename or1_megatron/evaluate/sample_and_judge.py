@@ -14,7 +14,7 @@ from or1_verify.types import Problem, Verdict
 from or1_verify.verifier_threads import judged
 
 Judge = Callable[[Problem, str, bool], Future[Verdict]]
-"""(problem, response, truncated) to a verdict to come."""
+"""(problem, response, truncated) to a future verdict."""
 
 Progress = Callable[[int, int], None]
 """(responses stored, responses wanted); called as responses are stored."""

@@ -2,8 +2,8 @@
 
 A module or folder imports only those above it in this list:
 
-    failures                      what a handoff fails with
-    probe                         engine against policy on fixed tokens
+    failures                      a handoff's errors
+    probe                         compares engines and policy on fixed tokens
     message                       slices of tensors packed into messages, with checksums
     transport                     how messages travel from rank to rank, and what ranks tell each other
     send_plan                     who sends what to whom

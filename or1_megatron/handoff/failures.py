@@ -8,7 +8,7 @@ from or1_verify.errors import UserError
 
 
 class HandoffError(UserError, RuntimeError):
-    """A handoff did not complete; the message says which rank was waited for, or what that rank reported."""
+    """A handoff did not complete; the message names the rank that was waited for, or that rank's error."""
 
 
 class SliceMismatch(UserError, RuntimeError):
@@ -20,7 +20,7 @@ class HandoffMismatch(UserError, RuntimeError):
 
 
 class EngineStrayed(HandoffMismatch, PartLost):
-    """A ``HandoffMismatch`` after handoffs that went well: a fault of the moment, which a restart may mend."""
+    """A ``HandoffMismatch`` after successful handoffs: a passing fault, which a restart may repair."""
 
 
 class PlanImpossible(UserError, ValueError):
@@ -28,4 +28,4 @@ class PlanImpossible(UserError, ValueError):
 
 
 class SendError(AgreedError, EnginesLost):
-    """The weights did not reach all engines. All trainer ranks know, and are ready to send them again."""
+    """The weights did not reach all engines. All trainer ranks raise it, and can send them again."""

@@ -1,7 +1,7 @@
 """Compares engines and policy: their log-probs of fixed tokens, which show whether they compute the same.
 
 In float32 no token may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat without any
-fault, but the mean over many tokens hardly changes: it is compared with what it was at the run's first handoff.
+fault, but the mean over many tokens hardly changes: it is compared with the mean at the run's first handoff.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Probe:
         """Compare one handoff's scores. In bfloat16 a run's first handoff is the baseline of the others.
 
         Raises:
-            HandoffMismatch: they differ by more than is tolerated.
+            HandoffMismatch: engine and policy differ too much.
         """
         exact = self._dtype == "float32"
         largest = compare_probe(engines, policy, self._bound if exact else math.inf)
@@ -94,10 +94,10 @@ def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Fl
     Args:
         engines: per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, temperature 1.
         policy: the policy's, per sequence.
-        bound: the largest difference that is tolerated; infinite: every number is.
+        bound: the largest tolerated difference; infinite: any finite difference.
 
     Raises:
-        HandoffMismatch: a difference above ``bound`` or not a number; names the engine and the worst position.
+        HandoffMismatch: a difference above ``bound`` or not finite; names the engine and the worst position.
         ValueError: the lists do not have the same shapes.
     """
     largest = 0.0

@@ -1,15 +1,15 @@
-"""Who sends what to whom: what the engines' loaders ask for, composed with how the trainer has cut it. Pure.
+"""Who sends what to whom: the slices that the engines' loaders ask for, matched with what trainer ranks hold. Pure.
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
-ranks hold; where several ranks hold one, the least burdened sends it. Engine ranks that want the same (the n-th of each
-engine) form a group: their messages are packed once, are of bounded size, and go straight to each of the group.
+ranks hold; where several ranks hold one, the rank with the fewest bytes sends it. Engine ranks that want the same (the
+n-th of each engine) form a group: messages are packed once, are of bounded size, and go to each rank of the group.
 
 Engines on the trainer's devices are reached in two hops: to the trainer rank that shares the engine rank's device, then
-across to it. NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way between
-processes. What the neighbour itself holds does not travel.
+to the engine rank. NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way
+between processes. What this neighbour itself holds skips the first hop.
 
 All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
-that has something for a group. No two ranks can wait for each other: the first message in the order that has not
+that sends to a group. No two ranks can wait for each other: the first message in the order that has not
 arrived waits only for messages before it.
 """
 
@@ -25,7 +25,7 @@ from or1_megatron.handoff.message.shipment import Group, Shipment
 from or1_megatron.handoff.message.slices import Slice, plan_buckets
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
-_SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
+_SHARED_BYTES = 1 << 20  # a larger rectangle is divided among its holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def make_plan(
     """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
     Args:
-        holdings: all trainer ranks', in the order of the model.
-        wants: each engine rank's.
-        bucket_bytes: what a group receives in one round, from all ranks that send to it (more only where a row of a
-            tensor, which is not cut, is larger than a trainer rank's equal share of it).
-        neighbours: for each engine rank, from 0, the trainer rank on its device; None: messages go straight.
+        holdings: of all trainer ranks, in the order of the model.
+        wants: of each engine rank.
+        bucket_bytes: what a group receives in one round from all senders (more only where a row of a tensor, which is
+            never cut, is larger than a trainer rank's equal share of these bytes).
+        neighbours: for each engine rank, from 0, the trainer rank on its device; None: there is only one hop.
 
     Raises:
         PlanImpossible: no trainer rank holds some part of a wanted tensor.
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, int]) -> dict[Group, frozenset[Slice]]:
-    """Return the groups of engine ranks, with what the ranks of each want; with neighbours, each rank is a group."""
+    """Return each group of engine ranks with what its ranks want; with neighbours, each rank is a group."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
@@ -115,7 +115,7 @@ def _channels(
     message_bytes: int,
     near: Mapping[int, int],
 ) -> dict[tuple[Group, int], list[Slice]]:
-    """Return what each trainer rank sends to each group, in the order of the model."""
+    """Return the slices that each trainer rank sends to each group, in the order of the model."""
     order = {name: index for index, name in enumerate(held)}
     asked = [(want, group) for group, wants in wanted.items() for want in wants]
     for want, _ in asked:
@@ -126,7 +126,7 @@ def _channels(
     covered: dict[Slice, list[tuple[Box, tuple[int, ...]]]] = {}
     for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
         if want not in covered:
-            covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
+            covered = {want: _cover(want, held[want.name])}  # equal wants follow each other
         for box, holders in covered[want]:
             neighbour = near.get(group[0])
             candidates = (neighbour,) if neighbour in holders else holders
@@ -139,7 +139,7 @@ def _channels(
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return rectangles that together make up what is wanted, each with the ranks that hold it."""
+    """Return rectangles that together cover ``want``, each with the ranks that hold it."""
     covered: list[tuple[Box, tuple[int, ...]]] = []
     open_boxes = [want.box]
     for holding in held:
@@ -158,7 +158,7 @@ def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, .
 
 
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
-    """Divide a rectangle along axis 0: no part above ``message_bytes`` if rows allow, and a large one among holders."""
+    """Divide a rectangle along axis 0: parts of at most ``message_bytes`` if rows allow; a large one among holders."""
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:

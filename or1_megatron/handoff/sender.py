@@ -16,7 +16,7 @@ vLLM's trainer factory is not used: every trainer rank would have to import vllm
 
 What is sent is what the policy computes with: with ``model.dtype: bfloat16`` its bf16 parameters, not the optimizer's
 fp32 masters. Megatron rounds the masters to the parameters after every update, so a cast of the masters would give the
-same bits; but they are cut over the replicas by the distributed optimizer, and may lie on the host.
+same bits; but the distributed optimizer shards the masters over the replicas, perhaps on the host.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class WeightSender:
     def send(self, version: int) -> int:
         """Bring every engine to ``version``, prefix caches emptied; collective over the trainer's ranks.
 
-        Meets the engines if that has not been done. Returns the bytes that all trainer ranks sent; on other ranks than
-        0 those that this rank sent.
+        Meets the engines if that has not been done. On rank 0 returns the bytes that all trainer ranks sent, on other
+        ranks the bytes that this rank sent.
 
         Raises:
             SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
@@ -72,7 +72,7 @@ class WeightSender:
             if self._status is not None:
                 self._status.fail(failure)
             if not isinstance(failure, RuntimeError) or not isinstance(failure, UserError):
-                raise  # of a rank's own code
+                raise  # an error in this rank's own code
             log.info("the handoff failed", exc_info=True)
             error = SendError(str(failure))
         # Rank 0 sees whatever fails among the engines and the other ranks.
@@ -98,9 +98,9 @@ class WeightSender:
         return sum(sent[rank] for rank in range(self.plan.trainers))
 
     def close(self) -> None:
-        """Leave the engines; the next handoff meets them anew.
+        """Disconnect from the engines; the next handoff meets them anew.
 
-        The status store stays until then, so that other ranks can read what has failed.
+        The status store stays open until then, so that other ranks can read the failure.
         """
         if self._transfer is not None:
             self._transfer.close()
@@ -135,7 +135,7 @@ class WeightSender:
         return transfer
 
     def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
-        """Tell the engines where to meet; done when all are ready for handoffs."""
+        """Tell the engines where to meet; the future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
             "address": status.tcp.host,
@@ -172,7 +172,7 @@ class WeightSender:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def _start_receiving(self, engines: EngineControl) -> Future[None]:
-        """Have the engines receive; what this rank packs first can wait for them."""
+        """Have the engines receive, in the background: this rank packs meanwhile."""
         info = {"handoff": self._handoffs}
 
         def receive() -> None:

@@ -1,4 +1,4 @@
-"""A rank's part in a handoff: it packs and sends messages, receives them, and passes on what goes further."""
+"""A rank's part in a handoff: it packs and sends messages, receives them, and passes on those for other ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from or1_megatron.handoff.transport.status_store import StatusStore, in_backgrou
 from or1_megatron.weights.holdings import Box
 
 _BUFFERS = 2  # one is packed while the other travels or is read
-_ROUNDS_AHEAD = 1  # receives of the next round are under way while this one is loaded
+_ROUNDS_AHEAD = 1  # receives of the next round are under way while a round is loaded
 
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """A message that leaves this rank; its memory is free again when all have taken it."""
+    """A message that leaves this rank; its memory is free again when all children have taken it."""
 
     shipment: Shipment
     taken: list[Future[None]]
-    """By the rank's children."""
+    """One for each of the rank's children."""
     buffer: Tensor
     pool: BufferPool
-    """Where ``buffer`` is from."""
+    """The pool of ``buffer``."""
 
 
 class Transfer:
@@ -44,7 +44,7 @@ class Transfer:
     def open(
         cls, plan: HandoffPlan, transport: str, rank: int, status: StatusStore, watched: Future[Any] | None = None
     ) -> Transfer:
-        """Form a group of all ranks, and open the transports; blocks until all ranks do.
+        """Form a group of all ranks and open the transports; blocks until all ranks have.
 
         Raises:
             HandoffError: a rank or ``watched`` failed, or not all ranks came in time.
@@ -62,15 +62,15 @@ class Transfer:
     ) -> dict[int, int]:
         """Pack and send the messages of this trainer rank, and pass on those that go through it.
 
-        All are started in the order of the plan, by one thread; what is passed on goes on as it arrives.
+        One thread starts all of them in the order of the plan; a message to pass on is sent once it arrives.
 
         Args:
             read: returns a rectangle of a tensor that this rank holds.
-            watched: a failure of this ends the waits.
+            watched: its failure ends the waits.
 
         Returns:
-            The sums of the checksums of the slices that this rank packed, by the engine rank (numbered after the
-            trainer's) that they are for.
+            For each engine rank (numbered after the trainer's), the sum of the checksums of the slices that this rank
+            packed for it.
 
         Raises:
             HandoffError: a rank failed, or did not keep up.
@@ -104,8 +104,8 @@ class Transfer:
     def receive(self) -> Iterator[tuple[Shipment, Tensor, bool]]:
         """Receive this engine rank's messages in the order of the plan.
 
-        Yields (shipment, message, whether it is its round's last). Messages stay as they are until the one after their
-        round's last is asked for; what is needed of them afterwards must be copied by then.
+        Yields (shipment, message, whether it is its round's last). A round's messages stay valid until the next
+        round's first message is requested; what is needed longer must be copied by then.
         """
         to_come = deque(self.plan.shipments)
         under_way = deque[tuple[Shipment, Future[Arrival]]]()
@@ -136,7 +136,7 @@ class Transfer:
         return [self.links.between(rank, to).send(message, to, number) for to in shipment.children(rank)]
 
     def _pass_on(self, shipment: Shipment, into: Tensor) -> Future[None]:
-        """Receive a message into a buffer, and send it on from there by the thread that sees it arrive."""
+        """Receive a message into a buffer; the thread that sees it arrive sends it on from there."""
         passed: Future[None] = Future()
 
         def arrived(arriving: Future[Arrival]) -> None:
@@ -152,14 +152,14 @@ class Transfer:
         return passed
 
     def _report(self, shipment: Shipment, failed: Future[None]) -> None:
-        """End everyone's waits with the cause of a failure."""
+        """End all ranks' waits with the cause of a failure."""
         try:
             self.status.wait(failed, f"{shipment.slots[0].slice} to pass on")
         except HandoffError as error:
             self.status.fail(error)
 
     def _finish(self, outgoing: _Outgoing, watched: Future[Any] | None) -> None:
-        """Wait until a message has been taken, and give its memory back."""
+        """Wait until a message has been taken, and return its buffer."""
         shipment = outgoing.shipment
         for future, child in zip(outgoing.taken, shipment.children(self.rank), strict=True):
             self.status.wait(future, f"{self.plan.who(child)} to take {shipment.slots[-1].slice}", watched)

@@ -25,14 +25,14 @@ def all_reduce_s(size_bytes: float, ranks: int, rates: Rates) -> float:
 
 
 def link_bytes_per_s(ranks: int, rates: Rates) -> float:
-    """Return the rate between neighbours of a group: within a node while the group fits one."""
+    """Return the rate between neighbours of a group: the node's if the group fits one node."""
     return rates.link_bytes_per_s if ranks <= rates.node_devices else rates.network_bytes_per_s
 
 
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     """Return the clock of one engine of ``config``.
 
-    Weights are read whole in each iteration (of a mixture, all experts), but for the input embedding. Tensor
+    Each iteration reads all weights (all experts too) except the input embedding. Tensor
     parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
@@ -59,7 +59,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
 
 
 def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
-    """Return the tokens that an engine's KV cache holds; where vLLM sizes it, as ``gpu_memory_fraction`` lets it."""
+    """Return the tokens that an engine's KV cache holds; if vLLM sizes the cache, by ``gpu_memory_fraction``."""
     held = kv_tokens(config, shape)
     if held is not None:
         return held
@@ -73,8 +73,8 @@ def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
 def hand_off_s(config: Config, shape: Shape, rates: Rates) -> float:
     """Return the seconds of a handoff: the busiest rank's bytes through its link, and the loading.
 
-    Each engine rank receives its shard. Trainer ranks send as much as all engine ranks receive, spread evenly. They
-    stay in a node where every node holds the whole model, colocated. Packing and loading read and write a shard twice.
+    Each engine rank receives its shard. Trainer ranks send as much as all engine ranks receive, spread evenly. Bytes
+    stay in a node if colocated and a node holds the whole model. Packing and loading each read and write a shard.
     """
     parallel, rollout = config.parallel, config.rollout
     shard = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel

@@ -4,11 +4,10 @@ An engine decodes one token of each of its n running responses per iteration. An
 
     fixed + n * per response + max(reading the weights, n * their products) + C * reading a token's keys and values
 
-seconds, where C are all tokens that the engine holds. Between two ends of responses n is constant and C grows by n, so
-the time of m iterations is a closed form. Requests are dealt in order, each to the engine with the fewest responses,
-while it has a place and KV cache for what the response holds on average, half of its tokens beside the prompt: vLLM
-admits what fits now, and preempts. What is under way goes on over a handoff; what new weights read of it again is left
-out.
+seconds, where C is the number of tokens that the engine holds. Until the next response ends, n is constant and C grows
+by n per iteration, so the time of m iterations is a closed form. Requests are dealt in order, each to the engine with
+the fewest responses, while it has a free slot and KV cache for the prompt and half of the response (the average): vLLM
+admits what fits now, and preempts. Responses continue over a handoff; reading them again with new weights is left out.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class EngineClock:
     max_running: int
     """Responses that it decodes at once."""
     fixed_s: float = 0.0
-    """An iteration, whatever it computes."""
+    """The constant part of an iteration."""
     response_s: float = 0.0
-    """A response's share of an iteration, beside products and attention."""
+    """A response's share of an iteration, without products and attention."""
     weights_s: float = 0.0
     """Reading all weights once."""
     product_s: float = 0.0
@@ -53,8 +52,8 @@ class EngineClock:
     """Tokens that the KV cache holds."""
 
     def parts_s(self, running: int, tokens: float, count: float) -> NDArray[np.float64]:
-        """Return the seconds of ``count`` iterations of ``running`` responses that hold ``tokens`` before the first, by
-        PARTS."""
+        """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses that hold ``tokens`` tokens at
+        first."""
         products = running * self.product_s
         read = (count * tokens + running * count * (count - 1) / 2) * self.token_s
         by_weights = self.weights_s >= products
@@ -86,7 +85,7 @@ class _PlannedResponse(NamedTuple):
 
 
 class _Engine:
-    """One engine. It has decoded up to ``now_s``, and read prompts when that lies ahead of the others."""
+    """One engine, which has decoded up to ``now_s``; after reading prompts this is ahead of other engines."""
 
     def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
@@ -97,14 +96,14 @@ class _Engine:
         self.parts_s = np.zeros(len(PARTS))
 
     def advance(self, moment_s: float) -> None:
-        """Decode until ``moment_s``, at which or before which no response ends."""
+        """Decode until ``moment_s``; no response may end before that."""
         if self.running and moment_s > self.now_s:
             self._decode(self._clock.iterations_in(self.running, self._held, moment_s - self.now_s))
         self.now_s = max(self.now_s, moment_s)
         self._plan()
 
     def finish(self) -> list[int]:
-        """Decode until the next end of responses; return their tickets."""
+        """Decode until the next responses end; return their tickets."""
         self._decode(self._ends[0][0] - self._iteration)
         self.now_s, ended = self.due_s, []
         while self._ends and self._ends[0][0] <= self._iteration + 1e-6:
@@ -117,7 +116,7 @@ class _Engine:
         return ended
 
     def admits(self, asked: _PlannedResponse) -> bool:
-        """Whether there is a place and KV cache for a request; an idle engine takes any."""
+        """Whether a slot and KV cache are free for a request; an idle engine admits any."""
         room = self._reserved + asked.reserved <= self._clock.kv_tokens
         return self.running < self._clock.max_running and (room or not self.running)
 
@@ -148,21 +147,21 @@ class _Engine:
 
 
 class PlannedEngines:
-    """The engines and verifiers of a run on one clock, which moves in ``wait`` and ``spend`` alone."""
+    """The engines and verifiers of a run on one clock, moved by ``wait``, ``spend`` and ``pause`` only."""
 
     def __init__(self, clock: EngineClock, engines: int, verifiers: int = 1, verdict_s: float = 0.0) -> None:
         self.now_s = 0.0
         self._clock, self._verdict_s = clock, verdict_s
         self._engines = [_Engine(clock) for _ in range(engines)]
         self._waiting: deque[_PlannedResponse] = deque()
-        self._left: list[int] = []  # responses of a ticket that have not ended
-        self._judged_s: list[float] = []  # when the last verdict of a ticket comes
+        self._left: list[int] = []  # by ticket, responses that have not ended
+        self._judged_s: list[float] = []  # by ticket, when the last verdict comes
         self._free_s = [0.0] * verifiers  # heap of when each verifier is free
 
     def ask(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
         """Ask for responses of these lengths, [prompts * group_size]; return the ticket of the rollout.
 
-        Each engine reads a prompt once, whatever it decodes of its group.
+        Each engine reads a prompt once for all its responses.
         """
         ticket, share = len(self._left), min(len(self._engines), group_size) / group_size
         self._left.append(response_tokens.size)
@@ -176,12 +175,12 @@ class PlannedEngines:
         return ticket
 
     def wait(self, ticket: int) -> float:
-        """Let time pass until the last response of a rollout has ended; return the seconds until its last verdict."""
+        """Let time pass until the last response of a rollout ends; return the seconds from then to its last verdict."""
         self._run(ticket, math.inf)
         return max(0.0, self._judged_s[ticket] - self.now_s)
 
     def spend(self, seconds: float) -> None:
-        """Let time pass; engines decode what they have."""
+        """Let time pass while engines decode."""
         self._run(None, self.now_s + seconds)
 
     def pause(self, seconds: float) -> None:

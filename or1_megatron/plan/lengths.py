@@ -1,7 +1,7 @@
 """How long prompts and responses are: from a past run, or in the recipe's shape.
 
-The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. It begins with 40%
-of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if that is less. While more than
+The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. A run begins with
+40% of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if T is less. While more than
 a tenth are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2 (12.5K to 5.4K
 tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
 """
@@ -77,7 +77,7 @@ class RecipeLengths:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLengths:
-    """Lengths that were seen, drawn again group by group."""
+    """Lengths of a past run, drawn again group by group."""
 
     groups: tuple[Int64Array, ...]
     prompt_tokens: Int64Array  # [groups]
@@ -85,7 +85,7 @@ class MeasuredLengths:
     source: str
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        """Return the same as ``RecipeLengths``; ``when`` does not matter."""
+        """Return the same as ``RecipeLengths``; ``when`` is not used."""
         chosen = random.integers(0, len(self.groups), prompts)
         drawn = [random.choice(self.groups[group], group_size) for group in chosen]
         return self.prompt_tokens[chosen], np.clip(np.concatenate(drawn), 1, limit)

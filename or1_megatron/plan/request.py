@@ -27,7 +27,7 @@ class PlanRequest:
     config: Config
     """On GPUs it names their memory (``cluster.gpu_memory_gb``)."""
     folder: Path | None
-    """The model shape to plan with where the model is not there."""
+    """The model shape to plan with if the model is missing."""
     hardware: Hardware
     lengths: Lengths
 
@@ -37,7 +37,7 @@ class PlanRequest:
 
     @property
     def is_for_here(self) -> bool:
-        """Whether the plan is for this machine, as far as its GPU tells: then its disk is the run's."""
+        """Whether the plan is for this machine, judged by its GPU: then the run uses its disk."""
         if self.device == "cpu":
             return True
         return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == self.hardware

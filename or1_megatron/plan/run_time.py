@@ -12,7 +12,7 @@ from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.step_time import Machine, StepTime, Workload, sample, step_time
 
 _PROBLEMS = 30
-"""Problems of an evaluation set that was not counted: as many as AIME has."""
+"""Problems of an evaluation set of unknown size: as many as AIME has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """A run. The interval is the hours times 1 -+ ``error``, the hardware file's."""
+    """A run. The interval is the hours times 1 -+ ``error`` of the hardware file."""
 
     stages: tuple[StageTime, ...]
     evaluations_s: float
@@ -74,7 +74,7 @@ class RunTime:
 
 
 def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
-    """Return the time of a run as ``config`` says, of all its stages or of ``run.stage``.
+    """Return the time of a run of ``config``: of all stages, or of ``run.stage`` only.
 
     Args:
         problems: how many each evaluation set has; None: 30 each.
@@ -105,7 +105,7 @@ def _evaluation_s(
     problems: Sequence[int] | None,
     random: np.random.Generator,
 ) -> float:
-    """Return the seconds of one evaluation of every set: a rollout of its own."""
+    """Return the seconds of one evaluation of all sets, as a separate rollout."""
     settings = config.evaluate.in_stage(config.stages[when.index])
     asked, answers = [], []
     for number, held_out in enumerate(settings.data):

@@ -1,6 +1,6 @@
 """Finds the layouts of a number of GPUs that fit in memory, and ranks them by the hours of the run.
 
-A colocated step is the sum of what trainer and engines take, so each side's candidates are timed on their own, at the
+A colocated step is the sum of trainer and engine times, so each side's candidates are timed on their own, at the
 middle of the longest stage; the best of both are then combined, checked, and timed as a whole run.
 """
 
@@ -32,7 +32,7 @@ _PLACES: Final = (64, 128, 256, 512)
 _TIMED: Final = 4
 """Combinations that are timed as a whole run, for each split of the GPUs."""
 _SHARES: Final = (0.25, 0.5, 0.75)
-"""Share of the GPUs that the trainer gets, where engines have their own."""
+"""Share of the GPUs that the trainer gets, if engines have their own."""
 
 Change = Mapping[str, Any]
 """Values by dotted key."""
@@ -89,7 +89,7 @@ def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None 
 
 
 def _splits(config: Config, count: int) -> list[tuple[int, int]]:
-    """Return (trainer ranks, engine GPUs): both all GPUs where they take turns."""
+    """Return pairs (trainer ranks, engine GPUs); colocated, both are all GPUs."""
     if config.rollout.placement == "colocated":
         return [(count, count)]
     return [(int(count * share), count - int(count * share)) for share in _SHARES]
@@ -105,7 +105,7 @@ def _possible(config: Config, machine: Machine, change: Change) -> Config | None
 
 
 def _at(config: Config) -> Moment:
-    """Return the middle of the longest stage, in tokens sampled."""
+    """Return the middle of the stage with the largest steps * T."""
     tokens = [stage.steps * stage.max_response_tokens for stage in config.stages]
     index = tokens.index(max(tokens))
     return Moment(config.stages, index, config.stages[index].steps / 2)
@@ -114,9 +114,9 @@ def _at(config: Config) -> Moment:
 def _trainers(
     config: Config, machine: Machine, lengths: Lengths, ranks: int, engine_gpus: int
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Return (seconds of an update, change), fastest first; of each layout the least recompute that fits.
+    """Return (seconds of an update, change), fastest first; each layout with the least recompute that fits.
 
-    They are tried with engines of the most tensor parallelism, which take the least memory.
+    Memory is checked with engines of the largest tensor parallelism, which take the least.
     """
     when, random = _at(config), np.random.default_rng(1)
     stage = config.stages[when.index]
@@ -150,7 +150,7 @@ def _trainers(
 
 
 def _budget(config: Config, tensor: int, context: int) -> int:
-    """Return one and a half times the longest sequence, as rows are padded."""
+    """Return 1.5 times the padded length of the longest sequence, in tokens."""
     parallel = config.parallel.model_copy(update={"tensor": tensor, "context": context})
     made = config.model_copy(update={"parallel": parallel})
     return longest_row(made) * 3 // 2
@@ -159,8 +159,8 @@ def _budget(config: Config, tensor: int, context: int) -> int:
 def _engines(
     config: Config, machine: Machine, lengths: Lengths, ranks: int, engine_gpus: int
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Return (seconds of a rollout, change), fastest first: engines of each size, with places for all their responses
-    at once and for half of them."""
+    """Return (seconds of a rollout, change), fastest first: engines of each size, with ``max_concurrent`` for all
+    their responses and for half of them."""
     when = _at(config)
     workload = workload_at(config.stages[when.index], lengths, when, np.random.default_rng(1))
     timed = []
@@ -197,7 +197,7 @@ def layout_yaml(best: RankedLayout, title: str) -> bytes:
 
 
 def _sections(change: Change) -> dict[str, dict[str, Any]]:
-    """Return the change as a configuration file has it."""
+    """Return the change as sections of a configuration file."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in change.items():
         section, name = key.split(".")

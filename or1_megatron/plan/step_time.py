@@ -22,12 +22,12 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
-"""What the hardware's fit counts per response, beside the verbs."""
+"""What the hardware's fit counts per response, besides the verbs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, and the responses that they will have."""
+    """The lengths of prompts and of their responses."""
 
     prompt_tokens: Int64Array  # [prompts]
     response_tokens: Int64Array  # [prompts * group_size], group by group
@@ -46,7 +46,7 @@ class Machine:
     shape: Shape
     rates: Rates
     covers: tuple[str, ...]
-    """Verbs that ``other`` holds already."""
+    """Verbs whose time ``other`` includes."""
     device: Device = "cuda"
 
     @classmethod
@@ -63,14 +63,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step. Evaluations and saves count by their share of a step."""
+    """One step. Evaluations and saves count with their average per step."""
 
     verbs: Mapping[str, float]
     """Seconds that the loop spends in each verb; they add up to the step."""
     engine_s: float
     """Seconds in which an engine works, mean over engines."""
     idle_share: float
-    """Share of the rollout (with stale rollouts: of the step) in which an engine has nothing to do, mean over them."""
+    """Share of the rollout (with stale rollouts: of the step) in which an engine is idle, mean over engines."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by what they are spent on (PARTS)."""
     update: UpdateTime
@@ -99,9 +99,9 @@ class StepTime:
 def step_time(
     config: Config, machine: Machine, lengths: Lengths, when: Moment, evaluations_s: float, random: np.random.Generator
 ) -> StepTime:
-    """Return the time of the step at ``when``, the mean over as many as it takes to tell.
+    """Return the time of the step at ``when``, a mean over steps if steps overlap.
 
-    ``evaluations_s``: of one evaluation within the stage; the engines sample nothing else meanwhile.
+    ``evaluations_s``: seconds of one evaluation within the stage; the engines sample nothing else meanwhile.
     """
     return _Steps(config, machine, lengths, when, random).run(evaluations_s)
 
@@ -109,7 +109,7 @@ def step_time(
 class _Steps:
     """Steps of one stage, with clocks in the place of engines and trainer.
 
-    One step is timed where steps are synchronous; with staleness four steps after those in which engines' queues fill.
+    Synchronous: one step is timed. With staleness: four steps, after the steps in which the engines' queues fill.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class _Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Ask for rollouts, until so many are under way."""
+        """Ask for rollouts until ``count`` are under way."""
         while len(self.asked) < count:
             made = workload_at(self.stage, self.lengths, self.when, self.random)
             ticket = self.engines.ask(made.prompt_tokens, made.response_tokens, made.group_size)
@@ -169,7 +169,7 @@ class _Steps:
         return waits | verbs, update, int(made.response_tokens.sum())
 
     def _trainer(self, made: Workload, evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
-        """Return the seconds of the verbs after ``verify``; of a save those of its copy to the host alone."""
+        """Return the seconds of the verbs after ``verify``, and the update; of a save only the copy to the host."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         sequences = kept_sequences(self.stage, made.sequences, self.lengths.kept_share, self.random)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
@@ -195,7 +195,7 @@ def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float,
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
-    """Return what one rollout samples; with refill as many prompts as are needed on average."""
+    """Return what one rollout samples; with refill the number of prompts needed on average."""
     prompts = stage.prompts_per_step
     if stage.refill_prompts:
         prompts = min(math.ceil(prompts / lengths.kept_share), prompts + stage.refill_prompts)
@@ -205,7 +205,7 @@ def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.r
 def kept_sequences(
     stage: StageConfig, sequences: Int64Array, kept_share: float, random: np.random.Generator
 ) -> list[Int64Array]:
-    """Return the sequences' lengths of each mini-batch, of the groups that are kept.
+    """Return the sequence lengths of each mini-batch, of randomly kept groups.
 
     ``sequences``: tokens of prompt and response, [groups, group_size].
     """
@@ -216,7 +216,7 @@ def kept_sequences(
 
 
 def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array]) -> float:
-    """Return the seconds of the forward passes before the update: pi_k's log-probs where there are several SGD steps,
+    """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several mini-batches,
     and a reference's. At the update's speed, without communication."""
     forwards = (len(mini_batches) > 1) + (config.algorithm.kl.reference is not None)
     if not forwards:

@@ -19,7 +19,7 @@ from or1_megatron.sizing.storage import disk_bytes, disk_line, node_memory
 
 
 def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType:
-    """Return seconds per verb and stage, what binds, the run's hours, disk, and what it rests on."""
+    """Return seconds per verb and stage, what binds, the run's hours, disk, and the estimates' sources."""
     config, hardware = given.config, given.hardware
     stages = Table(title="Time of a step, s", title_justify="left", box=None, padding=(0, 2))
     for heading in ("", *(stage.name for stage in time.stages)):

@@ -26,7 +26,7 @@ OPTIMIZER_TRAFFIC: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Operations of one pipeline stage, forward pass alone."""
+    """Operations of one pipeline stage's forward pass."""
 
     layer_token: float
     """The layers', per token."""
@@ -50,7 +50,7 @@ class UpdateTime:
     tensor_s: float
     """Communication within tensor- and context-parallel groups."""
     gradients_s: float
-    """Gradients reduced and weights gathered, beyond what a backward pass hides."""
+    """Reducing gradients and gathering weights, beyond what a backward pass hides."""
     optimizer_s: float
     rows: int
     """Micro-batches per rank, of all SGD steps."""
@@ -80,7 +80,7 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
 
 
 def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
-    """Return the time of training ``reuse`` times on mini-batches of sequences of these lengths [n] each."""
+    """Return the time of training ``reuse`` times on ``mini_batches``: each has its sequences' lengths [n]."""
     rates = rates.with_busy(config.parallel.ranks)
     parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
     return UpdateTime(*map(sum, zip(*map(astuple, parts), strict=True))) if parts else UpdateTime(0, 0, 0, 0, 0, 0)
@@ -128,9 +128,9 @@ def _stage_seconds(
 
 
 def passes(work: StageWork, parallel: ParallelConfig) -> tuple[float, float]:
-    """Return the operations of forward and backward pass per token and per L * L, with what is computed again.
+    """Return the operations of forward and backward pass per token and per L * L, recomputation included.
 
-    Layers: 3 forward passes' worth, 4 with full recompute; selective computes the MLPs again. The head: 4, one pass 3.
+    Layers: 3 forward passes' worth, 4 with full recompute; selective computes the MLPs again. The head: 4, one-pass 3.
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
     head = 4 if parallel.head == "recompute" else 3
@@ -139,9 +139,9 @@ def passes(work: StageWork, parallel: ParallelConfig) -> tuple[float, float]:
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a row's collectives: per layer two all-reduces of [T / CP, H] in each pass over it, which
-    are four messages with sequence parallelism; with CP the keys and values gathered in each pass and their gradients
-    reduced."""
+    """Return the seconds of a row's collectives: per layer and pass two all-reduces of [T / CP, H] (four messages
+    with sequence parallelism); with CP also the gathering of keys and values in each forward pass and the reduction of
+    their gradients."""
     parallel = config.parallel
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
     forward = 2 if parallel.recompute == "full" else 1
@@ -160,7 +160,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
 
 
 def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, float]:
-    """Return the seconds to reduce fp32 gradients and gather weights over DP, and of AdamW."""
+    """Return (seconds to reduce fp32 gradients and gather weights over DP, seconds of AdamW)."""
     parallel = config.parallel
     fullest = fullest_stage(parallel, shape)
     weights = fullest.dense + fullest.experts

@@ -1,7 +1,7 @@
 """MAGIC, without Megatron, vLLM or Ray: rollouts in, mini-batches out, and the loop that orders it all.
 
 loop                           the loop: one step is a list of verbs (``Loop.train_step``)
-loop_arguments                 what the loop is given, and its result
+loop_arguments                 the loop's arguments and its result
 supply                         a step's prompts, refill after rejection, rollouts ahead of their step
 advantage, penalties           rewards to advantages; rejection; length penalties
 score                          pi_k's and the reference's log-probs

@@ -17,8 +17,8 @@ from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 
 def normalised(rewards: NDArray[np.float64], config: AdvantageConfig) -> NDArray[np.float64]:
-    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"), or with ``scale`` none the
-    difference alone (Dr. GRPO, arXiv 2503.20783). [n] -> [n].
+    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"), or with ``scale`` none only
+    r_i - mean(r) (Dr. GRPO, arXiv 2503.20783). [n] -> [n].
 
     Worked example, ddof 1: r = (1, 0, 0, 0): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2,
     A = (3/2, -1/2, -1/2, -1/2); scale none: (3/4, -1/4, -1/4, -1/4).
@@ -36,11 +36,11 @@ def group_advantages(
 ) -> Float32Array:
     """Return the group's advantages [M], one per response, under the configured truncation mask (RECIPE section 3).
 
-    ``penalties`` [M] are taken off the rewards first (``rl.penalties``).
+    ``penalties`` [M] are subtracted from the rewards first (``rl.penalties``).
 
     ``none``: over all responses; ``before``: truncated ones are left out of mean and std and get 0; ``after``: they
-    count in mean and std, then get 0. The verifiers give truncated responses reward 0, but for the released code's
-    judge (``verify.math.judge: math_verify``).
+    count in mean and std, then get 0. Truncated responses have reward 0, except from the released code's judge
+    (``verify.math.judge: math_verify``).
     """
     rewards, truncated = group.rewards.astype(np.float64), group.truncated
     rewards = rewards if penalties is None else rewards - penalties
@@ -67,8 +67,8 @@ def reject(
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
     """Return (kept, rejected), each in the order given. Groups whose advantages are all zero are rejected (RECIPE 1).
 
-    So are groups whose responses are all right or all wrong and whose advantages come from penalties alone: DAPO's
-    dynamic sampling goes by accuracy. With ``reject_uniform_groups`` off, all of these are kept.
+    Groups whose responses are all right or all wrong are rejected even if penalties give them advantages, because
+    DAPO's dynamic sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.
     """
     uniform = config.reject_uniform_groups
     tells = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]

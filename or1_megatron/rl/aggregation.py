@@ -1,4 +1,4 @@
-"""The token weights with which the sum of a mini-batch's token losses over T_k is each ``loss.aggregation``."""
+"""Token weights that turn the sum of a mini-batch's token losses, divided by T_k, into each ``loss.aggregation``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from or1_megatron.types import Aggregation, Sample
 
 GPUS: Final = 32
-"""Over which the released rule spreads a mini-batch, in any run: as many as the paper's 7B runs had."""
+"""GPUs over which the released rule spreads a mini-batch, in any run: as many as in the paper's 7B runs."""
 _BESIDE_RESPONSE: Final = 2048 + 1000
 """The released scripts' tokens per micro-batch beside T: the longest prompt and a margin."""
 
 
 def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> list[Sample]:
-    """Return the samples of a mini-batch with their token weights, which are 1 in the mean over its T_k tokens.
+    """Return a mini-batch's samples with token weights whose mean over its T_k tokens is 1.
 
     ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
     tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``released-code``: the mean of the
     micro-batches' token means weighted by their numbers of samples: R_m T_k / (R T_m) with R_m samples and T_m counted
-    tokens in the micro-batch. These are the released code's (``released_cut``, with T = ``max_response_tokens``), not
-    the rows that a rank computes at once, so no weight depends on the layout.
+    tokens in the micro-batch. The micro-batches are the released code's (``released_cut``, T =
+    ``max_response_tokens``), not the rows that a rank computes at once, so no weight depends on the layout.
 
     Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
-    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Released rule: both in one micro-batch, 2 * 4 / (2 * 4) = 1; one
-    each, 2 and 2/3.
+    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Released rule: both in one micro-batch, 2 * 4 / (2 * 4) = 1; in
+    two, 2 and 2/3.
     """
     if aggregation == "token_mean":
         return list(samples)
@@ -45,10 +45,10 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
 
 
 def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPUS) -> list[list[int]]:
-    """Return the micro-batches of a mini-batch of n samples, ``lengths`` [n] tokens each, as the released code cuts it.
+    """Cut a mini-batch of n samples, ``lengths`` [n] tokens each, into micro-batches as the released code does.
 
-    The samples are spread over the GPUs, equally many to each, so that each has nearly equally many tokens; then each
-    GPU cuts its own into equally many micro-batches, enough for the budget on the fullest, again by tokens alone.
+    Each GPU gets the same number of samples and nearly the same number of tokens. Then each GPU cuts its samples into
+    the same number of micro-batches, the smallest with which the fullest GPU can keep the budget, by tokens alone.
     (The released code drops up to ``gpus`` - 1 samples so that their number divides; here some GPUs have one less.)
     """
     shares = [sorted(share) for share in balanced(lengths, min(gpus, len(lengths)), same_count=True)]
@@ -58,15 +58,15 @@ def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPU
 
 
 _Part = tuple[int, int, list[int]]
-"""A part's sum, number of members and members, all negated, so that the largest comes first, also where sums tie."""
+"""A part's sum, number of members and members, all negated, so that the largest comes first, ties included."""
 
 
 def balanced(sizes: NDArray[np.int64], parts: int, same_count: bool = False) -> list[list[int]]:
     """Split the indices of ``sizes`` into ``parts`` of nearly equal sums, by the largest differencing method.
 
-    Karmarkar and Karp 1982: begin with a partition for each index, it in one part and the others empty; until one is
-    left, merge the two whose largest and smallest sums differ most, the largest part of one with the smallest of the
-    other. ``same_count``: begin with a partition for each ``parts`` indices of neighbouring size, one in each part.
+    Karmarkar and Karp 1982: begin with a partition per index, in which only one part has a member; until one partition
+    is left, merge the two whose largest and smallest sums differ most, the largest part of one with the smallest of
+    the other. ``same_count``: begin with a partition per ``parts`` indices of neighbouring size, one in each part.
 
     Worked example: 8, 7, 6, 5, 4 in two parts: 14 and 16.
     """

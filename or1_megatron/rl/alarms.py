@@ -1,7 +1,7 @@
-"""Alarms: sentences that say what looks wrong in a step's metrics, compared with what, and what to do about it.
+"""Alarms: sentences that say what looks wrong in a step's metrics, the limit that it exceeds, and what to do.
 
 Every rule looks at every step. An alarm is raised once per episode; an episode ends after ``CALM_STEPS`` calm steps.
-The failure signatures are the report's (RECIPE section 5); it gives no thresholds, so those are ours.
+The failure signatures are the report's (RECIPE section 5); it gives no thresholds, so the thresholds are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEDIAN_STEPS: Final = 50
 """Steps in the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
-"""The mean accuracy of this many steps is compared with the mean of as many before. 20 steps of 64 prompts have a
+"""The mean accuracy of this many steps is compared with that of as many steps before. 20 steps of 64 prompts have a
 standard error of about 0.012, and the same noise moves both accuracies in the same direction."""
 TREND_CHANGE: Final = 0.03
 PLATEAU_STEPS: Final = 50
@@ -31,7 +31,7 @@ COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""Up to this (mean, largest) |engine - policy| log-prob, nats, a difference is rounding. Measured against transformers:
+"""(mean, largest) |engine - policy| log-prob, nats, up to which a difference is rounding. Against transformers:
 fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens is far higher."""
 
 _REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")
@@ -45,7 +45,7 @@ class StepSeen:
     """Rollout step of the run, from 1."""
     stage_index: int
     stage_step: int
-    """The same within its stage, from 1."""
+    """Rollout step of the stage, from 1."""
     stage: StageConfig
     metrics: Mapping[str, float]
 
@@ -67,12 +67,12 @@ class Alarms:
         }
         assert self._rules.keys() == ALARMS.keys()
         self._rows: list[dict[str, float]] = []
-        """The remembered metrics of the last steps, as far as each has them."""
+        """The remembered metrics of the last steps, as far as each step has them."""
         self._remaining = dict.fromkeys(ALARMS, 0)
-        """Calm steps left until the rule's episode ends; 0: it is in none."""
+        """Calm steps left until the rule's episode ends; 0: no episode."""
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """Return (the alarms that start with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
+        """Return (texts of the alarms that start with this step; ``alarm/<name>``: 1 in an episode, else 0)."""
         row = {"stage": float(seen.stage_index), **seen.metrics}
         kept: dict[str, float] = {name: row[name] for name in _REMEMBERED if name in row}
         self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]
@@ -89,19 +89,19 @@ class Alarms:
         return {"remaining": dict(self._remaining), "rows": list(self._rows)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned; an older version's remembers no steps."""
+        """Take over what ``state`` returned; an older version's state has no steps."""
         self._remaining = {name: state["remaining"].get(name, 0) for name in ALARMS}
         self._rows = [dict(row) for row in state.get("rows", [])]
 
     def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:
-        """Return these metrics of each remembered step that has all of them, the oldest first; of a stage alone."""
+        """Return these metrics of each remembered step (of ``stage``, if given) that has all of them, oldest first."""
         rows = [row for row in self._rows if stage is None or row["stage"] == stage]
         return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
         """Return each metric's means over (the ``half`` steps before, the last ``half``) of the current stage.
 
-        None while the stage has fewer steps with all of the metrics.
+        None while fewer steps of the stage have all of the metrics.
         """
         rows = self._past(*names, stage=stage)[-2 * half :]
         if len(rows) < 2 * half:
@@ -109,7 +109,7 @@ class Alarms:
         return [(fmean(values[:half]), fmean(values[half:])) for values in zip(*rows, strict=True)]
 
     def _grad_norm(self, seen: StepSeen) -> str | None:
-        """Norm > factor * median of the last MEDIAN_STEPS norms before."""
+        """Norm > factor * median of the MEDIAN_STEPS norms before it."""
         norm = seen.metrics.get("policy/grad_norm")
         norms = [value for (value,) in self._past("policy/grad_norm")[:-1]][-MEDIAN_STEPS:]
         if norm is None or len(norms) < FIRST_NORMS:  # None: no SGD step, or all of them skipped
@@ -160,7 +160,7 @@ class Alarms:
         )
 
     def _non_truncated(self, seen: StepSeen) -> str | None:
-        """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated accuracy falls, by TREND_CHANGE."""
+        """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated falls, each by TREND_CHANGE."""
         trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
         if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None
@@ -182,7 +182,7 @@ class Alarms:
         )
 
     def _plateau(self, seen: StepSeen) -> str | None:
-        """Accuracy gains less than PLATEAU_GAIN from PLATEAU_STEPS steps to the next, in the first half of stage 1."""
+        """Over 2 * PLATEAU_STEPS steps accuracy rises by less than PLATEAU_GAIN, in the first half of stage 1."""
         stage = seen.stage
         if seen.stage_index > 0 or 2 * seen.stage_step > stage.steps:
             return None

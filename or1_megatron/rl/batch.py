@@ -58,8 +58,8 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
 def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
     """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger ones first.
 
-    These are the mini-batches after rejection of RECIPE section 1. 7 groups into 3: 3, 2, 2. Fewer groups than
-    mini-batches give one mini-batch per group; refill (``rl.supply``) comes before.
+    These are RECIPE section 1's mini-batches after rejection (and refill, ``rl.supply``). 7 groups into 3: 3, 2, 2.
+    Fewer groups than mini-batches give one mini-batch per group.
     """
     parts = min(mini_batches, len(groups))
     if parts == 0:
@@ -83,10 +83,10 @@ def make_batches(
 
 
 def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
-    """Pack all samples into rows of one length T for every rank; none is dropped or cut.
+    """Pack all samples into rows of one length T for every rank; no sample is dropped or cut.
 
-    Every rank gets the same number of rows, as few as hold the samples, balanced by cost, costliest first. A rank may
-    get rows that are all padding. Deterministic.
+    Every rank gets the same number of rows, as few as can hold the samples, balanced by cost, costliest first. Some
+    rows may be all padding. Deterministic.
 
     Raises ValueError when no token is counted, a prompt is empty, or a sample is longer than the budget.
     """

@@ -15,7 +15,7 @@ class VerificationFailing(UserError, RuntimeError):
 
 
 class StaleRollout(UserError, RuntimeError):
-    """A response was sampled, in part or whole, from weights older than ``max_staleness`` allows, or newer."""
+    """A response has tokens from weights older than ``max_staleness`` allows, newer, or unknown."""
 
 
 class ResumeError(UserError, ValueError):
@@ -31,7 +31,7 @@ class AllRejected(UserError, RuntimeError):
 
 
 def check_state(state: Mapping[str, Any], expected: Collection[str]) -> None:
-    """Raise ResumeError when a checkpoint's state of the loop lacks an ``expected`` key, or has deferred prompts."""
+    """Raise ResumeError when the loop's state in a checkpoint lacks an ``expected`` key, or has deferred prompts."""
     if missing := [name for name in expected if name not in state]:
         step = state.get("steps_done", "unknown")
         raise ResumeError(
@@ -46,7 +46,7 @@ def check_state(state: Mapping[str, Any], expected: Collection[str]) -> None:
 
 
 def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
-    """Raise ResumeError when a stage that ended with its last step, after ``steps``, is now longer or shorter."""
+    """Raise ResumeError when a stage that ended because its ``steps`` were done is now longer or shorter."""
     if end == "steps" and steps != stage.steps:
         raise ResumeError(
             f"stage '{stage.name}' ended after {steps} steps, and its steps are now {stage.steps}; put {steps} back, "
@@ -55,7 +55,7 @@ def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
 
 
 def check_stage_steps(stage: StageConfig, done: int) -> None:
-    """Raise ResumeError when the current stage has done more steps than it now has."""
+    """Raise ResumeError when the current stage is configured with fewer steps than are ``done``."""
     if done > stage.steps:
         raise ResumeError(
             f"the newest checkpoint is of step {done} of stage '{stage.name}', whose steps are now {stage.steps}; give "
@@ -75,7 +75,7 @@ def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
 
 
 def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
-    """Raise AllRejected when ``in_a_row`` steps, of which the last is given, had every group rejected."""
+    """Raise AllRejected when ``in_a_row`` steps without a kept group reach ``limit``. ``rejected``: the last step's."""
     if in_a_row >= limit:
         right, wrong, other = count_rejected(rejected)
         raise AllRejected(
@@ -95,7 +95,7 @@ def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing when the share of verdicts ``error`` is above ``max_error_fraction``.
+    """Raise VerificationFailing when the share of ``error`` verdicts is above ``max_error_fraction``.
 
     Other statuses, time-outs included, are caused by the response and not by the verifier.
     """
@@ -111,7 +111,7 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
     """Return how many versions the oldest token is behind ``version``, the weights about to be updated.
 
-    Raises StaleRollout when that is more than ``max_staleness``, or a token is from newer or unknown weights.
+    Raises StaleRollout when this exceeds ``max_staleness``, or a token is from newer or unknown weights.
     """
     oldest = version
     for group in groups:

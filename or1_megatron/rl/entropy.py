@@ -37,7 +37,7 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 def estimate(groups: Sequence[Group], kept: Sequence[Group], config: EntropyConfig) -> tuple[float, float]:
     """Return (e_k as configured, the sampled entropy of all responses of the step), nats per token (RECIPE section 2).
 
-    ``kept``: the ``groups`` that were not rejected. When there are none, e_k is measured on all groups.
+    ``kept``: the ``groups`` that were not rejected. Without any kept group, e_k is measured on all.
     """
     of_all = sampled_entropy(groups)
     return (sampled_entropy(kept) if config.measured_on == "kept" and kept else of_all), of_all
@@ -64,7 +64,7 @@ class EntropyController:
 
     ``advance`` is called once per rollout step; alpha_k is the same for all SGD steps of that step. In mode
     ``adaptive`` the gate is 1{e_k <= target}, or 1{e_{k-1} <= target} (``late``, as in the released code; open in the
-    first step), or always 1. In mode ``off`` it is 0, in the others 1.
+    first step), or always 1. In mode ``off`` the gate is 0, in others 1.
 
     Worked example (adaptive, target 0.2, delta 0.005, c_0 = 0): e = 0.1, 0.1, 0.3, 0.1 gives c = 0, 0.005, 0.01, 0.005
     and alpha = 0, 0.005, 0, 0.005; with the late gate alpha = 0, 0.005, 0.01, 0; without gate alpha = c.
@@ -89,7 +89,7 @@ class EntropyController:
         return seen is None or seen <= self._config.target
 
     def advance(self, entropy: float) -> None:
-        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. At the target c rests."""
+        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. At the target c_k stays."""
         target = self._config.target
         if self._config.mode == "adaptive" and entropy != target:
             moved = self.coefficient + (self._config.delta if entropy < target else -self._config.delta)
@@ -101,6 +101,6 @@ class EntropyController:
         return {"coefficient": self.coefficient, "before": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. A mode whose coefficient does not move keeps the configured one."""
+        """Take over what ``state`` returned. A mode with a fixed coefficient keeps the configured one."""
         if self._config.mode == "adaptive":
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")

@@ -28,7 +28,7 @@ class Evaluations:
         self._done_at: int | None = None
 
     def due(self, steps_done: int) -> Due:
-        """Return which evaluation of the weights after ``steps_done`` is still missing."""
+        """Return which evaluation of the weights after ``steps_done`` steps is due."""
         if self._schedule.over(steps_done):
             return "whole" if self.after is None else "no"
         if self._done_at == steps_done:
@@ -39,7 +39,7 @@ class Evaluations:
         return "during" if every and steps_done % every == 0 else "no"
 
     def settings(self, steps_done: int) -> EvaluationConfig:
-        """Return the settings of the stage that ended in these weights; before training, of the first stage."""
+        """Return the settings of the stage that trained these weights; before training, of the next stage."""
         return self._config.in_stage(self._stage(steps_done))
 
     def record(self, steps_done: int, result: EvaluationResult) -> None:
@@ -74,7 +74,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. A run that has more steps than before has no result after training."""
+        """Take over what ``state`` returned. A run that was given more steps has no result after training."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

@@ -4,15 +4,15 @@
 from version k and ends by handing version k + 1 to the engines. A step without any SGD step (every group rejected)
 makes its handoff too, so that version, step and checkpoint always agree.
 
-Stopping: up to its first SGD step a step can be abandoned, because only the stream and the ledger have moved. The state
+Stopping: up to its first SGD step a step can be abandoned: only the stream and the ledger have changed. The state
 before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
 is finished, but its handoff and its evaluation are left to the resumed run.
 
 Staleness (``max_staleness`` N): when a step begins, the rollouts of the N steps after it are requested too, and a
-handoff does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their
-lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is
-sampled from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the
-same requests and samples only the others anew.
+handoff does not wait for them. A step's prompts are fixed when its rollout is requested, so they do not depend on
+response lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a
+stage is sampled from the policy itself. A checkpoint has the finished responses that are not yet trained on; a resumed
+run makes the same requests and samples only the others anew.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
-        self._staleness = 0  # of the oldest token that the current step trains, in versions
+        self._staleness = 0  # of the oldest token that the current step trains on, in versions
         self._seconds: dict[str, float] = {}  # per verb, and "step" and "other"
 
     def run(self) -> LoopResult:
@@ -140,7 +140,7 @@ class Loop:
         """Resume, hand the weights to the engines, and make the evaluation that is due, if any.
 
         Row 0 of the metrics is the evaluation before training. A resumed run adds to the row of its step only the
-        evaluation that a stop had left out.
+        evaluation that the stop had skipped.
         """
         self.resume()
         self.ports.timer.lap()  # start-up is not the loop's time
@@ -164,7 +164,7 @@ class Loop:
 
     @stopping_verb
     def begin_stage(self) -> Filtered | None:
-        """At a stage's start, apply its mixture, restarts and filters (RECIPE section 3; the first stage has none).
+        """At a stage's start, apply its mixture, restarts and filters (RECIPE section 3; no filters in the first).
 
         Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
@@ -183,14 +183,14 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """Take D_R prompts, and those that a refill may need; none if they are asked already."""
+        """Take D_R prompts and those that a refill may need; none if the step's rollout is under way."""
         if self.supply.asked:
             return []
         return self.supply.take(stage)
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
-        """Sample gs responses to each prompt and wait until the last one is decoded."""
+        """Sample a group of responses to each prompt and wait until the last one is decoded."""
         if not self.supply.asked:
             self.supply.ask(prompts, stage, self.steps_done)
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked))
@@ -206,11 +206,11 @@ class Loop:
 
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
-        """Start the rollout after this one if it had to wait for this one's refill."""
+        """Start the next step's rollout if it had to wait for this step's refill."""
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps from ``first`` after this one that staleness allows and that are surely of this stage."""
+        """Return the steps, the ``first`` after this one on, that staleness allows and are surely in this stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 
@@ -221,7 +221,7 @@ class Loop:
 
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
-        """Normalise the rewards within each group, less their penalties if there are any."""
+        """Normalise the rewards, minus penalties if there are any, within each group."""
         advantage = self.config.algorithm.advantage
         return assign_advantages(groups, advantage, reward_penalties(groups, advantage, stage.max_response_tokens))
 
@@ -275,12 +275,12 @@ class Loop:
 
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
-        """Hand the weights to the engines; a resumed run starts with a handoff anyway."""
+        """Hand the weights to the engines; after a stop the resumed run does so first."""
         return self.ports.policy.hand_off(self.steps_done)
 
     @deferred_verb
     def evaluate(self) -> EvaluationResult | None:
-        """Measure avg@k of the new weights, when it is due."""
+        """Measure avg@k of the new weights, when due."""
         due = self._evaluation_due()
         if self.ports.evaluator is None or due == "no":
             return None
@@ -320,7 +320,7 @@ class Loop:
         """Remember the state that a stop saves, and start to write a checkpoint of it when one is due.
 
         Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
-        copied; it is written while training goes on. The next save and the end of the run wait for it.
+        copied; it is written while training continues. The next save and the end of the run wait for it.
         """
         self.saving.finish(wait=False)
         self.saving.snapshot = self.state()
@@ -359,12 +359,12 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Load the newest checkpoint; without any, a run of a single stage loads the previous stage's."""
+        """Load the newest checkpoint; if there is none, a run of a single stage loads the previous stage's."""
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
             if (responses := newest / FINISHED_RESPONSES).is_file() and not self.schedule.over(self.steps_done):
-                # A stage's first step is never stale, also where the resume has ended the stage before it early.
+                # A stage's first step is never stale, even if the resume has ended the previous stage early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
                 self.ports.rollouts.reuse(responses.read_bytes(), only)
             self.saving.saved_at = self.steps_done

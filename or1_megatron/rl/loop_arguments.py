@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The start of a run of stage ``index`` (from 0): a checkpoint of the run of the stage before it."""
+    """The start of a run of stage ``index`` (from 0): a checkpoint of the previous stage's run."""
 
     checkpoint: Path
     index: int
     chosen: bool
-    """The user named this checkpoint (run.previous): the stage before counts as ended there."""
+    """The user named this checkpoint (run.previous): the previous stage counts as ended there."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
         """Let the schedule, restored from the checkpoint, begin stage ``index``. Raises ResumeError when it cannot."""
@@ -37,7 +37,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """The configuration sections that the loop needs, and values derived from others."""
+    """The configuration sections that the loop needs, and values derived from other sections."""
 
     seed: int
     stages: tuple[StageConfig, ...]
@@ -54,7 +54,7 @@ class LoopConfig:
     dtype: str = "float32"
     """The policy's parameter dtype, as the configuration names it."""
     stage_count: int | None = None
-    """The run ends after this many stages. None: after all."""
+    """The run ends after this many stages; None: all."""
     begin: Begin | None = None
     """None: start with the model's weights."""
     mixtures: tuple[tuple[int, ...], ...] = ()

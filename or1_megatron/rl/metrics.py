@@ -32,7 +32,7 @@ from or1_verify.types import VerdictStatus
 
 @dataclass(frozen=True, slots=True)
 class TrainerGpus:
-    """The trainer's GPUs, for MFU; there is none on CPU."""
+    """The trainer's GPUs, for MFU; not used on CPU."""
 
     gpus: int
     peak_flops_per_gpu: float | None
@@ -117,7 +117,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         "verify/retries": report.verifier_retries,
         "rollout/response_tokens": report.response_tokens,
     }
-    whole = [completion for completion in completions if len(completion.versions) == 1]  # of the rest some counts lack
+    whole = [completion for completion in completions if len(completion.versions) == 1]  # the rest lack some counts
     if drafted := sum(completion.drafted_tokens for completion in whole):
         accepted = sum(completion.accepted_tokens for completion in whole)
         tokens = sum(completion.token_ids.size for completion in whole)
@@ -132,7 +132,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
 
 
 def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
-    """Return the handoff's metrics, without the probe's where it was not due; none without a handoff."""
+    """Return the handoff's metrics, without the probe's if no probe was due; {} without a handoff."""
     if report is None:
         return {}
     return _measured(
@@ -163,7 +163,7 @@ def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[Advant
 
 
 def refill_metrics(step: StepRecord) -> dict[str, float]:
-    """Return the refill's metrics; none in a stage without refill."""
+    """Return the refill's metrics; {} in a stage without refill."""
     if step.stage.refill_prompts == 0:
         return {}
     wanted = step.stage.prompts_per_step
@@ -175,7 +175,7 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Return means over all counted tokens of the step's SGD steps, without skipped ones: their sums are not finite."""
+    """Return means over all counted tokens of the SGD steps that were not skipped: skipped ones have no finite sums."""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),
@@ -217,7 +217,7 @@ _MEANS: Mapping[str, str] = {
     "correction/weight": "weight",
     "correction/cut_fraction": "weight_cut",
 }
-"""The objective's sum whose mean over tokens a metric is. An objective returns those that it has."""
+"""Metric to the objective's sum whose mean over tokens it is. An objective has some of these sums."""
 
 
 def throughput_metrics(
@@ -238,7 +238,7 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
-    """Return the metrics of an evaluation, and of each of its sets where there are several; none of no evaluation."""
+    """Return the metrics of an evaluation, and of each of its sets if there are several; {} without an evaluation."""
     if result is None:
         return {}
     metrics: dict[str, float | None] = {}
@@ -263,10 +263,10 @@ def time_metrics(
     """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``,
     ``other_share_with_score`` and ``engine/utilization``.
 
-    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, which
-    have these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
-    t_O. ``overlaps``: engines decode while the policy trains; then the shorter of the two is not counted, and
-    the utilization is that of the periods of the rollouts' reports.
+    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, with
+    these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
+    t_O. ``overlaps``: engines decode while the policy trains; then only the longer of the two times is
+    subtracted, and the utilization is over the ``period_s`` of the rollouts' reports.
     """
     updates = [report for report in busy if isinstance(report, UpdateReport)]
     decoded = [report for report in busy if not isinstance(report, UpdateReport)]

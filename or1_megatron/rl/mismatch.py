@@ -1,4 +1,4 @@
-"""How far the engines' distribution is from the policy's, by several measures of the responses that are trained on.
+"""How far the engines' distribution is from the policy's, by several measures on the responses that are trained on.
 
 d is log pi_policy - log pi_engine of a sampled token, s its sum over a response, w = e^d and W = e^s the importance
 weights of a token and of a response. Shapes: [n] per response.
@@ -21,12 +21,12 @@ _LARGEST: Final = 20.0
 def mismatch_metrics(
     engine: Sequence[Float32Array], policy: Sequence[Float32Array], stale: bool = False
 ) -> dict[str, float]:
-    """Return the metrics ``mismatch/...`` of at least one response, each with at least one token. Nats. None where a
-    log-prob is not finite: the SGD step is then skipped, which says it.
+    """Return the metrics ``mismatch/...`` of one or more responses, none of them empty; {} if a log-prob is not finite:
+    the SGD step is then skipped and reported. k1, mean_abs, max_abs and kl are in nats.
 
     k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: the policy's perplexity of a response
     over the engine's, e^(mean of -d), mean over responses. chi_square: mean of w^2, less 1; sequence_chi_square: the
-    same of W. Not of ``stale`` responses, whose weights were older than the policy's: mean_abs and max_abs of |d|, and
+    same of W. Unless responses are ``stale`` (weights older than the policy's): mean_abs and max_abs of |d|, and
     kl, the k3 estimate of KL(engine || policy), mean of w - 1 - d.
 
     Worked example: d is ln 2 and -ln 2 in one response, ln 2 in another. k1 = -ln 2 / 3. Perplexity ratios e^0 = 1 and

@@ -7,13 +7,13 @@ L of a sequence is its length rounded up for context parallelism. A rank's work 
 
 and a step takes as long as its costliest rank. R is the smallest number of rows that hold all sequences under the
 budget, T the smallest length for that R (best fit, longest first, bisected over T). A second placement puts each
-sequence into the cheapest row with room; it pads a little more and balances better where R is small. The plan is the
+sequence into the cheapest row that holds it: it pads more, but balances better where R is small. The plan is the
 placement whose costliest rank has less work. Rows are sorted by cost and cut into layers of one row per rank. The layer
 with the widest spread is dealt first, its costliest row to the rank with the least work so far. All of this is
 deterministic: ties go to the earlier sample, row and rank.
 
-Limits: T is at least the longest sequence, so that a budget near it costs up to 1 / R of padding, because R is an
-integer; and no rank is faster than the longest sequence alone.
+Limits: T is at least the longest sequence, so a budget near it costs up to 1 / R of padding, because R is an integer;
+and no rank is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class SequenceCost:
     def of_decoder(cls, weights: int, attention_width: int) -> SequenceCost:
         """Return the FLOPs of a forward pass (backward is about twice that in both terms).
 
-        2 per weight and token. A pair of tokens takes 2 * width for its score and as many for its value; there are
+        2 per weight and token. A pair of tokens takes 2 * width for its score and 2 * width for its value; there are
         L^2 / 2 causal pairs.
 
         Args:
-            weights: all that multiply every token: the output layer, tied or not, but not the input embedding.
+            weights: all that multiply every token: with the output layer, tied or not, without the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
@@ -114,7 +114,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
         return _cheapest(extents, layout.cost, order, count, units * unit)
 
     rows = _shortest(tight, lowest, layout.capacity_tokens // unit)
-    assert rows is not None  # at full capacity best fit gave ``count`` rows
+    assert rows is not None  # at full capacity best fit gave at most ``count`` rows
     best = _deal(rows, extents, layout)
     # With longer rows even a perfectly balanced rank would cost more than the costliest of ``best``.
     squares = layout.cost.quadratic * float(np.square(extents, dtype=np.float64).sum()) / ranks
@@ -137,7 +137,7 @@ def _shortest(fit: Callable[[int], Rows | None], lowest: int, highest: int) -> R
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Put each sequence, in ``order``, into the row that it fits most tightly; into a new row when it fits none."""
+    """Put each sequence, in ``order``, into the row that it fits most tightly; into a new row when it fits no row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
@@ -153,7 +153,7 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
 
 
 def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: int, capacity: int) -> Rows | None:
-    """Put each sequence, in ``order``, into the cheapest of ``count`` rows with room; None when one fits none."""
+    """Put each sequence, in ``order``, into the cheapest of ``count`` rows that can hold it; None when no row can."""
     costs = cost.linear * extents + cost.quadratic * np.square(extents, dtype=np.float64)
     rows: Rows = [[] for _ in range(count)]
     rooms, loads = np.full(count, capacity), np.zeros(count)

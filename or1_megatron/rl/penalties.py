@@ -1,6 +1,6 @@
-"""What is taken off a response's reward before advantages: DAPO's soft penalty on length.
+"""What is subtracted from a response's reward before advantages: DAPO's soft penalty on length.
 
-Metrics and pass rates are of the rewards themselves.
+Metrics and pass rates use rewards without penalties.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from or1_megatron.types import Group
 def reward_penalties(
     groups: Sequence[Group], config: AdvantageConfig, longest: int
 ) -> list[NDArray[np.float64]] | None:
-    """Return the penalties [M] of each group in a stage of responses up to ``longest``; None: nothing is penalised."""
+    """Return the penalties [M] of each group, for responses of up to ``longest`` tokens; None: no penalties."""
     if config.overlong_tokens is None:
         return None
     lengths = [np.array([completion.token_ids.size for completion in group.completions]) for group in groups]

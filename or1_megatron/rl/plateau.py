@@ -10,11 +10,11 @@ from or1_megatron.config.schema import PlateauConfig
 
 
 class Plateau:
-    """Blocks of ``window`` values; one whose mean is not above the best earlier mean by more than ``gain`` is flat.
+    """Blocks of ``window`` values; a block is flat if its mean is at most ``gain`` above the best earlier mean.
 
     Worked example (window 2, gain 0.1, patience 1): values 0.1, 0.3 | 0.5, 0.5 | 0.5, 0.7 | 0.7, 0.6: means 0.2, 0.5,
     0.6, 0.65. 0.5 is 0.3 above 0.2: progress. 0.6 is 0.1 above 0.5, not more: flat, and the stage ends here. With
-    patience 2 the fourth is compared with 0.6, the best so far: 0.05 above, flat again, and it ends there.
+    patience 2 the fourth is compared with 0.6, the best so far: 0.05 above, flat again: the stage ends there.
     """
 
     def __init__(self, config: PlateauConfig) -> None:
@@ -24,7 +24,7 @@ class Plateau:
         self._flat = 0
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Read the metric's value, if the row has it."""
+        """Take the metric's value, if the row has it."""
         value = metrics.get(self._config.metric)
         if value is None:
             return

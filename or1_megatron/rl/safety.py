@@ -17,7 +17,7 @@ class TooManySkipped(UserError, RuntimeError):
 
 
 class UpdateGuard:
-    """Makes the SGD steps, and counts skipped ones over rollout steps and resumes.
+    """Makes the SGD steps, and counts skipped ones across rollout steps and resumes.
 
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.

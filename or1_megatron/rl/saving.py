@@ -15,17 +15,17 @@ class Saving:
     """Saves ``snapshot`` as checkpoints, one at a time, and tells the keeper when each is complete."""
 
     def __init__(self, policy: Policy, keeper: CheckpointKeeper, rollouts: Rollouts) -> None:
-        """``rollouts``: a checkpoint keeps their finished responses."""
+        """``rollouts``: a checkpoint also saves their finished responses."""
         self._policy, self._keeper, self._rollouts = policy, keeper, rollouts
         self.snapshot: Mapping[str, Any] = {}
         """The loop's state after its last complete step."""
         self.saved_at: int | None = None
         """The step of the newest checkpoint, complete or still being written."""
         self._writing: tuple[int, bool] | None = None  # (step, best)
-        self._write_s: float | None = None  # of the last one written, until it has been reported
+        self._write_s: float | None = None  # of the last checkpoint written, until it is reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, which is of ``step``, unless it is saved already."""
+        """Save the snapshot, taken after ``step``, unless it is saved already."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
@@ -45,6 +45,6 @@ class Saving:
             self._writing = None
 
     def take_write_s(self) -> dict[str, float]:
-        """Return ``checkpoint/write_s`` of the last checkpoint written, once."""
+        """Return ``checkpoint/write_s`` of the last checkpoint written; {} when called again."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

@@ -1,6 +1,6 @@
 """Forward passes between rejection and update: pi_k's log-probs, the reference's log-probs.
 
-Each is made only when it is needed: with the recipe's defaults and N_SGD = 1 a step makes none.
+A pass is made only when needed: with the recipe's defaults and N_SGD = 1 a step makes no pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def score(
     layout: BatchLayout,
     stale: bool = False,
 ) -> Scored:
-    """Score the kept groups with the policy where N_SGD > 1, and with the reference where there is one.
+    """Score the kept groups with the policy if N_SGD > 1 and ``old_is_the_policy``, and with the reference if any.
 
     N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
     ``stale``: the samples are from older weights than the policy's (``old_is_the_policy``).
@@ -54,7 +54,7 @@ def score(
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
-    """Return the policy's first scores of every sample in this step, in order; None where there was no pass.
+    """Return the policy's first scores of every sample in this step, in order; None if none were recorded.
 
     They are from the pass before the updates, or else from the first SGD step that trained on the sample.
     """

@@ -61,7 +61,7 @@ class StageSchedule:
         return steps_done == self._starts[-1] or self.index(steps_done) > self.current
 
     def enter(self, steps_done: int) -> tuple[int, StageConfig]:
-        """Make the next step's stage the current one, and return it."""
+        """Make the next step's stage the current one; return its index and configuration."""
         index = self.index(steps_done)
         if index > self.current:
             reached = self._plateau is not None and self._plateau.reached(self.stage_step(steps_done))
@@ -81,16 +81,16 @@ class StageSchedule:
             self._plateau.read(metrics)
 
     def surely_goes_on(self, steps_done: int, ahead: int = 1) -> bool:
-        """Whether the step ``ahead`` after the next one is in the current stage, whatever the metrics until then are.
+        """Whether the step ``ahead`` steps after the next is in the current stage, whatever the metrics until then are.
 
-        In a stage with a plateau that is known of no more than one step.
+        With a plateau rule this is known only for ``ahead`` = 1.
         """
         done = self.stage_step(steps_done) + ahead
         may_end = self._plateau is not None and (ahead > 1 or self._plateau.may_be_reached(done))
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """End the current stage: the user chose this checkpoint of it."""
+        """End the current stage at this checkpoint, chosen by the user."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class StageSchedule:
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. ResumeError: the stages' steps do not fit those that were done."""
+        """Take over what ``state`` returned. ResumeError: the stages' steps contradict the steps done."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
@@ -135,16 +135,16 @@ def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpo
 
 
 class PassRateLedger:
-    """How many samples of each problem were right in each stage, over all its occurrences there.
+    """How many samples of each problem were right in each stage, over all occurrences of the problem.
 
-    It is recorded before rejection, because the groups that were all right are rejected, and the filter needs them.
+    Recorded before rejection, which drops the groups that were all right: the filter needs them.
     """
 
     def __init__(self) -> None:
         self._stages: dict[int, dict[str, tuple[int, int]]] = {}
 
     def record(self, stage: int, groups: Sequence[Group]) -> None:
-        """Add each group's (right, samples) to its problem's."""
+        """Add each group's (right, samples) to its problem's counts."""
         rates = self._stages.setdefault(stage, {})
         for group in groups:
             rewards = group.rewards

@@ -1,8 +1,8 @@
-"""Takes a step's prompts from the stream, has them sampled, and returns the groups; those of later steps too, if early.
+"""Takes a step's prompts from the stream, has them sampled, and returns the groups; may start later steps early.
 
-Refill: a step of a stage with ``refill_prompts`` consists of the shortest prefix of the stream's prompts of which D_R
-groups are kept, at most D_R + refill_prompts. Which prompts these are depends on the responses alone, not on which
-engine was first or how many prompts were started early. Responses beyond are thrown away, and their prompts come in the
+Refill: a step of a stage with ``refill_prompts`` consists of the shortest prefix of the stream's prompts that gives
+D_R kept groups, at most D_R + refill_prompts prompts. Its length depends only on the responses, not on which engine was
+first or how many prompts were started early. Responses beyond the prefix are discarded, and their prompts come in the
 next step.
 """
 
@@ -39,12 +39,12 @@ class _PendingStep:
     """A step whose rollout is under way."""
 
     before: Mapping[str, Any]
-    """The stream's state before its prompts were drawn."""
+    """The stream's state before the step's prompts were drawn."""
     refilled: bool
 
 
 class Supply:
-    """The rollouts of the current step and, where staleness is allowed, of those after it ("ahead")."""
+    """The rollouts of the current step and, where staleness is allowed, of later steps ("ahead")."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
@@ -59,9 +59,9 @@ class Supply:
         return len(self._asked)
 
     def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
-        """Apply the filters of ``stage``, by the pass rates in the stage ``before``. None: it has no filter to apply.
+        """Apply the filters of ``stage``, by the pass rates in the stage ``before``. None: no filter applies.
 
-        Raises NoPromptsLeft when they leave fewer prompts than a step takes.
+        Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
         solved = ledger.solved(before) if stage.filter_solved else frozenset()
         outside = ledger.outside(before, stage.min_pass_rate, stage.max_pass_rate) - solved
@@ -72,7 +72,7 @@ class Supply:
         return Filtered(len(solved), len(outside), left)
 
     def take(self, stage: StageConfig) -> list[Prompt]:
-        """Return the prompts that the next step asks: D_R and its refill. Raises DataError when D_R are not there."""
+        """Return the next step's prompts: D_R and its refill. Raises DataError when the stream has fewer than D_R."""
         self._before = self._stream.state()
         wanted, left = stage.prompts_per_step, self._stream.left
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
@@ -88,15 +88,15 @@ class Supply:
         self._asked.append(_PendingStep(self._before, rule is not None))
 
     def ask_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
-        """Start the rollouts of later ``steps``, none while a step with refill is under way: which prompts a step after
-        that has is unknown."""
+        """Start the rollouts of later ``steps``, but none while a step with refill is under way: the prompts after it
+        are not yet known."""
         for step in steps:
             if any(asked.refilled for asked in self._asked):
                 return
             self.ask(self.take(stage), stage, step)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
-        """Return the groups of the oldest step; prompts that it did not need go back to the stream."""
+        """Return the groups of the oldest step; prompts that the step did not need go back to the stream."""
         groups, report = self._rollouts.collect()
         asked = self._asked.popleft()
         if asked.refilled:
@@ -106,7 +106,7 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """JSON-able. The stream's is that before the rollouts under way, which a resumed run asks again."""
+        """JSON-able. The stream's state is from before the rollouts under way, which a resumed run repeats."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

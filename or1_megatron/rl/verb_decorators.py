@@ -31,10 +31,10 @@ def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concaten
 
 
 def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
-    """Make the method a verb before which a run that has been asked to stop raises Stopped.
+    """Make the method a verb that raises Stopped, without running, if the run has been asked to stop.
 
-    Up to there the step can be abandoned. A run that loses its engines in the verb, after it was asked to stop, raises
-    Stopped too.
+    The step can still be abandoned then. Engines lost in the verb also raise Stopped if the run has been asked to stop
+    meanwhile.
     """
     timed = verb(method)
 
@@ -52,9 +52,9 @@ def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable
 
 
 def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
-    """Make the method a verb that a run which has been asked to stop leaves to the resumed run: it returns None.
+    """Make the method a verb that returns None if the run has been asked to stop: the resumed run does the work.
 
-    Engines that are lost in it while the run is stopping end nothing: they may be gone with their node.
+    Engines lost in the verb while the run is stopping are no error: they may be gone with their node.
     """
 
     @wraps(method)

@@ -1,8 +1,8 @@
 """Checksums of 64 bits that tell one slice, of one tensor, in one handoff, from any other bytes.
 
-A slice's 8-byte words are laid out in rows of 1,024, the rows added, the sums weighted and added; the tensor's name and
-place and the number of the handoff are added to that. Any single changed word changes the checksum, since its weight is
-odd; other changes pass with odds of 2^-64, except words that change places by a multiple of 8 KiB.
+A slice's 8-byte words are laid out in rows of 1,024; the sums of the columns are weighted and added, and hashes of the
+slice and the handoff's number are added to that. Any single changed word changes the checksum, since its weight is odd;
+other changes are missed with odds of 2^-64, except words swapped over a multiple of 8 KiB, which are always missed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def checksum(part: Slice, flat: Tensor, handoff: int) -> int:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return [columns] odd int64. A word's weight depends on its column, so that words that change places show."""
+    """Return [columns] odd int64. A word's weight depends on its column, so that swapped words are noticed."""
     generator = torch.Generator().manual_seed(20250522)
     return (torch.randint(-(1 << 62), 1 << 62, (_COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -66,13 +66,13 @@ def _identity(part: Slice) -> int:
 def host_sum(content: NDArray[np.uint8]) -> int:
     """Return the weighted sum by NumPy, which needs a fifth of torch's time.
 
-    With few calls: each is made while the caches are full of weights, and then costs several times what it does alone.
+    It makes few calls: each runs while the caches are full of model weights, and is then several times slower.
     """
     if end := content.size % _WORD:
         content, rest = content[:-end], content[-end:].tobytes()
     words = content.view(np.int64)
     tail = words.size % _COLUMNS
-    # What does not fill a row counts three times, so that it differs from a row of its own.
+    # An incomplete last row counts three times, so that it differs from a complete row.
     total = 3 * int(words[words.size - tail :] @ _host_weights()[:tail]) if tail else 0
     if words.size > tail:
         total += int(np.add.reduce(words[: words.size - tail].reshape(-1, _COLUMNS), axis=0) @ _host_weights())
@@ -80,7 +80,7 @@ def host_sum(content: NDArray[np.uint8]) -> int:
 
 
 def device_sum(flat: Tensor) -> Tensor:
-    """Return the same sum, [] int64, on the device that holds the bytes."""
+    """Return the sum of ``host_sum``, [] int64, on the device that holds the bytes."""
     whole = flat.numel() // _WORD * _WORD
     rest = flat.new_zeros(_WORD)
     rest[: flat.numel() - whole] = flat[whole:]

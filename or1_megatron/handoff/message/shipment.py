@@ -21,11 +21,11 @@ class Shipment:
     """One message of a plan: what a trainer rank packs for a group of engine ranks."""
 
     number: int
-    """Its place in the order of all."""
+    """Its position among all messages."""
     round: int
     source: int
     via: int
-    """The trainer rank that sends it to its destinations: the source, or the one that shares their device."""
+    """The trainer rank that sends it to its destinations: the source, or the rank on their device."""
     destinations: Group
     slots: tuple[Slot, ...]
 
@@ -43,13 +43,13 @@ class Shipment:
         return [slot.slice for slot in self.slots]
 
     def parent(self, rank: int) -> int | None:
-        """Return the rank from which ``rank`` receives it."""
+        """Return the rank from which ``rank`` receives the message."""
         if rank in self.destinations:
             return self.via
         return self.source if rank == self.via != self.source else None
 
     def children(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks to which ``rank`` sends it."""
+        """Return the ranks to which ``rank`` sends the message."""
         if rank == self.via:
             return self.destinations
         return (self.via,) if rank == self.source else ()
@@ -63,12 +63,12 @@ class ReceivedSlice:
     message: Tensor
     """[bytes] uint8."""
     checksum: int
-    """The one that came with it."""
+    """The checksum that came with the slice."""
     source: int
     """The trainer rank that has packed it."""
     handoff: int
     computed: int | None = None
-    """The checksum of what came, once it is computed."""
+    """The checksum of the received bytes, once computed."""
     kept: bool = False
 
     @property
@@ -86,7 +86,7 @@ class ReceivedSlice:
         return self.flat.view(self.slice.shape)
 
     def verify(self) -> None:
-        """Raise SliceMismatch if it is not what was sent. Reads it: best called where it is read anyway."""
+        """Raise SliceMismatch if the slice is not what was sent. Best called where the slice is read anyway."""
         if self.computed is None:
             self.computed = checksum(self.slice, self.slot.flat(self.message), self.handoff)
         if self.computed != self.checksum:
@@ -96,7 +96,7 @@ class ReceivedSlice:
             )
 
     def keep(self) -> None:
-        """Copy it, verified, out of its message, whose memory is about to be used again."""
+        """Verify the slice and copy it out of its message, whose memory will be reused."""
         if not self.kept:
             self.verify()
             self.message = self.slot.flat(self.message).clone()
@@ -107,7 +107,7 @@ class ReceivedSlice:
 def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], handoff: int) -> int:
     """Fill ``message`` [bytes] uint8 with the slices that ``read`` gives, followed by their checksums.
 
-    Returns the sum of the checksums. Each is computed right after its slice is copied, from the processor's cache.
+    Returns the sum of the checksums. Each is computed right after its slice is copied, while that is cached.
     """
     sums = []
     with torch._C.DisableTorchFunction():  # the CPU device layer intercepts torch functions, which costs time here
@@ -121,12 +121,12 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
 
 
 def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSlice]:
-    """Return the slices of a message [bytes] uint8, in its order; the caller verifies each when it reads it.
+    """Return the slices of a message [bytes] uint8, in order; the caller verifies each slice when reading it.
 
     On a GPU they are verified here, with one wait for all.
 
     Raises:
-        SliceMismatch: on a GPU, a slice does not have the checksum that came with it; names it.
+        SliceMismatch: on a GPU, a slice, named in the error, does not have the checksum sent with it.
     """
     came = [signed % (1 << 64) for signed in message[shipment.payload_bytes :].view(torch.int64).tolist()]
     received = [

@@ -1,4 +1,4 @@
-"""Slices of tensors, and their places in messages of bounded size."""
+"""Slices of tensors, and their positions in messages of bounded size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rectangle of an HF tensor: what an engine rank wants of it, or what a message holds."""
+    """A rectangle of an HF tensor that an engine rank wants, or that a message holds."""
 
     name: str
     box: Box
@@ -40,14 +40,14 @@ def whole_tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Slice:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slice's place in its message."""
+    """A slice's position in its message."""
 
     slice: Slice
     offset_bytes: int
     end_bytes: int
 
     def flat(self, message: Tensor) -> Tensor:
-        """Return its bytes inside ``message`` [bytes] uint8; no copy."""
+        """Return the slice's bytes inside ``message`` [bytes] uint8; no copy."""
         return message[self.offset_bytes : self.end_bytes]
 
     def view(self, message: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Slot:
 
 
 def plan_buckets(slices: Sequence[Slice], bucket_bytes: int) -> list[tuple[Slot, ...]]:
-    """Divide the slices, in order, among buckets of at most ``bucket_bytes``; a larger slice gets one of its own."""
+    """Divide the slices, in order, among buckets of at most ``bucket_bytes``; a larger slice gets its own bucket."""
     buckets: list[tuple[Slot, ...]] = []
     slots: list[Slot] = []
     filled = 0

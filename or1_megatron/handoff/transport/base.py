@@ -31,13 +31,13 @@ class Arrival:
 
 
 class Transport(ABC):
-    """Moves bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
+    """Moves bytes between two ranks. Messages from one rank to another arrive in the order of sending.
 
     ``number`` identifies a message among all of a handoff.
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
-        """``abort`` breaks off the waits that ``close`` finds."""
+        """``abort`` ends the waits that ``close`` finds."""
         self._threads = WaitingThreads(timeout_s, abort)
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        """Start to send ``buffer`` [n] uint8, the beginning of something that ``allocate`` returned.
+        """Start to send ``buffer`` [n] uint8, the beginning of memory that ``allocate`` returned.
 
         It must not change until the future is done: then the receiver no longer needs it.
         """
@@ -88,7 +88,7 @@ class BufferPool:
 
 
 def chain[T](inner: Future[T], outer: Future[T]) -> None:
-    """Complete ``outer`` as ``inner`` has completed."""
+    """Give ``outer`` the outcome of ``inner``."""
     if (error := inner.exception()) is not None:
         outer.set_exception(error)
     else:
@@ -104,8 +104,8 @@ class Work(Protocol):
 class WaitingThreads:
     """Threads that wait for torch's works, one for each work that is under way.
 
-    gloo's point-to-point works complete only inside wait(), which blocks, and in another order than they were started
-    in: with fewer threads, news of one would be held up behind another.
+    gloo's point-to-point works complete only inside wait(), which blocks, and not in the order in which they were
+    started: with fewer threads, a completed work would be noticed late.
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class WaitingThreads:
         self._closed = False
 
     def follow[T](self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
-        """Start a work; the future is what ``then`` returns when it is done."""
+        """Start a work; the future gets what ``then`` returns once the work is done."""
         done: Future[T] = Future()
 
         def wait(work: Work) -> None:
@@ -143,7 +143,7 @@ class WaitingThreads:
         return done
 
     def close(self) -> None:
-        """End the threads; those that still wait for something fail."""
+        """End the threads; works that are still under way fail."""
         atexit.unregister(self.close)
         self._closed = True
         if not self._joined(_QUIET_S):
@@ -159,13 +159,13 @@ class WaitingThreads:
 
 
 def nothing() -> None:
-    """Do nothing, when a work is done or an arrival is released."""
+    """Do nothing when a work is done or an arrival is released."""
 
 
 def abort(group: ProcessGroupGloo) -> None:
     """Break all of a group's connections, so that every wait on them ends, the peers' too.
 
-    gloo has no call for that; but it does it when a wait times out.
+    gloo has no call for this, but does it when a wait times out.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):
@@ -174,7 +174,7 @@ def abort(group: ProcessGroupGloo) -> None:
 
 
 class PooledTransport(Transport):
-    """What gloo's and NCCL's transports share: they receive into memory that is used again."""
+    """What gloo's and NCCL's transports share: they receive into reused memory."""
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
         super().__init__(timeout_s, abort)

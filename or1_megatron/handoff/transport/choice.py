@@ -1,4 +1,4 @@
-"""Which transport a handoff takes: what the configuration may ask for, and what suits where the ranks run."""
+"""Which transport a handoff uses: what the configuration may ask for, and what suits the ranks' locations."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) 
 def round_bytes(transport: str, bucket_bytes: int) -> int:
     """Return what an engine rank receives in one round.
 
-    Through host memory it is little: of small messages fewer pages are touched for the first time in a handoff, what is
-    packed is still in the processor's cache when it is loaded, and the receivers begin sooner.
+    Through host memory it is small: small messages touch fewer pages for the first time in a handoff, are still in the
+    processor's cache when they are loaded, and let the receivers begin sooner.
     """
     return min(bucket_bytes, HOST_ROUND_BYTES) if transport in _THROUGH_HOST_MEMORY else bucket_bytes
 
 
 def neighbours_of(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> list[int] | None:
-    """Return, for each engine rank, the trainer rank on its device over which a transport of two hops reaches it.
+    """Return, for each engine rank, the trainer rank on its device that passes messages on to it (two hops).
 
-    Without devices those of its node take turns. None: the transport goes straight from trainer to engine.
+    On CPU the trainer ranks of its node are used in turn. None: the transport has only one hop.
 
     Raises:
         HandoffError: the ranks do not run where the transport needs them.

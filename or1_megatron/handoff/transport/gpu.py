@@ -1,11 +1,11 @@
-"""The transports of GPU clusters: NCCL point to point, which has not run on GPUs so far, and CUDA IPC.
+"""The transports of GPU clusters: NCCL point to point, which has not been run so far, and CUDA IPC.
 
 What to look at first when NCCL runs (``or1 selftest transports handoff``):
 
 - A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
-  directions share its stream. Setting it up blocks until the other rank does, too.
+  directions share its stream. Setting it up blocks until the other rank does so too.
 - NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), so a trainer rank starts
-  all its messages in the plan's order. A thread of its own starts them, which may hang: the rank still sees errors.
+  all its messages in the plan's order. A separate thread starts them: if it hangs, the rank still sees errors.
 - A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
 - CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that sees
   only some of the GPUs numbers them in another way than the trainer.
@@ -39,7 +39,7 @@ def device_buffer(size_bytes: int, device: int) -> Tensor:
 
 
 class _Finished:
-    """A work of NCCL's whose ``wait`` blocks the host: its own only orders streams."""
+    """A work of NCCL with a ``wait`` that blocks the host: NCCL's only orders streams."""
 
     def __init__(self, work: Any, device: int) -> None:
         self._work, self._device = work, device
@@ -53,7 +53,7 @@ class _Finished:
 
 
 class NcclTransport(PooledTransport):
-    """``Transport`` between GPUs, one for each rank. Memory is the device's."""
+    """``Transport`` between GPUs, one GPU per rank. Memory is the device's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -91,7 +91,7 @@ class NcclTransport(PooledTransport):
 
         def work() -> Work:
             torch.cuda.set_device(self._device)  # of the thread that starts it
-            torch.cuda.current_stream().wait_event(ready)  # for which NCCL's stream waits in its turn
+            torch.cuda.current_stream().wait_event(ready)  # NCCL's stream waits for this stream
             return _Finished(start(), self._device)
 
         done: Future[T] = Future()
@@ -105,7 +105,7 @@ class NcclTransport(PooledTransport):
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make groups whose watchdog does not end the process when a peer is gone."""
+    """Within it, new groups' watchdogs do not end the process when a peer is gone."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -146,15 +146,15 @@ class CudaSharedMemory:
         torch.cuda.current_stream(self._device).synchronize()
 
     def free(self) -> None:
-        """Tell the sender's allocator that it may have its blocks back; mappings end with their tensors."""
+        """Let the sender's allocator reclaim its blocks; mappings end with their tensors."""
         torch.cuda.ipc_collect()
 
 
 def described_for(description: tuple[Any, tuple[Any, ...]], device: int) -> tuple[Any, tuple[Any, ...]]:
-    """Change what ``reduce_tensor`` returned for a process whose GPU is ``device`` by its own numbering.
+    """Change what ``reduce_tensor`` returned for a process that numbers its own GPU as ``device``.
 
-    The sender's number of its device means another one, or none, to a process that sees other GPUs. A peer's memory is
-    opened on the own device, too: the driver maps it there.
+    In a process that sees other GPUs, the sender's device number means another GPU or none. Even another GPU's memory
+    is opened on the process's own device: the driver maps it there.
     """
     rebuild, arguments = description
     return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])

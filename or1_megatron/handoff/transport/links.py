@@ -32,7 +32,7 @@ class Location:
 
 
 def this_location() -> Location:
-    """Return where the calling process runs; its GPU is the current one."""
+    """Return where the calling process runs, with its current GPU."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     node = f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
     device = ""
@@ -45,14 +45,14 @@ class Links:
     """The transports between a rank and the others."""
 
     def __init__(self, network: Transport, local: Transport | None, trainers: int) -> None:
-        """``local``: from a trainer rank to an engine rank, where that is not ``network`` too."""
+        """``local``: from trainer ranks to engine ranks; None: ``network`` there too."""
         self._network, self._local, self._trainers = network, local or network, trainers
 
     @classmethod
     def open(
         cls, name: str, group: ProcessGroupGloo, store: Store, rank: int, world: int, trainers: int, timeout_s: float
     ) -> Links:
-        """Open the transports of ``handoff.transport = name``. ``group``: all ranks'."""
+        """Open the transports of ``handoff.transport = name``. ``group``: of all ranks."""
 
         def made(kind: str) -> Transport:
             if kind == "gloo":

@@ -1,7 +1,7 @@
 """Messages that stay where the sender has packed them: the receiver maps the memory and reads it there.
 
-A notice (which memory, how much) goes one way and an acknowledgement the other, both over gloo; the weights do not
-travel. The memory is the host's (``HostSharedMemory``), or a device's over CUDA IPC (``gpu.CudaSharedMemory``).
+The sender's notice (which memory, how much) and the receiver's acknowledgement go over gloo; the weights are not
+sent. The memory is the host's (``HostSharedMemory``), or a device's over CUDA IPC (``gpu.CudaSharedMemory``).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class HostSharedMemory:
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
-        """Return what ``map`` needs in another process, picklable; what was written to ``buffer`` is visible."""
+        """Return what ``map`` needs in another process, picklable; writes to ``buffer`` are visible there."""
         return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:
-        """Map the memory of a description. Raises HandoffError when it cannot be reached from here."""
+        """Map the described memory. Raises HandoffError when this process cannot reach it."""
         if (known := self._mapped.get(description)) is not None:
             return known
         pid, descriptor = description
@@ -60,7 +60,7 @@ class HostSharedMemory:
         return self._mapped.setdefault(description, pages)
 
     def finish_reading(self) -> None:
-        """Do nothing: operations on host memory have read it when they return."""
+        """Do nothing: operations on host memory are complete when they return."""
 
     def free(self) -> None:
         """Free what has been allocated and mapped."""
@@ -74,7 +74,7 @@ class SharedMemoryTransport(Transport):
     """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
     def __init__(self, group: ProcessGroupGloo, memory: HostSharedMemory | CudaSharedMemory, timeout_s: float) -> None:
-        """``group``: all ranks'; it carries notices and acknowledgements."""
+        """``group``: of all ranks; carries notices and acknowledgements."""
         super().__init__(timeout_s, lambda: abort(group))
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = group  # send and recv are absent from torch's stub

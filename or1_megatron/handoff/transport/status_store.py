@@ -1,7 +1,7 @@
 """Where trainer ranks and engine ranks meet: a store, which shows what others publish and who has failed, and a group.
 
-They stand beside the trainer's default group (Megatron's) and vLLM's own groups: the group is built from a store of its
-own and registered nowhere.
+Both are independent of the trainer's default group (Megatron's) and vLLM's groups: the group is built from a separate
+store and registered nowhere.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class StatusStore:
     def __init__(self, store: TCPStore, who: str, timeout_s: float) -> None:
         """``who`` names this process in the others' errors."""
         self.tcp = store
-        """To form groups from; on trainer rank 0 its server."""
+        """Groups are formed from it; trainer rank 0's is the server."""
         # A connection of its own: on a shared one, a wait elsewhere (for a group to form) would block every look. Not
         # clone(), which now and then takes 5 s.
         self._store = join_store(store.host, store.port, timeout_s)
         self.who, self.timeout_s = who, timeout_s
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks, unless one has failed before. Never raises."""
+        """Tell all ranks, unless a rank has failed before. Never raises."""
         try:
             if not self._store.check([self._FAILED]):
                 self._store.set(self._FAILED, f"{self.who}: {error}")
@@ -74,7 +74,7 @@ class StatusStore:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub knows str alone
 
     def read(self, key: str, whose: str, watched: Future[Any] | None = None) -> Any:
-        """Wait for what ``whose`` publishes, and return it."""
+        """Wait for what ``whose`` publishes as ``key``; return it."""
         self._poll(lambda: self._store.check([key]), f"{whose} to publish '{key}'", watched, pause_s=0.005)
         return pickle.loads(self._store.get(key))
 
@@ -82,7 +82,7 @@ class StatusStore:
         """Wait for the result of ``future``, and return it.
 
         Raises:
-            HandoffError: it failed, another rank failed, ``watched`` failed, or the deadline has passed.
+            HandoffError: ``future`` failed, another rank failed, ``watched`` failed, or the deadline has passed.
         """
 
         def done() -> bool:
@@ -123,7 +123,7 @@ class StatusStore:
 
 
 def in_background[T](call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` on a daemon thread: one that hangs must not keep the process from ending."""
+    """Run ``call`` on a daemon thread: a call that hangs must not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,12 +1,12 @@
 """Received slices, copied straight to where a model's loaders were seen to put them.
 
 Once traced (``vllm.loader_trace``), most loaders need not run again: they copy rectangles of tensors to rectangles of
-parameters, and both are known. A layer is filled so when all that its parameters hold comes from such copies, each
-element once; any other layer is loaded by its loaders.
+parameters, and both are known. A layer is filled this way if such copies write every element of its
+parameters once; any other layer is loaded by its loaders.
 
 A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other is filled
 outside the model, and vLLM processes it (packing for oneDNN on CPU, for instance) and copies the result to the tensors
-that it computes with.
+that the layer computes with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEEPS = "UnquantizedEmbeddingMethod"  # packs a copy of the weight at most
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Return the names of the tensors that need no loader: for each layer all that it takes up, or none."""
+    """Return the names of the tensors that need no loader: all tensors of a layer, or none of them."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
@@ -112,7 +112,7 @@ class DirectCopy:
         self._scratch.clear()
 
     def copy(self, received: ReceivedSlice) -> None:
-        """Copy a slice to its parameters, once it has been found to be what was sent."""
+        """Verify a slice, then copy it to its parameters."""
         received.verify()
         values = received.flat
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass
@@ -130,7 +130,7 @@ class DirectCopy:
                     self._close(target.module)
 
     def _open(self, path: str) -> None:
-        """Make a layer's parameters what the slices are to be copied to."""
+        """Prepare a layer's parameters to take its slices."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if _keeps_parameters(layer):
@@ -146,7 +146,7 @@ class DirectCopy:
             weight.data = buffer[:size].view(weight.dtype).view(weight.shape)
 
     def _close(self, path: str) -> None:
-        """Make a layer, of which all slices are there, compute with them."""
+        """Make a layer compute with its slices, all of which are copied."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if path not in self._in_place:
@@ -168,7 +168,7 @@ class DirectCopy:
 
 
 def _keeps_parameters(layer: torch.nn.Module) -> bool:
-    """Return whether a layer, its reload begun, computes with tensors just like those that its loaders fill."""
+    """Return whether a layer whose reload has begun computes with tensors like those that its loaders fill."""
     method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
     if kernel is None or kernel[1] or (method is not None and type(method).__name__ != _KEEPS):
         return False
@@ -181,8 +181,8 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
 
 
 def _only_packed(layer: torch.nn.Module) -> bool:
-    """Return whether vLLM, on CPU, keeps of a layer's weight, its reload begun, only a copy in oneDNN's form."""
+    """Return whether vLLM on CPU keeps only a oneDNN copy of the weight of a layer whose reload has begun."""
     kernel = get_layerwise_info(layer).kernel_tensors
     held = None if kernel is None else kernel[0].get("weight")
-    on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # which may keep what was loaded into
+    on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # Zen may keep the loaded tensor
     return on_cpu and held is not None and not held.numel()

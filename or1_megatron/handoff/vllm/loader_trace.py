@@ -1,9 +1,9 @@
-"""What a vLLM model's own weight loaders ask for, and how they are fed just that.
+"""What a vLLM model's own weight loaders ask for, and how they get only that.
 
 ``trace_loaders`` runs the loaders once on placeholders: tensors of the full HF shape on the meta device, which have no
-storage. Whatever views a loader takes of one (narrow, chunk, index), torch keeps their geometry; when the loader copies
-a view into its parameter, a dispatch mode sees it. So fused projections, tensor parallelism, tied embeddings and
-experts need no table here.
+memory. torch keeps the geometry of each view that a loader takes of a placeholder (narrow, chunk, index), and a
+dispatch mode sees when the loader copies a view into its parameter. So fused projections, tensor parallelism, tied
+embeddings and experts need no table here.
 
 At an update most layers need no loader (``direct_copy``). The loaders of the others run again on placeholders,
 through vLLM's layerwise reload, and ``SliceLoader`` makes their copies from the slices that were received. A loader
@@ -31,7 +31,7 @@ from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""(storage offset, size, stride): what a loader made of a placeholder."""
+"""(storage offset, size, stride) of a view of a placeholder or parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ParameterView:
     """The whole parameter's, as the loaders see it: processing may change it afterwards."""
 
     def part(self, where: tuple[slice, ...]) -> ParameterView:
-        """Return a rectangle of it."""
+        """Return a rectangle of this part."""
         offset, size, stride = self.view
         view = view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
         return replace(self, view=view)
@@ -76,13 +76,13 @@ class LoaderTrace:
     whole: dict[str, str] = field(default_factory=dict)
     """Tensors that have to come whole, with the reason."""
     destinations: dict[tuple[str, View], list[ParameterView]] = field(default_factory=dict)
-    """By tensor and view of it, where the copies end up."""
+    """By tensor and view, where the copies end up."""
     copied_elsewhere: set[str] = field(default_factory=set)
     """Tensors that are also copied to something that is no parameter."""
     written_otherwise: set[tuple[str, str]] = field(default_factory=set)
     """(module, parameter) that is also written to by other operations than copies of tensors: padding, for instance."""
     elements: dict[str, int] = field(default_factory=dict)
-    """By module, how many vLLM's layerwise reload waits for."""
+    """By module, how many elements vLLM's layerwise reload waits for."""
 
     def wants(self) -> list[Slice]:
         """Return the slices that this rank needs."""
@@ -125,7 +125,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 class _Placeholders(TorchDispatchMode):
-    """Knows placeholders by their storage, and sees what becomes of them."""
+    """Knows placeholders by their storage, and sees the operations on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,9 +248,9 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
 
 
 class SliceLoader(_Placeholders):
-    """Feeds a model's loaders with received slices, as a mode around ``load_weights`` and what follows it.
+    """Feeds a model's loaders with received slices, as a mode around ``load_weights`` and the reload's end.
 
-    One for each update. A tensor's slices are dropped once vLLM no longer needs its placeholder; until then they may be
+    One per update. A tensor's slices are dropped once vLLM no longer needs its placeholder; until then they may be
     views into a message, which ``load`` turns into copies.
     """
 
@@ -326,7 +326,7 @@ class SliceLoader(_Placeholders):
 
 
 def offset_in(box: Box, source: SourceBox) -> tuple[slice, ...] | None:
-    """Return where in the destination of ``source`` a rectangle goes; None when ``source`` does not contain it."""
+    """Return where ``box`` goes in the destination of ``source``; None when ``source`` does not contain it."""
     if any(low < a or high > b for (low, high), (a, b) in zip(box, source.box, strict=True)):
         return None
     return tuple(

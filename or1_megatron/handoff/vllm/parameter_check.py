@@ -2,9 +2,9 @@
 
 Parameters are read in place after loading, so that a loader that puts a tensor where another belongs, or leaves the old
 one there, is found and the tensor named. Where each slice belongs is known from the trace made before the first handoff
-(``loader_trace.trace_loaders``); a loader that has been wrong since then is for the log-prob probe to find.
+(``loader_trace.trace_loaders``); only the log-prob probe finds a loader that was wrong from the start.
 
-Not all parameters can be read so: vLLM may have changed what was loaded into another form (oneDNN's prepacked linears
+Not all parameters can be read so: vLLM may have converted what was loaded to another form (oneDNN's prepacked linears
 on CPU, fused experts, quantisation). For these, and for tensors that come whole because their loaders do more than
 copy, only what was received is compared with what was sent, and the probe has to show that the engine computes with it.
 """
@@ -26,12 +26,12 @@ from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, o
 
 log = logging.getLogger(__name__)
 
-# Methods that leave a parameter as it was loaded, if they leave one of its shape at all.
+# Methods that leave a parameter as it was loaded, if they leave any of its shape.
 _IN_PLACE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 def targets(part: Slice, trace: LoaderTrace) -> Iterator[ParameterView]:
-    """Yield the parts of parameters that take up a slice."""
+    """Yield the parts of parameters that a slice is copied to."""
     for view, source in trace.sources.get(part.name, {}).items():
         where = offset_in(part.box, source)
         if where is not None:
@@ -78,7 +78,7 @@ class ParameterCheck:
         log.info("handoff %d: %d slices compared in place, of %d received", handoff, compared, len(expected))
 
     def _in_place(self, target: ParameterView, dtype: torch.dtype) -> Tensor | None:
-        """Return the parameter if it holds what was loaded."""
+        """Return the parameter if it has the loaded form."""
         module: Any = self._modules[target.module]
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _IN_PLACE:

@@ -1,6 +1,6 @@
 """The part of the handoff that runs inside vLLM's workers.
 
-``rollout.engine`` calls it; before, it pauses requests, and afterwards it drops the prefix cache.
+``rollout.engine`` calls it: it pauses requests before and drops the prefix cache afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SlicesUpdateInfo(WeightTransferUpdateInfo):
 
 
 class _Connection:
-    """A worker's connection to the trainer, and what it needs to load what comes over it."""
+    """A worker's connection to the trainer, and the loaders for what arrives."""
 
     def __init__(self, transfer: Transfer, model: Any, trace: LoaderTrace) -> None:
         slices = [slot.slice for shipment in transfer.plan.shipments for slot in shipment.slots]
@@ -94,7 +94,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         self._connection: _Connection | None = None
 
     def init_transfer_engine(self, init_info: SlicesInitInfo) -> None:
-        """Find out what the loaders ask for, tell the trainer, and join the group; blocks until all ranks have."""
+        """Find out what the loaders ask for, tell the trainer, and join the group; blocks until all ranks join."""
         self.shutdown()  # an earlier connection
         index = init_info.engine_index * self.parallel_config.world_size + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
@@ -123,7 +123,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive. The base would synchronise an accelerator afterwards; transports do that with every message."""
+        """Receive, without the base's device synchronisation: transports synchronise with every message."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SlicesUpdateInfo) -> None:
@@ -131,7 +131,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
 
         Raises:
             HandoffError: a rank failed or did not keep up.
-            SliceMismatch: a slice is not what was sent. In either case the model is a mixture.
+            SliceMismatch: a slice is not what was sent. In both cases the model mixes old and new weights.
         """
         if self._connection is None:
             raise RuntimeError("weight transfer: update_weights came before init_weight_transfer_engine")
@@ -145,7 +145,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         transfer.status.publish(f"received/{update_info.handoff}/{transfer.rank}", checksums)
 
     def finish_weight_update(self) -> None:
-        """Complete the model, and read what it holds. Raises HandoffMismatch, naming the tensor."""
+        """Complete the model, and check its parameters. Raises HandoffMismatch, naming the tensor."""
         assert self._connection is not None
         self._connection.direct.check_complete()
         with self._connection.loader as loader:

@@ -13,7 +13,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, tied layers included.
 
     A layer that shares another one's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU it computes with a copy that was packed for oneDNN when the model was built, which is renewed here.
+    again. On CPU it computes with a copy packed for oneDNN when the model was built. This copy is renewed here.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()

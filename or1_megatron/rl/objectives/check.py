@@ -1,4 +1,4 @@
-"""What is wrong with an objective, found on random tokens without a model; ``or1 check-parity`` runs it first."""
+"""Finds what is wrong with an objective, on random tokens without a model; ``or1 check-parity`` runs it first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
 }
-"""Parameters with which each objective's own part acts on a probe of some hundred tokens."""
+"""Parameters that make each objective's own part act on a probe of some hundred tokens."""
 
 
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
@@ -39,7 +39,7 @@ def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] =
 
     It has an entropy bonus, so that both gradients of the head take part, and a KL penalty; in fp32 also ratios, clips
     and an importance correction. In bf16 rounding would decide which tokens are clipped, and small differences would
-    become large ones. ``args`` set any parameter of the objective, over those of ``_PROBE_ARGS``.
+    become large ones. ``args`` override any parameter of the objective.
 
     Raises ConfigError when there is no such objective or parameter.
     """
@@ -82,9 +82,9 @@ class _Tokens:
         )
 
     def evaluate(self, objective: Objective, indices: Tensor, scope: Scope, bare: bool = False) -> Result:
-        """Evaluate on the tokens at ``indices``; what is there twice counts as sequences of their own.
+        """Evaluate on the tokens at ``indices``; repeated indices form separate sequences.
 
-        ``bare``: with only those inputs that every run has.
+        ``bare``: with only the inputs that every run has.
         """
         leaves = [values[indices].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
         inputs = _at(self.inputs, indices, scope)
@@ -108,7 +108,7 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault; nothing for a sound objective. ``on_policy`` is tried both ways where it is."""
+    """Yield a sentence for each fault; nothing for a sound objective. A bool ``on_policy`` is tried both ways."""
     sentences = list(_faults(objective))
     if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
         sentences = list(_faults(replace(objective, on_policy=not before)))
@@ -169,7 +169,7 @@ def _not_finite(name: str, whole: Result) -> Iterator[str]:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield what stays as it is, or what gradient halves, where every token is there twice."""
+    """Yield each value that does not grow, and each gradient that halves, when every token occurs twice."""
     if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
         yield (
             f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
@@ -193,7 +193,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield what differs between the whole and its parts: the cut of a batch would show in the result."""
+    """Yield what differs between the whole and its parts: it would depend on how a batch is cut."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     total = torch.stack([part[0] for part in parts]).sum()
@@ -213,13 +213,13 @@ def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -
 
 
 def _parts(scope: Scope) -> list[Tensor]:
-    """Cut the tokens in two: between sequences, or within one where terms are pointwise."""
+    """Cut the tokens in two: between sequences, or within a sequence for scope "token"."""
     at = sum(_LENGTHS[:3]) + (2 if scope == "token" else 0)
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 
 
 def _at(inputs: TokenInputs, indices: Tensor, scope: Scope) -> TokenInputs:
-    """Return the inputs of the tokens at ``indices``, with whole sequences where the scope has them."""
+    """Return the inputs of the tokens at ``indices``, with whole sequences unless the scope is "token"."""
     whole = inputs.whole
     picked = inputs[indices]
     if scope == "token":

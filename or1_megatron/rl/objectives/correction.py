@@ -25,14 +25,14 @@ def correction_weights(
     The engine samples from pi_engine, and the loss treats the samples as pi_k's. w = pi_k / pi_engine corrects this;
     the cap bounds its variance. ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training"); ``masked``: w within [floor, cap], else 0 (token: IcePop, arXiv 2510.18855,
-    with 0.5 and 5; sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability"); without a floor it is
+    with 0.5 and 5; sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability"); ``floor`` None means
     1 / cap.
 
-    ``level``: w is the token's ratio; ``sequence``: the product of the sequence's ratios, for each of its tokens;
-    ``geometric``: their geometric mean. The last two need ``sequences``.
+    ``level`` token: w is the token's ratio; sequence: the product of the ratios of the token's sequence; geometric:
+    the geometric mean of these ratios. The last two need ``sequences``.
 
     Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence:
-    product 1.125, geometric mean 1.125^(1/3) = 1.040, neither of them cut.
+    product 1.125, geometric mean 1.125^(1/3) = 1.040; neither is cut.
     """
     difference = policy - engine
     if level != "token":

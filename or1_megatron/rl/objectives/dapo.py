@@ -11,10 +11,10 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 
 @dataclass(frozen=True, slots=True)
 class DAPO(ClippedPolicyLoss):
-    """J = min(rho A, clip(rho, 1 - low, 1 + high) A), high > low (eq. 8), with DAPO's settings, on which it insists.
+    """J = min(rho A, clip(rho, 1 - low, 1 + high) A), high > low (eq. 8); DAPO's other settings are required.
 
     Clip-higher (the paper: 0.2 and 0.28) and the token mean are keys of ``algorithm.loss``; the penalty is part of the
-    rewards (``rl.penalties``). Dynamic sampling is a stage's ``refill_prompts``, which it does not insist on.
+    rewards (``rl.penalties``). Dynamic sampling (a stage's ``refill_prompts``) is not required.
 
     Worked example (low 0.2, high 0.28): rho 1.25, A 2: J = 2.5, open; a high of 0.2 would clip it at 2.4. rho 1.4, A 2:
     J = 2.56, clipped. rho 0.7, A -1: J = -0.8, clipped.

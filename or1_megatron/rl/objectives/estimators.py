@@ -44,9 +44,9 @@ def kl_estimate(
 ) -> Tensor:
     """Return an estimate of KL(p || q) per sampled token, which is never negative. [N].
 
-    ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: the value is cut to at most this, without gradient beyond.
+    ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: larger values become this, without gradient.
 
-    The mean under p of the gradient by p's parameters is, of k2, that of KL(p || q); of k3 that of KL(q || p) (Tang and
+    In the mean under p, k2's gradient by p's parameters is that of KL(p || q), k3's is that of KL(q || p) (Tang and
     Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
 
     Worked example, p = 1/2, q = 1/4: k2 0.240, k3 0.193; their gradients 0.693 and 1/2. log p - log q = -3: k3 is
@@ -67,5 +67,5 @@ def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def no_tokens(values: Tensor) -> Tensor:
-    """Return a mask [N] that is nowhere set."""
+    """Return a mask [N] that is False everywhere."""
     return torch.zeros_like(values, dtype=torch.bool)

@@ -19,10 +19,10 @@ from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surro
 class GSPO(PolicyGradientLoss):
     """J = min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = (pi_theta(y_i) / pi_old(y_i))^(1 / |y_i|)
 
-    Every token of response i has its J; ``response_mean`` then makes the mean over responses of the paper's eq. 5. The
+    All tokens of response i share one J; ``response_mean`` then gives the mean over responses, the paper's eq. 5. The
     paper's bounds are 3e-4 and 4e-4: s_i is a geometric mean, so it moves far less than the ratio of a token. On policy
     and without a correction s_i is 1 and its gradient, summed over the response, is that of the tokens' ratios, so that
-    J is pointwise. A correction w_t multiplies J at each token; s_i stays that of the whole response.
+    J is pointwise. A correction w_t multiplies J at each token; s_i does not change.
 
     Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2: s = sqrt(1.8) = 1.342, clipped: J = 2.4, no
     gradient. With rho 1.1 and 1.0: s = sqrt(1.1) = 1.0488, J = 2.0976 at both tokens; the gradient of their sum by

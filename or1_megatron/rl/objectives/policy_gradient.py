@@ -1,4 +1,4 @@
-"""What all objectives of policy gradient share: correction, KL, entropy bonus, aggregation, and what they report.
+"""What all policy-gradient objectives share: correction, KL, entropy bonus, aggregation, and reported sums.
 
 Shapes: all tensors are [N], N counted tokens, in fp32 (float64 where they are evaluated before the update); N may be 0.
 """
@@ -30,7 +30,7 @@ class Surrogate:
     clipped: Tensor
     """bool: a clip of the ratio took effect."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """More to report, summed over tokens."""
+    """Further sums over tokens to report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class PolicyGradientLoss(ABC):
 
     ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
     value is 1 everywhere, its gradient that of log pi_theta. The engine's log-probs then only serve to measure how far
-    engine and policy differ, and for w.
+    engine and policy differ, and to compute w.
     """
 
     own_scope: ClassVar[Scope] = "token"
@@ -55,7 +55,7 @@ class PolicyGradientLoss(ABC):
     temperature: float
     on_policy: bool
     kl_coefficient: float = 0.0
-    """beta. At 0 a KL to the reference is measured only."""
+    """beta. At 0 a KL to the reference is only measured."""
     kl_estimator: KLEstimator = "k3"
     kl_cap: float | None = None
     correction: Literal["off", "truncated", "masked"] = "off"
@@ -74,7 +74,7 @@ class PolicyGradientLoss(ABC):
 
     @property
     def scope(self) -> Scope:
-        """What a token's term depends on: J's own scope, and with a correction of sequences at least those."""
+        """What a token's term depends on: ``own_scope``, widened to "sequence" by a correction of sequences."""
         by_sequence = self.correction != "off" and self.correction_level != "token"
         return "sequence" if by_sequence and self.own_scope == "token" else self.own_scope
 
@@ -87,7 +87,7 @@ class PolicyGradientLoss(ABC):
         ``ratio``, ``clipped`` = ``clipped_low`` + ``clipped_high``, ``abs_log_ratio`` (|log pi_theta - log pi_old|) and
         ``approx_kl``, the k3 estimator of KL(pi_old || pi_theta); pi_old is the engine when on policy. Maxima:
         ``max_ratio``, ``max_inverse_ratio``, ``max_abs_log_ratio``. With a reference ``kl``; with a correction
-        ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own.
+        ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own sums.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
         own = self.surrogate(log_probs, old, tokens)
@@ -131,7 +131,7 @@ class PolicyGradientLoss(ABC):
 
 @torch.no_grad()
 def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[str, Tensor]:
-    """Return the sums and maxima of rho, of the clips, and of the policy against ``old_log_probs``."""
+    """Return the sums and maxima of rho, clips, and the policy's difference from ``old_log_probs``."""
     ratio, clipped = own.ratio.detach(), own.clipped
     above = ratio > 1.0
     difference = (log_probs - tokens.old_log_probs).abs()

@@ -55,7 +55,7 @@ _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed"
 def find(name: str) -> type[Any]:
     """Return the class that ``algorithm.objective.name`` names; modules are looked for in the working folder too.
 
-    Raises ConfigError when there is none, with the nearest known name, or when it is no dataclass.
+    Raises ConfigError when no class has this name, or when the class is no dataclass with ``__call__``.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -80,7 +80,7 @@ def find(name: str) -> type[Any]:
 
 
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
-    """Return the named objective with those of the common ``settings`` that it has fields for, and its own ``args``.
+    """Return the named objective, made from the common ``settings`` that it has fields for and its own ``args``.
 
     Raises ConfigError, with everything that is wrong.
     """
@@ -148,7 +148,7 @@ def value_at(section: Any, key: str) -> Any:
 
 
 def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Iterator[str]:
-    """Yield what of ``algorithm`` the objective cannot be computed with; nothing when it can."""
+    """Yield each setting of ``algorithm`` that contradicts the objective, with what to do."""
     name = algorithm.objective.name
     try:
         kind = find(name)

@@ -1,7 +1,7 @@
 """Objectives that need more than the head gives at once: evaluated on rank 0, before the update.
 
 The present weights score the whole mini-batch, autograd gives dL/dlogp_t and dL/dH_t of every token, and the update
-runs a pointwise loss with these as constants. Its gradient is exact under every packing and layout, because
+runs a pointwise loss with these as constants. The loss's gradient is exact under every packing and layout, because
 
     dL/dtheta = sum_t dL/dlogp_t dlogp_t/dtheta + dL/dH_t dH_t/dtheta
 
@@ -75,7 +75,7 @@ class Linearised(NamedTuple):
     batch: Batch
     objective: LinearLoss
     sums: dict[str, float]
-    """The objective's own."""
+    """The objective's own sums."""
 
 
 def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linearised:
@@ -124,7 +124,7 @@ def inputs_of(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
     def column(name: str) -> Tensor | None:
         if getattr(samples[0], name) is None:
             return None
-        # A single number is that of all tokens of its sample.
+        # A single number is for all tokens of its sample.
         values = [np.asarray(getattr(sample, name), dtype=np.float32) for sample in samples]
         tokens = [np.broadcast_to(v, s.loss_mask.shape)[s.loss_mask] for v, s in zip(values, samples, strict=True)]
         return _joined(tokens).to(like)
@@ -147,7 +147,7 @@ def _joined(values: Sequence[Float32Array]) -> Tensor:
 
 
 def _bare(row: MicroBatch, with_entropy: bool) -> MicroBatch:
-    """Return the row with places for the gradients, without what only the evaluation reads: that need not travel."""
+    """Return the row with zeroed gradient arrays, without arrays that only the evaluation reads, to send less."""
     return replace(
         row,
         engine_log_probs=None,
