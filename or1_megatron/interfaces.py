@@ -261,7 +261,7 @@ class PolicyWeights(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks."""
+        """Number of trainer ranks."""
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank."""
@@ -287,7 +287,7 @@ class EngineControl(Protocol):
 
     @property
     def address(self) -> str:
-        """This host, as the engines' nodes reach it."""
+        """This host's address for the engines' nodes."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 

@@ -272,7 +272,7 @@ class UpdateReport:
     forward_backward_s: float
     optimizer_s: float
     scores: TokenScores | None = None
-    """The batch's samples scored by the step's own forward pass, on the parameters before it; None: not recorded."""
+    """The batch's samples scored by the step's own forward pass, before the parameters change; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

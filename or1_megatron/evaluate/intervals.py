@@ -46,7 +46,7 @@ class Score:
 
 
 def pass_at(n: int, k: int) -> Estimates:
-    """Return the unbiased estimates of pass@k; with k = 1 they are of avg@n. ValueError unless 1 <= k <= n."""
+    """Return the unbiased estimates of pass@k; k = 1 gives avg@n. ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
@@ -95,7 +95,7 @@ def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """Return [n + 1], the variance of a problem's estimate over n new samples, by how many seen ones were right."""
+    """Return [n + 1]: the variance of a problem's estimate over n new samples, by how many old ones were right."""
     n = len(estimates) - 1
     right = np.arange(n + 1)
     chance = ((right + 0.5) / (n + 1))[:, None]

@@ -1,7 +1,7 @@
 """Who sends what to whom: the slices that the engines' loaders ask for, matched with what trainer ranks hold. Pure.
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
-ranks hold; where several ranks hold one, the rank with the fewest bytes sends it. Engine ranks that want the same (the
+ranks hold; where several ranks hold one, the rank with the least to send sends it. Engine ranks that want the same (the
 n-th of each engine) form a group: messages are packed once, are of bounded size, and go to each rank of the group.
 
 Engines on the trainer's devices are reached in two hops: to the trainer rank that shares the engine rank's device, then

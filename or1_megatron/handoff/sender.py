@@ -51,12 +51,12 @@ class WeightSender:
         self._transfer: Transfer | None = None
         self._handoffs = 0
         self.plan: HandoffPlan | None = None
-        """The whole plan; on rank 0 only, once the engines have been met."""
+        """The whole plan; on rank 0 only, once the engines are connected."""
 
     def send(self, version: int) -> int:
         """Bring every engine to ``version``, prefix caches emptied; collective over the trainer's ranks.
 
-        Meets the engines if that has not been done. On rank 0 returns the bytes that all trainer ranks sent, on other
+        Connects to the engines if necessary. On rank 0 returns the bytes that all trainer ranks sent, on other
         ranks the bytes that this rank sent.
 
         Raises:
@@ -98,7 +98,7 @@ class WeightSender:
         return sum(sent[rank] for rank in range(self.plan.trainers))
 
     def close(self) -> None:
-        """Disconnect from the engines; the next handoff meets them anew.
+        """Disconnect from the engines; the next handoff connects again.
 
         The status store stays open until then, so that other ranks can read the failure.
         """
@@ -106,10 +106,10 @@ class WeightSender:
             self._transfer.close()
         self._transfer, self._handoffs = None, 0
 
-    # -- meeting -------------------------------------------------------------------------------------------------
+    # -- connecting ----------------------------------------------------------------------------------------------
 
     def _connect(self) -> Transfer:
-        """Meet the engines and make the plan.
+        """Connect to the engines and make the plan.
 
         Raises:
             HandoffError: a rank failed, or did not come within ``timeout_s``.
@@ -135,7 +135,7 @@ class WeightSender:
         return transfer
 
     def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
-        """Tell the engines where to meet; the future is done when all are ready."""
+        """Give the engines the store's address; the future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
             "address": status.tcp.host,

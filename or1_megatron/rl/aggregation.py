@@ -48,7 +48,7 @@ def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPU
     """Cut a mini-batch of n samples, ``lengths`` [n] tokens each, into micro-batches as the released code does.
 
     Each GPU gets the same number of samples and nearly the same number of tokens. Then each GPU cuts its samples into
-    the same number of micro-batches, the smallest with which the fullest GPU can keep the budget, by tokens alone.
+    equally many micro-batches, balanced by tokens only: as many as the fullest GPU's tokens need under the budget.
     (The released code drops up to ``gpus`` - 1 samples so that their number divides; here some GPUs have one less.)
     """
     shares = [sorted(share) for share in balanced(lengths, min(gpus, len(lengths)), same_count=True)]
@@ -64,9 +64,9 @@ _Part = tuple[int, int, list[int]]
 def balanced(sizes: NDArray[np.int64], parts: int, same_count: bool = False) -> list[list[int]]:
     """Split the indices of ``sizes`` into ``parts`` of nearly equal sums, by the largest differencing method.
 
-    Karmarkar and Karp 1982: begin with a partition per index, in which only one part has a member; until one partition
-    is left, merge the two whose largest and smallest sums differ most, the largest part of one with the smallest of
-    the other. ``same_count``: begin with a partition per ``parts`` indices of neighbouring size, one in each part.
+    Karmarkar and Karp 1982: begin with a partition per index: one part holds it, the others are empty. Until one
+    partition is left, merge the two whose largest and smallest sums differ most, the largest part of one with the
+    smallest of the other. ``same_count``: begin with a partition per ``parts`` indices of similar size, one per part.
 
     Worked example: 8, 7, 6, 5, 4 in two parts: 14 and 16.
     """

@@ -101,7 +101,7 @@ class Alarms:
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
         """Return each metric's means over (the ``half`` steps before, the last ``half``) of the current stage.
 
-        None while fewer steps of the stage have all of the metrics.
+        None until 2 * ``half`` steps of the stage have all metrics.
         """
         rows = self._past(*names, stage=stage)[-2 * half :]
         if len(rows) < 2 * half:
@@ -160,7 +160,7 @@ class Alarms:
         )
 
     def _non_truncated(self, seen: StepSeen) -> str | None:
-        """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated falls, each by TREND_CHANGE."""
+        """Over 2 * TREND_STEPS steps of a stage accuracy rises, non-truncated accuracy falls, both by TREND_CHANGE."""
         trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
         if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None
@@ -182,7 +182,7 @@ class Alarms:
         )
 
     def _plateau(self, seen: StepSeen) -> str | None:
-        """Over 2 * PLATEAU_STEPS steps accuracy rises by less than PLATEAU_GAIN, in the first half of stage 1."""
+        """Mean accuracy of PLATEAU_STEPS steps gains less than PLATEAU_GAIN, in the first half of stage 1."""
         stage = seen.stage
         if seen.stage_index > 0 or 2 * seen.stage_step > stage.steps:
             return None

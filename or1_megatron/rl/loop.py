@@ -210,7 +210,7 @@ class Loop:
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps, the ``first`` after this one on, that staleness allows and are surely in this stage."""
+        """Return the steps that staleness allows and that surely are in this stage, from ``first`` steps ahead on."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 

@@ -217,7 +217,7 @@ _MEANS: Mapping[str, str] = {
     "correction/weight": "weight",
     "correction/cut_fraction": "weight_cut",
 }
-"""Metric to the objective's sum whose mean over tokens it is. An objective has some of these sums."""
+"""For each metric, the objective's sum of which it is the mean over tokens; objectives have some of them."""
 
 
 def throughput_metrics(
@@ -263,7 +263,7 @@ def time_metrics(
     """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``,
     ``other_share_with_score`` and ``engine/utilization``.
 
-    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, with
+    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: this lap's reports, which have
     these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
     t_O. ``overlaps``: engines decode while the policy trains; then only the longer of the two times is
     subtracted, and the utilization is over the ``period_s`` of the rollouts' reports.

@@ -14,7 +14,7 @@ class Plateau:
 
     Worked example (window 2, gain 0.1, patience 1): values 0.1, 0.3 | 0.5, 0.5 | 0.5, 0.7 | 0.7, 0.6: means 0.2, 0.5,
     0.6, 0.65. 0.5 is 0.3 above 0.2: progress. 0.6 is 0.1 above 0.5, not more: flat, and the stage ends here. With
-    patience 2 the fourth is compared with 0.6, the best so far: 0.05 above, flat again: the stage ends there.
+    patience 2 the fourth is compared with 0.6, the best so far: 0.05 above, flat again, and the stage ends.
     """
 
     def __init__(self, config: PlateauConfig) -> None:

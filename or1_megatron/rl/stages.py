@@ -20,7 +20,7 @@ class StageSchedule:
     the run is over.
 
     A stage ends after its ``steps``, or earlier on its plateau. A resumed run may change the steps of the current
-    stage, not of one that has ended.
+    stage, not of an ended one.
     """
 
     def __init__(self, stages: Sequence[StageConfig], count: int | None = None) -> None:

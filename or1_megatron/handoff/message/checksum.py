@@ -1,8 +1,8 @@
 """Checksums of 64 bits that tell one slice, of one tensor, in one handoff, from any other bytes.
 
-A slice's 8-byte words are laid out in rows of 1,024; the sums of the columns are weighted and added, and hashes of the
-slice and the handoff's number are added to that. Any single changed word changes the checksum, since its weight is odd;
-other changes are missed with odds of 2^-64, except words swapped over a multiple of 8 KiB, which are always missed.
+A slice's 8-byte words are laid out in rows of 1,024; the column sums are weighted and added; then a hash of the slice's
+identity and a multiple of the handoff's number are added. Any single changed word changes the checksum, since its
+weight is odd; other changes are missed with odds of 2^-64, but words swapped over a multiple of 8 KiB may be missed.
 """
 
 from __future__ import annotations

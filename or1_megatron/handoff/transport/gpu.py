@@ -39,7 +39,7 @@ def device_buffer(size_bytes: int, device: int) -> Tensor:
 
 
 class _Finished:
-    """A work of NCCL with a ``wait`` that blocks the host: NCCL's only orders streams."""
+    """A work of NCCL whose ``wait`` blocks the host: NCCL's own ``wait`` only orders streams."""
 
     def __init__(self, work: Any, device: int) -> None:
         self._work, self._device = work, device

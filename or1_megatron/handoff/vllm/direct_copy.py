@@ -1,8 +1,8 @@
 """Received slices, copied straight to where a model's loaders were seen to put them.
 
 Once traced (``vllm.loader_trace``), most loaders need not run again: they copy rectangles of tensors to rectangles of
-parameters, and both are known. A layer is filled this way if such copies write every element of its
-parameters once; any other layer is loaded by its loaders.
+parameters, and both are known. A layer is filled this way if such copies write each element of its
+parameters exactly once; any other layer is loaded by its loaders.
 
 A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other is filled
 outside the model, and vLLM processes it (packing for oneDNN on CPU, for instance) and copies the result to the tensors

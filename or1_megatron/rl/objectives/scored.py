@@ -33,7 +33,7 @@ class Learner(Protocol):
 
 
 def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) -> UpdateReport:
-    """Update the policy, whose head is ``one_pass`` or not; an objective that needs scores is evaluated first."""
+    """Update the policy; an objective that needs scores (``needs_scores``) is evaluated first."""
     if not needs_scores(objective, one_pass):
         return policy.update(batch, objective)
     started_s = time.perf_counter()
