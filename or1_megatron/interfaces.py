@@ -137,7 +137,7 @@ class Objective(Protocol):
 
 
 def scope_of(objective: Objective) -> Scope:
-    """Return the objective's scope. Raises ValueError for any other value than the three."""
+    """Return the objective's scope. Raises ValueError for a value outside ``Scope``."""
     scope: Scope = getattr(objective, "scope", "token")
     if scope not in get_args(Scope):
         raise ValueError(f"{type(objective).__name__}.scope is {scope!r}; expected {', '.join(get_args(Scope))}")
@@ -192,7 +192,7 @@ class Sampler(Protocol):
 
 
 class Rollouts(Protocol):
-    """Samples and verifies. The RolloutManager behind it is a process of its own."""
+    """Samples and verifies. The RolloutManager behind it is a separate process."""
 
     def roll_out(
         self,

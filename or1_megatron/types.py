@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
 
 Aggregation = Literal["token_mean", "response_mean", "released-code"]
-"""How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
+"""How token losses are averaged (RECIPE section 1). ``rl.aggregation.weigh`` turns it into token weights of mean 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class LoadedSet:
     outside: int
     """Usable problems outside the window."""
     release: str
-    """LiveCodeBench's, such as release_v5; "" for other sets."""
+    """LiveCodeBench's release, such as release_v5; "" for other sets."""
 
     def __str__(self) -> str:
         """Return the number of problems and the release."""
@@ -145,8 +145,8 @@ def load_set(
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
     """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and its set.
 
-    AIME24's problems get their ending, LiveCodeBench's are those of the report's window. ``found_in``: where files of
-    that name are looked for before the hub.
+    AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: where
+    files of that name are looked for before the hub.
 
     Raises:
         DataError: no known set, or what ``load_set`` raises. Many unusable rows are listed in

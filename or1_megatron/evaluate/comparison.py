@@ -19,7 +19,7 @@ _ASKED: Final = ("data", "since", "until", "release", "max_response_tokens", "te
 _NAMED: Final = 5
 _EXCERPT_CHARS: Final = 80
 AskedProblem = Mapping[str, str]
-"""What ``responses.jsonl`` says of a problem: id, source, ground_truth, prompt."""
+"""A problem's fields from ``responses.jsonl``: id, source, ground_truth, prompt."""
 
 
 @dataclass(frozen=True, slots=True)

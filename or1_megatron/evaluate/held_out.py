@@ -33,10 +33,10 @@ class HeldOut:
         """
         Args:
             sets: prompts by the name of their set.
-            max_response_tokens: used where the settings give none: the final stage's T, in every stage of training.
+            max_response_tokens: used if the settings give none: always the final stage's T.
 
         Raises:
-            ValueError: a set is empty, or there is none.
+            ValueError: a set is empty, or there is no set.
         """
         empty = [name for name, prompts in sets.items() if not prompts]
         if empty or not sets:

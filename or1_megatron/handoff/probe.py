@@ -19,7 +19,7 @@ from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
 _LONGEST = 512
-"""Tokens of a probe sequence; several of this length cost less than one long one."""
+"""Most tokens of a probe sequence: several sequences cost less than one long one."""
 _SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration says otherwise
 _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
@@ -58,7 +58,7 @@ class Probe:
         self._baseline: float | None = None
 
     def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> ProbeResult:
-        """Compare one handoff's scores. In bfloat16 a run's first handoff is the baseline of the others.
+        """Compare one handoff's scores. In bfloat16 a run's first handoff is the baseline of later ones.
 
         Raises:
             HandoffMismatch: engine and policy differ too much.
@@ -93,7 +93,7 @@ def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Fl
 
     Args:
         engines: per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, temperature 1.
-        policy: the policy's, per sequence.
+        policy: the policy's log-probs, likewise.
         bound: the largest tolerated difference; infinite: any finite difference.
 
     Raises:

@@ -30,7 +30,7 @@ _SHARED_BYTES = 1 << 20  # a larger rectangle is divided among its holders
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """All messages, in the order in which every rank works through them. Ranks: the trainer's, then the engines'."""
+    """All messages, in the order in which every rank works through them. Ranks: trainer ranks, then engine ranks."""
 
     trainers: int
     engines: int

@@ -77,7 +77,7 @@ class RecipeLengths:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLengths:
-    """Lengths of a past run, drawn again group by group."""
+    """A past run's lengths, drawn again by group."""
 
     groups: tuple[Int64Array, ...]
     prompt_tokens: Int64Array  # [groups]

@@ -217,7 +217,7 @@ def kept_sequences(
 
 def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array]) -> float:
     """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several mini-batches,
-    and a reference's. At the update's speed, without communication."""
+    and the reference's if any. At the update's speed, without communication."""
     forwards = (len(mini_batches) > 1) + (config.algorithm.kl.reference is not None)
     if not forwards:
         return 0.0

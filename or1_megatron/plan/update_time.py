@@ -29,13 +29,13 @@ class StageWork:
     """Operations of one pipeline stage's forward pass."""
 
     layer_token: float
-    """The layers', per token."""
+    """All layers, per token."""
     mlp_token: float
-    """The MLPs' part of these."""
+    """The MLPs' part of ``layer_token``."""
     pair: float
-    """Attention's: a sequence of L tokens takes L * L times this."""
+    """Attention: a sequence of L tokens takes L * L times this."""
     head_token: float
-    """The output layer's, per token; 0 but on the last stage."""
+    """Output layer, per token; 0 except on the last stage."""
     layers: int
 
 

@@ -38,8 +38,8 @@ def group_advantages(
 
     ``penalties`` [M] are subtracted from the rewards first (``rl.penalties``).
 
-    ``none``: over all responses; ``before``: truncated ones are left out of mean and std and get 0; ``after``: they
-    count in mean and std, then get 0. Truncated responses have reward 0, except from the released code's judge
+    Mask ``none``: all responses count; ``before``: truncated ones are left out of mean and std and get 0; ``after``:
+    they count in mean and std, then get 0. Truncated responses have reward 0, except from the released code's judge
     (``verify.math.judge: math_verify``).
     """
     rewards, truncated = group.rewards.astype(np.float64), group.truncated
@@ -57,7 +57,7 @@ def group_advantages(
 def assign_advantages(
     groups: Sequence[Group], config: AdvantageConfig, penalties: Sequence[NDArray[np.float64]] | None = None
 ) -> list[AdvantagedGroup]:
-    """Return every group with its advantages, in the same order. ``penalties``: [M] of each group; None: none."""
+    """Return every group with its advantages, in the same order. ``penalties``: [M] per group, or None."""
     of_groups = [None] * len(groups) if penalties is None else penalties
     return [AdvantagedGroup(g, group_advantages(g, config, p)) for g, p in zip(groups, of_groups, strict=True)]
 

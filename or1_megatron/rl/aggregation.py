@@ -15,7 +15,7 @@ from or1_megatron.types import Aggregation, Sample
 GPUS: Final = 32
 """GPUs over which the released rule spreads a mini-batch, in any run: as many as in the paper's 7B runs."""
 _BESIDE_RESPONSE: Final = 2048 + 1000
-"""The released scripts' tokens per micro-batch beside T: the longest prompt and a margin."""
+"""The released scripts' tokens per micro-batch besides T: the longest prompt and a margin."""
 
 
 def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> list[Sample]:

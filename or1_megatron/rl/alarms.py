@@ -125,7 +125,7 @@ class Alarms:
         )
 
     def _mismatch(self, seen: StepSeen) -> str | None:
-        """Mean or largest |engine - policy| log-prob is above what rounding gives, or not finite."""
+        """Mean or largest |engine - policy| log-prob is above the rounding limit, or not finite."""
         mean, largest = seen.metrics.get("mismatch/mean_abs"), seen.metrics.get("mismatch/max_abs")
         if mean is None or largest is None or (mean <= self._mean and largest <= self._largest):
             return None

@@ -75,7 +75,7 @@ def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
 
 
 def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
-    """Raise AllRejected when ``in_a_row`` steps without a kept group reach ``limit``. ``rejected``: the last step's."""
+    """Raise AllRejected when ``in_a_row`` steps with no kept group reach ``limit``; ``rejected``: in the last step."""
     if in_a_row >= limit:
         right, wrong, other = count_rejected(rejected)
         raise AllRejected(

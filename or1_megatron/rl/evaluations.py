@@ -58,7 +58,7 @@ class Evaluations:
             self.best = None
 
     def begin_at(self, step: int) -> None:
-        """Start a run of its own after ``step``, without the results of the run that led there."""
+        """Start a new run after ``step``, without the results of the previous run."""
         self.first_step = step
         self.before = self.after = self.best = self._done_at = None
 

@@ -1,4 +1,4 @@
-"""How far the engines' distribution is from the policy's, by several measures on the responses that are trained on.
+"""How far the engines' distribution is from the policy's, by several measures on the trained responses.
 
 d is log pi_policy - log pi_engine of a sampled token, s its sum over a response, w = e^d and W = e^s the importance
 weights of a token and of a response. Shapes: [n] per response.

@@ -49,7 +49,7 @@ class SequenceCost:
         L^2 / 2 causal pairs.
 
         Args:
-            weights: all that multiply every token: with the output layer, tied or not, without the input embedding.
+            weights: all that multiply every token: the output layer, tied or not, but not the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
@@ -137,7 +137,7 @@ def _shortest(fit: Callable[[int], Rows | None], lowest: int, highest: int) -> R
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Put each sequence, in ``order``, into the row that it fits most tightly; into a new row when it fits no row."""
+    """Put each sequence, in ``order``, into the row that it fits most tightly, else into a new row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
@@ -153,7 +153,7 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
 
 
 def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: int, capacity: int) -> Rows | None:
-    """Put each sequence, in ``order``, into the cheapest of ``count`` rows that can hold it; None when no row can."""
+    """Put each sequence, in ``order``, into the cheapest of ``count`` rows that can hold it; None if impossible."""
     costs = cost.linear * extents + cost.quadratic * np.square(extents, dtype=np.float64)
     rows: Rows = [[] for _ in range(count)]
     rooms, loads = np.full(count, capacity), np.zeros(count)

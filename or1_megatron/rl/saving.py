@@ -45,6 +45,6 @@ class Saving:
             self._writing = None
 
     def take_write_s(self) -> dict[str, float]:
-        """Return ``checkpoint/write_s`` of the last checkpoint written; {} when called again."""
+        """Return ``checkpoint/write_s`` of the last checkpoint written; {} afterwards."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

@@ -24,7 +24,7 @@ class StageSchedule:
     """
 
     def __init__(self, stages: Sequence[StageConfig], count: int | None = None) -> None:
-        """``count``: the run ends after this many stages; None: after all."""
+        """``count``: the run ends after this many stages; None: all."""
         self.stages = tuple(stages)
         self._count = len(self.stages) if count is None else count
         self._starts = [0]  # for each stage that was entered, the steps done before it
@@ -76,7 +76,7 @@ class StageSchedule:
         return steps_done - self._starts[-1]
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Pass the last step's metrics to the current stage's plateau rule; they may come in several parts."""
+        """Pass the last step's metrics to the current stage's plateau rule; metrics may come in several parts."""
         if self._plateau is not None:
             self._plateau.read(metrics)
 

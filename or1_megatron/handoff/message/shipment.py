@@ -13,7 +13,7 @@ from or1_megatron.handoff.message.checksum import checksum, checksums, word_sum
 from or1_megatron.handoff.message.slices import Slice, Slot
 
 Group = tuple[int, ...]
-"""Engine ranks, numbered after the trainer's."""
+"""Engine ranks, numbered after the trainer ranks."""
 
 
 @dataclass(frozen=True, slots=True)

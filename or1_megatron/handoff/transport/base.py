@@ -96,7 +96,7 @@ def chain[T](inner: Future[T], outer: Future[T]) -> None:
 
 
 class Work(Protocol):
-    """What torch's process groups return."""
+    """An operation that torch's process groups started."""
 
     def wait(self, timeout: timedelta) -> Any: ...
 
@@ -200,7 +200,7 @@ class PooledTransport(Transport):
 
 
 class GlooTransport(PooledTransport):
-    """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
+    """``Transport`` over a gloo group of all trainer and engine ranks. Uses host memory."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
         super().__init__(timeout_s, lambda: abort(group))

@@ -30,7 +30,7 @@ def check_transport(config: Config, cuda: bool) -> None:
 
 
 def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) -> str:
-    """Return the transport for where the ranks run, when ``handoff.transport`` names none."""
+    """Return the transport that suits the ranks' locations, if ``handoff.transport`` is unset."""
     if trainers[0].device:
         return "nccl+cuda_ipc" if set(trainers) & set(engines) else "nccl"
     one_node = len({location.node for location in (*trainers, *engines)}) == 1

@@ -53,7 +53,7 @@ class _Finished:
 
 
 class NcclTransport(PooledTransport):
-    """``Transport`` between GPUs, one GPU per rank. Memory is the device's."""
+    """``Transport`` between GPUs, one GPU per rank. Uses device memory."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL

@@ -54,16 +54,16 @@ class StatusStore:
     _FAILED = "failed"
 
     def __init__(self, store: TCPStore, who: str, timeout_s: float) -> None:
-        """``who`` names this process in the others' errors."""
+        """``who`` names this process in other ranks' errors."""
         self.tcp = store
-        """Groups are formed from it; trainer rank 0's is the server."""
+        """Forms groups; trainer rank 0's is the server."""
         # A connection of its own: on a shared one, a wait elsewhere (for a group to form) would block every look. Not
         # clone(), which now and then takes 5 s.
         self._store = join_store(store.host, store.port, timeout_s)
         self.who, self.timeout_s = who, timeout_s
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks, unless a rank has failed before. Never raises."""
+        """Tell all ranks, unless a rank failed before. Never raises."""
         try:
             if not self._store.check([self._FAILED]):
                 self._store.set(self._FAILED, f"{self.who}: {error}")

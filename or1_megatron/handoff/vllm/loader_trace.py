@@ -51,7 +51,7 @@ class ParameterView:
     parameter: str
     view: View
     shape: tuple[int, ...]
-    """The whole parameter's, as the loaders see it: processing may change it afterwards."""
+    """The whole parameter's shape for the loaders: processing may change it afterwards."""
 
     def part(self, where: tuple[slice, ...]) -> ParameterView:
         """Return a rectangle of this part."""
@@ -96,7 +96,7 @@ class LoaderTrace:
 
 
 def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
-    """Return the rectangle of a contiguous tensor that a view of it shows, or None when it shows something else."""
+    """Return the rectangle of a contiguous tensor that ``view`` shows, or None when it shows no rectangle."""
     offset, size, stride = view
     full = torch.empty(shape, device="meta").stride()
     start = []

@@ -1,7 +1,7 @@
 """Compares what an engine rank's parameters hold with what it has received for them, inside vLLM's workers.
 
-Parameters are read in place after loading, so that a loader that puts a tensor where another belongs, or leaves the old
-one there, is found and the tensor named. Where each slice belongs is known from the trace made before the first handoff
+Parameters are read in place after loading. This finds, by its name, each tensor that a loader puts where another
+belongs or does not replace. Where each slice belongs is known from the trace made before the first handoff
 (``loader_trace.trace_loaders``); only the log-prob probe finds a loader that was wrong from the start.
 
 Not all parameters can be read so: vLLM may have converted what was loaded to another form (oneDNN's prepacked linears

@@ -39,7 +39,7 @@ class PolicyGradientLoss(ABC):
 
         sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
 
-    omega: the weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w:
+    omega: the weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean; w:
     ``correction_weights``; kl: ``kl_estimate``.
 
     ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
@@ -69,7 +69,7 @@ class PolicyGradientLoss(ABC):
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
-        """Yield why this objective cannot be computed as ``algorithm`` says; nothing when it can."""
+        """Yield the reasons why ``algorithm`` does not suit this objective; nothing when it does."""
         return iter(())
 
     @property

@@ -124,7 +124,7 @@ def make_objective(
 
     Args:
         stale: the samples are from older weights than the policy's (``old_is_the_policy``).
-        seed: of random choices.
+        seed: for random choices.
         mean_length: counted tokens per response of the step's batch; None: the stage's ``max_response_tokens``.
 
     Raises ConfigError when ``algorithm.objective`` is wrong.

@@ -104,7 +104,7 @@ def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linear
 
 
 _Location = tuple[int, int, NDArray[np.int64]]
-"""A sample's data-parallel rank, row there, and its counted positions in the row."""
+"""A sample's data-parallel rank, its row on that rank, its counted positions in the row."""
 
 
 def _locations(batch: Batch) -> list[_Location]:
