@@ -63,7 +63,7 @@ def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, override
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         faults = error.errors()
-        # A list whose items are wrong is called too short as well; the items' own errors say it better.
+        # pydantic calls a list with wrong items too short as well; the items' own errors say it better.
         outer = {details["loc"][:n] for details in faults for n in range(1, len(details["loc"]))}
         lines = [_explain(details, origins, str(path), schema) for details in faults if details["loc"] not in outer]
         raise ConfigError("\n".join(lines)) from None

@@ -17,7 +17,7 @@ import yaml
 from or1_megatron.config.base import ConfigError
 
 Origins = dict[tuple[str, ...], str]
-"""``file:line`` of every key; a place in a list counts as a part of the key."""
+"""``file:line`` of every key; an index in a list counts as a part of the key."""
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}|\$\{")
 _RESOLVERS: Final = (

@@ -1,4 +1,4 @@
-"""Place engines on GPUs: on those of the trainer, or on the cluster's others."""
+"""Place engines on GPUs: on the trainer's, or on other GPUs of the cluster."""
 
 from __future__ import annotations
 
