@@ -95,7 +95,7 @@ def _changes(key: Key) -> str:
 
 
 def _document(key: Key) -> tuple[str, str, str]:
-    """Return (text, unit, recipe) of a key's docstring; empty where it says nothing."""
+    """Return (text, unit, recipe) of a key's docstring; an absent part is empty."""
     text, _, recipe = " ".join((key.field.description or "").split()).partition(" Recipe: ")
     text, _, unit = text.partition(" Unit: ")
     return text, unit.rstrip("."), recipe

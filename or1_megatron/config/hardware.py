@@ -148,6 +148,6 @@ def read_hardware(given: str) -> Hardware:
 
 
 def hardware_of(device_name: str) -> Hardware | None:
-    """Return the hardware of a device that calls itself ``device_name``, if it is known."""
+    """Return the hardware of a device with the name ``device_name``, if it is known."""
     known = map(read_hardware, named("hardware"))
     return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)

@@ -103,7 +103,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """Read ``path`` over its bases. ``above`` are the files that led here, to detect a cycle."""
+    """Read ``path`` over its bases. ``above``: the files whose bases led to ``path``, to detect a cycle."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")

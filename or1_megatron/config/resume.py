@@ -48,7 +48,7 @@ NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     "evaluate.*",
 )
 """Keys whose value may differ from that of the previous stage's run, beside the stage's own entry in ``stages`` and
-later ones. Model, data and seed may not: the data cursor continues."""
+later entries. Model, data and seed may not: the data cursor continues."""
 
 _ABSENT: Final = "absent"
 

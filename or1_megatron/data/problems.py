@@ -92,7 +92,7 @@ def load_problems(
 
 
 def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
-    """Return {prompt, answer, ability, source} of a row, from the columns of these names (``a.b``: b inside of a).
+    """Return {prompt, answer, ability, source} of a row, from the columns that ``columns`` names (``a.b``: b in a).
 
     Where the row has no column for ``ability`` or ``source``, the name itself is the value, as in ability: code.
     """

@@ -115,8 +115,8 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
     """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
 
     Args:
-        read: problems of each source before the difficulty filter.
-        rated: problems of each source after it.
+        read: each source's number of problems before the difficulty filter.
+        rated: the same after that filter.
     """
     for stage in config.stages:
         taken = [index for index, repeat in enumerate(config.repeats(stage)) if repeat]

@@ -68,7 +68,7 @@ class ChatTemplate:
     """A tokenizer's chat template with its generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``; a prompt with an id that is not below it is refused.
+        vocabulary: the model's ``vocab_size``; a prompt with a larger or equal id is refused.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -116,7 +116,7 @@ class ChatTemplate:
             )
 
     def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return prompts in the order of the problems; those over the limit are left out and counted.
+        """Return prompts in the order of the problems; prompts over the limit are left out and counted.
 
         ``unusable`` takes the rows whose messages the template refuses.
         """

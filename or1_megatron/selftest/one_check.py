@@ -70,7 +70,7 @@ class CheckOutcome:
     machine: str = ""
     """Names the devices, if the check has asked for them."""
     last_lines: tuple[str, ...] = ()
-    """The end of its output, if it failed."""
+    """The end of a failed check's output."""
 
     @property
     def wrong(self) -> list[str]:

@@ -44,7 +44,7 @@ _PARTS_OF_OTHERS: Final = {"1 selective", "1 distopt", "TP2", "PP2", "DP2", "DP2
 
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
-    """Return the layouts of one device; those of two that cut one axis; and every way to use all devices."""
+    """Return the layouts of one device, layouts of two devices that cut one axis, and every way to use all devices."""
     names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
         names += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]

@@ -148,7 +148,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def end_children() -> None:
-    """Kill all processes below this one, those included whose parents have ended, and wait until they are gone."""
+    """Kill all descendants of this process, also if their parents have ended, and wait until they are gone."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             try:

@@ -134,7 +134,7 @@ def lead(
     heart: Heartbeat,
     started_s: float,
 ) -> int:
-    """Run rank 0, with everything that exists once, and return its exit status (``run.run_rank``).
+    """Run rank 0, with all parts that exist only once, and return its exit status (``run.run_rank``).
 
     Args:
         engines: they need not be up yet.

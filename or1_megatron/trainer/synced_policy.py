@@ -87,8 +87,8 @@ class SyncedPolicy(PolicyDriver):
     ) -> None:
         """
         Args:
-            lockstep: knows ``rank_verbs``.
-            engines: those of ``pool``.
+            lockstep: has the verbs of ``rank_verbs``.
+            engines: controls the engines of ``pool``.
             layout: for the probe's batch.
             sharing: the trainer has the devices now, and engines that sleep are asleep.
         """

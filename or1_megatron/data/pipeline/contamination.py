@@ -35,7 +35,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
     name = "decontaminate"
 
     def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
-        """``unusable``: the file that lists the rows of the evaluation sets that cannot be used, if there are many."""
+        """``unusable``: the file that lists the unusable rows of the evaluation sets, if there are many."""
         super().__init__(config)
         self._unusable = unusable
         self._evaluated: list[_Evaluated] = []

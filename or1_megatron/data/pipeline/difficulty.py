@@ -18,7 +18,7 @@ from or1_verify.verifier_threads import judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):
-    """A result is the status of an answer's verdict; each answer is verified as it comes."""
+    """A result is the status of an answer's verdict; each answer is verified when it arrives."""
 
     name = "difficulty"
     only_counts = frozenset({"samples_math", "samples_code"})

@@ -1,4 +1,4 @@
-"""Duplicates within a set and across the sets: the first one, in the order of the sources, stays."""
+"""Duplicates within a set and across sets: the first row, in the order of the sources, stays."""
 
 from __future__ import annotations
 

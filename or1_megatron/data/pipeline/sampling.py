@@ -39,7 +39,7 @@ class ResultStore:
     """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: all that a result depends on beside the problem, such as sampling and prompt."""
+        """``request_settings``: all that a result depends on beside model and problem, such as sampling and prompt."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)

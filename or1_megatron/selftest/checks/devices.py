@@ -57,7 +57,7 @@ def devices(context: Context) -> None:
 
 
 def one_device(context: Context, index: int, name: str, size: int) -> None:
-    """Measure one device by itself; ``name`` is the GPU's, "" for the CPU."""
+    """Measure one device by itself; ``name`` is the GPU's name, "" for the CPU."""
     what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
     if name:
         torch.cuda.set_device(index)

@@ -139,7 +139,7 @@ class EngineRank:
         """Let the engines sleep, look at the memory, wake them with new weights.
 
         Args:
-            held: bytes of this rank's device that its engine took when it started.
+            held: bytes that the engine on this rank's device took when it started.
         """
         sender = self.sender(transport)
         self.hand_off(sender)

@@ -153,7 +153,7 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
 
 
 def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Measure under torchrun; rank 0 notes the numbers of each layout when it has them."""
+    """Measure under torchrun; rank 0 notes each layout's numbers as soon as they are measured."""
     from or1_megatron.parallel.check_parity import measure_on_ranks
 
     torch.set_num_threads(1)
