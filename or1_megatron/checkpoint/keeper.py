@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which is the newest intact one, which stay, and what killed saves left."""
+"""The checkpoints of a run: finds the newest intact one, deletes old ones, cleans up after killed saves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_aside(folder: Path) -> Path:
 def put_in_place(aside: Path, folder: Path) -> None:
     """Rename the complete checkpoint ``aside`` to ``folder``.
 
-    What has that name already is damaged, since the run did not go on from it, and is set aside.
+    A folder that has this name is damaged, since the run did not resume from it, and is set aside.
     """
     if folder.exists():
         set_aside(folder)
@@ -50,7 +50,7 @@ class CheckpointKeeper:
         self._intact: Path | None = None  # compared with its manifest by this process
 
     def folder_for(self, step: int) -> Path:
-        """Return the folder of the checkpoint of ``step``. The policy writes elsewhere first and renames."""
+        """Return the folder of the checkpoint of ``step``. The saver writes elsewhere first and renames."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[Path]:
@@ -64,8 +64,8 @@ class CheckpointKeeper:
     def newest_intact(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
 
-        Damaged newer ones are renamed, with a warning in the log and on the console. Every file is read, once per
-        process. Only the process that holds the run's lock may call this.
+        Damaged newer checkpoints are renamed, with a warning in the log and on the console. Files are compared only
+        once per process. Only the process that holds the run's lock may call this.
 
         Raises:
             CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
@@ -107,7 +107,7 @@ class CheckpointKeeper:
         self._prune()
 
     def clean(self) -> None:
-        """Delete what killed saves and deletions left.
+        """Delete the remains of killed saves and deletions.
 
         Only the process that holds the run's lock may call this, and not while it saves.
         """
@@ -117,8 +117,8 @@ class CheckpointKeeper:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _saved(self) -> list[Path]:
-        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get one; if a file is
-        missing, the checkpoint has been damaged since."""
+        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get such names; if a
+        file is missing, it was damaged since."""
         saved = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
         return sorted(saved, key=lambda path: step_of(path) or 0)
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the size and digest of every file. It is written last and compared before a load.
+"""The manifest of a checkpoint: the size and digest of every file. It is written last and checked before a load.
 
     {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
 
@@ -20,7 +20,7 @@ from or1_verify.errors import UserError
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
-_THREADS: Final = 16  # hashing releases the GIL; a shared file system serves about so many readers well
+_THREADS: Final = 16  # hashing releases the GIL; a shared file system serves about this many readers well
 
 
 class CheckpointDamaged(UserError, RuntimeError):

@@ -1,9 +1,9 @@
 """Saves a checkpoint while training continues: copies the state, then writes the copy in the background.
 
 ``save`` blocks the loop only while it copies the state into host buffers, which are kept for the next save. Over all
-ranks together they take 12 bytes per parameter in fp32 and 14 in bf16 (page-locked, with CUDA, up to twice that: torch
-rounds each buffer up to a power of two); state that data-parallel ranks share is divided among them. A thread then
-writes. It talks to the other ranks over a process group of its own, since training uses the other groups meanwhile.
+ranks together the buffers take 12 bytes per parameter in fp32 and 14 in bf16 (with CUDA, page-locked, up to twice that:
+torch rounds each up to a power of two); data-parallel ranks divide the state that they share. A thread then writes
+the buffers. It talks to other ranks over its own process group, since training uses the other groups meanwhile.
 
 Every rank writes and syncs its file. Rank 0 adds the files that exist once, the manifest last, syncs them, and renames
 the folder into place. A kill at any moment leaves the earlier checkpoints as they were.
@@ -77,13 +77,13 @@ class _PendingSave:
 
 
 class CheckpointSaver:
-    """Saves one rank's part. Constructed and closed on every rank; only rank 0 learns from ``finish`` how it went.
+    """Saves one rank's part. Constructed and closed on every rank; only rank 0 learns from ``finish`` of failures.
 
     Args:
         asynchronous: write in the background; otherwise ``save`` returns when all is on disk, and needs no copy.
         timeout_s: longest time that a save may take once its state is copied.
-        before_complete: called by rank 0's background thread before it completes a checkpoint. It waits for other
-            files that must be on disk by then, since a run that resumes from the checkpoint does not write them again.
+        before_complete: called by rank 0's background thread before it completes a checkpoint. The call waits for
+            files that must be on disk then, since a run that resumes from the checkpoint does not write them again.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CheckpointSaver:
         first waits for a save that is still being written.
 
         Raises:
-            CheckpointError: on every rank, when there is no room for it, or the save before it failed. Earlier
+            CheckpointError: on every rank, when there is no room on disk, or the previous save failed. Earlier
                 checkpoints stay.
         """
         problem = self._ended()
@@ -140,7 +140,7 @@ class CheckpointSaver:
             wait: wait for a save that is still being written.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: a save failed.
         """
         if self._thread is not None and self._thread.is_alive() and not wait:
             return None
@@ -161,7 +161,7 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not issubclass(kind, LockstepError):  # after the loss of a rank its part will not come
+        if kind is None or not issubclass(kind, LockstepError):  # a lost rank's part will not come
             self.close()
 
     def _ended(self, wait_s: float | None = None) -> CheckpointError | None:
@@ -179,7 +179,7 @@ class CheckpointSaver:
         return problem
 
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
-        """Copy the slices that this rank writes into the buffers; a synchronous save takes the live tensors."""
+        """Return this rank's slices, copied to the buffers; in a synchronous save, the live tensors."""
         if self._written_here is None:
             self._written_here = [shard for shard in local_shards(self._policy) if shard.is_written_here]
         live = [
@@ -228,7 +228,7 @@ class CheckpointSaver:
             return _reason(error)
 
     def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
-        """Gather every rank's part, or its reason for having none, on rank 0."""
+        """Gather on rank 0 each rank's part, or the reason why it failed."""
         if self._group is None:
             return [part]
         parts: list[Any] = [None] * self._mesh.world
@@ -242,7 +242,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
-    """Make one checkpoint of the ranks' files, the manifest last, and rename it into place; on rank 0."""
+    """On rank 0, add the other files to the ranks' files, the manifest last, and rename the folder."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
             raise RuntimeError(part if rank == 0 else f"rank {rank}: {part}")
@@ -261,8 +261,8 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
 
 
 def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
-    """Make an empty folder on a disk with room for the checkpoint; return the error if that is not possible."""
-    per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: itself, moments, in bf16 a master
+    """Make an empty folder and check that its disk has room for the checkpoint; return the error, if any."""
+    per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: weight, moments, in bf16 a master
     needed, aside = policy.parameter_count * per_parameter, _aside(folder)  # at least
     try:
         shutil.rmtree(aside, ignore_errors=True)

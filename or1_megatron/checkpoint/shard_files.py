@@ -1,7 +1,7 @@
 """Slices of tensors on disk, in the format of torch's distributed checkpoints, which Megatron's loader reads too.
 
 Each rank writes its slices to one file. ``.metadata``, written when all ranks are done, lists the slices of every whole
-tensor and where they lie. A reader may ask for any slices; it reads those on disk that overlap with them.
+tensor and where they lie. A reader may ask for any slices; it reads the slices on disk that overlap.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and writ
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangular slice of a whole tensor, which lies contiguously in a local shard.
+    """A rectangular slice of a whole tensor, contiguous in a local shard.
 
-    ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` counts elements of the shard's tensor.
+    ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` is the first index in the flat shard.
     """
 
     key: str
@@ -59,14 +59,14 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One flat tensor of this rank's state. ``tensor()`` is looked up anew at each use: it may have moved."""
+    """One flat tensor of this rank's state. ``tensor()`` is called at each use: the tensor may have moved."""
 
     tensor: Callable[[], Tensor]
     slices: tuple[TensorSlice, ...]
     is_written_here: bool
-    """True on one of the ranks that hold the same shard."""
+    """True on exactly one rank that holds the same shard."""
     may_differ: bool
-    """The whole tensor's shape depends on the layout (a padded vocabulary): rows that the file lacks become zeros."""
+    """True if the shape depends on the layout (a padded vocabulary): rows that the file lacks become zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
@@ -119,7 +119,7 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
 
-    ``wrote`` gets the count of every few bytes written; an error that it raises ends the writing.
+    ``wrote`` gets the count of bytes after each write; an error that it raises ends the writing.
     """
     written = []
     with _DigestedFile(path, wrote) as file:
@@ -183,7 +183,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
 
 
 def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """Return what must be read for a slice; with ``may_differ``, rows that only one side has are left out."""
+    """Return the reads that fill a slice; with ``may_differ``, without rows that only disk or slice has."""
     if tuple(on_disk.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))

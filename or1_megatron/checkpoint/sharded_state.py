@@ -1,11 +1,11 @@
 """The policy's state for checkpoints, and where this rank's share of it lies in the whole.
 
 Names and places are Megatron's: its ``sharded_state_dict`` says which part of which whole tensor a parameter is, at
-any layout. Master weights and moments lie where their parameter lies. Megatron's distributed optimizer cuts them into
-flat ranges over the data-parallel ranks, which are not rectangles of the whole; its own reshardable format therefore
+any layout. Master weights and moments have their parameter's place. Megatron's distributed optimizer cuts them over the
+data-parallel ranks into flat ranges, which are not rectangles of the whole; its own reshardable format therefore
 gathers all of them at every save, in the foreground. Here a flat range becomes the few slices that it is made of (part
-of a row, whole rows, part of a row). So every rank writes what it holds, no rank sends anything, and any layout can
-read it.
+of a row, whole rows, part of a row). So every rank writes its own slices, no rank sends anything, and any layout can
+read them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
-    """Return all that this rank holds: parameters, their moments, and master weights apart from the parameters.
+    """Return this rank's shards: parameters, their moments, and master weights if separate from the parameters.
 
-    Adam's moments come into being with the first update; before it they are made here.
+    Adam creates its moments in the first update; before that, this function does.
     """
     if policy.sgd_steps == 0:
         for optimizer in policy.optimizer.chained_optimizers:
@@ -50,7 +50,7 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
 
 
 def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor flat, from the device or from the host if it is there now."""
+    """Return a tensor flat, from the host if it is offloaded, else the device."""
     return policy.host.readable(tensor().detach()).view(-1)
 
 
@@ -83,14 +83,14 @@ def _groups(policy: MegatronPolicy) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's elements lie in the whole: in one shard, or in several in a row (gate and up, fused)."""
+    """Where a parameter's elements lie in the whole: in one shard, or in consecutive ones (fused gate and up)."""
 
     key: str
     shards: tuple[ShardedTensor, ...]  # their data are views of one meta tensor of the parameter's shape
-    replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that Megatron would have write a replicated tensor
+    replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that writes a replicated tensor in Megatron
     count: int
     of_expert: bool
-    """An expert's parameter has fewer DP replicas than a dense one."""
+    """Whether the parameter is an expert's, which has fewer DP replicas."""
 
     def slices(self, first: int, last: int, prefix: str = "") -> tuple[TensorSlice, ...]:
         """Return the elements [first, last) of the flat parameter as slices; ``start`` counts from ``first``."""
@@ -110,7 +110,7 @@ class _Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the ranks that hold the same, data parallelism aside."""
+        """Whether this rank is first of the PP and TP ranks that hold the same elements."""
         return not any(self.replica[:2])
 
     @property
@@ -147,7 +147,7 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
     """Return the place of every parameter of this rank, from Megatron's ``sharded_state_dict``.
 
-    Names do not depend on which layers compute them, so that a checkpoint of one kind loads into the other.
+    Names do not depend on the kind of layers, so that a checkpoint of one kind loads into the other.
     Transformer Engine's ``_extra_state`` is left out: without fp8 it is empty.
     """
     places: dict[Parameter, _Place] = {}
@@ -169,14 +169,14 @@ def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
 
 
 class _Writers:
-    """Divides what data-parallel ranks hold in common among them, so that each writes about as much as the others."""
+    """Divides the writing of shards that data-parallel ranks share, so that each rank writes about equally much."""
 
     def __init__(self) -> None:
         self._rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._load = [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def shard(self, tensor: Callable[[], Tensor], place: _Place, prefix: str = "") -> LocalShard:
-        """Make a whole parameter, or state of its shape, a shard that one of the ranks writes."""
+        """Return a whole parameter, or state of its shape, as a shard that one rank writes."""
         slices = place.slices(0, place.count, prefix)
         if place.of_expert:
             return LocalShard(tensor, slices, not any(place.replica), place.may_differ)
@@ -206,7 +206,7 @@ def _optimizer_shards(
 
 
 def _state(optimizer: MegatronOptimizer, parameter: Parameter, name: str) -> Any:
-    """Return a parameter's master weights (``param``) or moments as this rank holds them; None if it holds none."""
+    """Return this rank's part of a parameter's master weights (``param``) or moment ``name``; None if absent."""
     if isinstance(optimizer, DistributedOptimizer):
         held = parameter in optimizer.model_param_group_index_map
         return optimizer._get_main_param_and_optimizer_states(parameter)[name] if held else None

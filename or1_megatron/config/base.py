@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 
 def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> None:
-    """Raise ValueError for the first of ``keys`` that is not at its default: it "has no effect", and ``why``."""
+    """Raise ValueError for the first of ``keys`` that is not at its default: "... has no effect" and ``why``."""
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].default:
@@ -46,10 +46,10 @@ class DataFileMissing(ConfigError):
 
 
 def as_annotated(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return values of YAML or JSON as the annotations of the class's fields have them: a list becomes a tuple.
+    """Return values of YAML or JSON in the types of the class's annotations: a list becomes a tuple.
 
-    And "KEY: found X, expected Y" for each that its annotation does not allow. Annotations that cannot be evaluated, or
-    that pydantic does not know, allow anything: it is a user's class.
+    Also "KEY: found X, expected Y" for each value that its annotation does not allow. Annotations that cannot be
+    evaluated, or that pydantic does not know, allow anything: the class is a user's.
     """
     typed: dict[str, Any] = dict(values)
     wrong: list[str] = []

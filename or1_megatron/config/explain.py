@@ -41,7 +41,7 @@ def explain(wanted: str | None = None) -> str:
         wanted: a dotted key or section, or its last parts: ``optimizer.lr``, ``stages.0.steps``, ``loss``.
 
     Raises:
-        ConfigError: there is no such key; with the nearest known ones.
+        ConfigError: there is no such key; the nearest known ones are named.
     """
     keys = list(keys_of(Config))
     plain = [key for key in keys if key.section is None]
@@ -95,7 +95,7 @@ def _changes(key: Key) -> str:
 
 
 def _document(key: Key) -> tuple[str, str, str]:
-    """Return (text, unit, recipe) of a key's docstring; empty where it says nothing."""
+    """Return (text, unit, recipe) of a key's docstring; an absent part is empty."""
     text, _, recipe = " ".join((key.field.description or "").split()).partition(" Recipe: ")
     text, _, unit = text.partition(" Unit: ")
     return text, unit.rstrip("."), recipe

@@ -1,6 +1,6 @@
 """Hardware files: what a device, its links and its node can do, and what was fitted to runs on it.
 
-``configs/hardware/NAME.yaml`` is the one place for such figures. Each is written with its source:
+``configs/hardware/NAME.yaml`` is the one place for such figures. Each figure has its source:
 
     bf16_flops: {value: 9.89e14, source: "data sheet, dense"}
 """
@@ -90,7 +90,7 @@ class Hardware(Section):
         return min(self.fits, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
     def rates(self, parameters: float) -> Rates:
-        """Return the figures for a model of so many parameters."""
+        """Return the figures for a model of ``parameters`` parameters."""
         fit = self.fit_for(parameters)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
@@ -101,7 +101,7 @@ class Hardware(Section):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The values of a Hardware and of one Fit of it, under their names."""
+    """The values of a Hardware and of one of its fits, under the same names."""
 
     bf16_flops: float
     memory_bytes: float
@@ -124,7 +124,7 @@ class Rates:
     other_response_s: float
 
     def with_busy(self, devices: int) -> Rates:
-        """Return the figures of one device while so many compute."""
+        """Return the figures of one device while ``devices`` compute."""
         if devices < self.node_devices or self.busy_share == 1:
             return self
         share = self.busy_share
@@ -142,12 +142,12 @@ def read_hardware(given: str) -> Hardware:
     """Read a hardware file: a path, or the name of one that travels with the package.
 
     Raises:
-        ConfigError: there is none, with the known names; or the file is not one.
+        ConfigError: no such file (names known ones), or not a hardware file.
     """
     return load_as(Hardware, find("hardware", Path(given if Path(given).is_file() else given.lower())))
 
 
 def hardware_of(device_name: str) -> Hardware | None:
-    """Return the hardware of a device that calls itself ``device_name``, if it is known."""
+    """Return the hardware of a device with the name ``device_name``, if it is known."""
     known = map(read_hardware, named("hardware"))
     return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)

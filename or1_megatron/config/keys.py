@@ -20,12 +20,12 @@ class Key:
     """One key of a schema."""
 
     path: tuple[str, ...]
-    """Its parts; ``*`` stands for a place in a list."""
+    """The key's parts; ``*`` stands for a list index."""
     field: FieldInfo
     owner: type[BaseModel]
     """The section that declares it."""
     section: type[BaseModel] | None
-    """The section that its value is, or is a list of; None for a plain value."""
+    """The section of its value or of its list's items; None for a plain value."""
 
     @property
     def name(self) -> str:
@@ -60,8 +60,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """Return why the schema has no such key: ``was removed: ...``, or ``unknown key; did you mean a.b?`` with a sibling
-    of a similar name, else a key of any section."""
+    """Return why the schema has no such key: ``was removed: ...``, or ``unknown key`` with a similar sibling,
+    else a similar key of any section, else all siblings."""
     if (removed := why_removed(parts)) is not None:
         return removed
     known = [key.path for key in keys_of(schema)]

@@ -63,7 +63,7 @@ def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, override
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         faults = error.errors()
-        # A list whose items are wrong is called too short as well; the items' own errors say it better.
+        # pydantic calls a list with wrong items too short as well; the items' own errors say it better.
         outer = {details["loc"][:n] for details in faults for n in range(1, len(details["loc"]))}
         lines = [_explain(details, origins, str(path), schema) for details in faults if details["loc"] not in outer]
         raise ConfigError("\n".join(lines)) from None
@@ -103,7 +103,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """Read ``path`` over its bases. ``above`` are the files that led here, to detect a cycle."""
+    """Read ``path`` over its bases. ``above``: the files whose bases led to ``path``, to detect a cycle."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")

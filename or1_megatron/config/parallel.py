@@ -119,7 +119,7 @@ class ParallelConfig(Section):
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer state of the weights that a rank holds; of experts' fewer do."""
+        """Ranks that share the optimizer state of one rank's weights; for experts' weights fewer."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property

@@ -26,10 +26,10 @@ def named(kind: Kind) -> dict[str, Path]:
 
 
 def find(kind: Kind, given: Path) -> Path:
-    """Return ``given`` where there is such a file (for a shape: a folder), else what has that name.
+    """Return ``given`` where there is such a file (for a shape: a folder), else the packaged one of that name.
 
     Raises:
-        ConfigError: neither; with the nearest name.
+        ConfigError: neither exists; the nearest name is given.
     """
     known = named(kind)
     if given.is_dir() if kind == "shape" else given.is_file():

@@ -29,7 +29,7 @@ OBJECTIVES: Final = dict.fromkeys(
 
 class Removed(NamedTuple):
     default: Any
-    """What a run's own config.yaml has where the key was not set. It changed nothing, and is passed over."""
+    """The value in a run's own config.yaml where the key was not set. It changed nothing, and is ignored."""
     why: str
     """Why the key was removed, and what to do."""
 
@@ -108,7 +108,7 @@ REMOVED: Final = {
         "a fixed algorithm.loss.clip_high",
     ),
 }
-"""By the dotted key without places in lists."""
+"""By the dotted key without list indices."""
 
 _AS_MEASURED: Final = "the figures of docs/data.md are those of its fixed value; take the key out"
 
@@ -136,7 +136,7 @@ def why_removed(parts: Iterable[str]) -> str | None:
 
 
 def pass_over_defaults(data: dict[str, Any]) -> None:
-    """Drop removed keys that have their default from a configuration, in place: runs of former versions wrote them."""
+    """Drop removed keys with their default value from a configuration, in place: earlier versions wrote such keys."""
     for key, removed in REMOVED.items():
         *sections, name = key.split(".")
         at: Any = data

@@ -17,7 +17,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "run.max_restarts",
     "run.previous",  # its checkpoint has been read
     "stages.*.steps",
-    "data.unusable",  # where both start, they give the same problems; the data's fingerprint is compared anyway
+    "data.unusable",  # if refuse starts a run, drop gives the same problems; the data's fingerprint is compared anyway
     # How the work is spread: any layout loads any other's checkpoint, and the loss does not depend on the cut.
     "parallel.*",
     "rollout.*",
@@ -48,7 +48,7 @@ NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     "evaluate.*",
 )
 """Keys whose value may differ from that of the previous stage's run, beside the stage's own entry in ``stages`` and
-later ones. Model, data and seed may not: the data cursor continues."""
+later entries. Model, data and seed may not: the data cursor continues."""
 
 _ABSENT: Final = "absent"
 
@@ -67,7 +67,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from ``checkpoint``, of a run of ``old``.
+    """Refuse to begin stage ``new.run.stage`` from ``checkpoint``, of a run of ``old``, if keys differ that must not.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.

@@ -42,7 +42,7 @@ from or1_megatron.config.stages import (
 )
 from or1_verify.config import VerifyConfig
 
-__all__ = [  # of other modules: the sections of a whole configuration are found here
+__all__ = [  # of other modules, so that all sections can be imported from here
     "EvaluationConfig",
     "EvaluationSetConfig",
     "ParallelConfig",
@@ -379,5 +379,5 @@ class Config(Section):
 
     @property
     def total_steps(self) -> int:
-        """Rollout steps up to the end of this run, at most; those before its first stage included."""
+        """The most rollout steps up to the end of this run, steps before its first stage included."""
         return sum(stage.steps for stage in self.stages[: self.run.stage])

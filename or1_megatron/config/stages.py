@@ -207,7 +207,7 @@ class EvaluationConfig(Section):
         return held_out.samples_during or self.samples_during
 
     def longest_of(self, held_out: EvaluationSetConfig, default: int) -> int:
-        """Return the longest response of a set in tokens; ``default`` where neither it nor this section names one."""
+        """Return the longest response of a set in tokens; ``default`` where neither set nor section has one."""
         return held_out.max_response_tokens or self.max_response_tokens or default
 
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:

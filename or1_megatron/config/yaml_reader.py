@@ -17,7 +17,7 @@ import yaml
 from or1_megatron.config.base import ConfigError
 
 Origins = dict[tuple[str, ...], str]
-"""``file:line`` of every key; a place in a list counts as a part of the key."""
+"""``file:line`` of every key; an index in a list counts as a part of the key."""
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}|\$\{")
 _RESOLVERS: Final = (
@@ -43,7 +43,7 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
-    """Return the mapping in ``path``, environment filled in, and the origin of each key.
+    """Return the mapping in ``path``, environment variables filled in, and the origin of each key.
 
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
@@ -65,7 +65,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """Read one value in YAML, environment filled in; ``where`` names its place in an error (ConfigError)."""
+    """Read one value in YAML, environment variables filled in; ``where`` names its place in an error (ConfigError)."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, {}).value(node, ())
 

@@ -29,7 +29,7 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a safetensors file that is written; ``dtype`` as the format spells it."""
+    """A tensor of a safetensors file to be written; ``dtype`` in the format's spelling."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file without its bytes; the tensors are in the order of their bytes."""
+    """A safetensors file without its bytes; ``entries`` are in the order of their bytes."""
 
     name: str
     metadata: Mapping[str, str] | None
@@ -78,13 +78,13 @@ class MappedFile:
     def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return [count] elements from byte ``begin``; not to be written to."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not writable
+            warnings.simplefilter("ignore")  # "not writable"
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
 
     def populate(self, tensor: Tensor) -> None:
-        """Read the pages of a contiguous view of what ``tensor`` returned, all at once.
+        """Read all pages of ``tensor``, a contiguous view into this file, at once.
 
-        Reading them one page fault at a time costs as much as the copy.
+        Reading pages by single page faults costs as much as the copy.
         """
         begin = tensor.data_ptr() - self._address
         page = begin - begin % mmap.PAGESIZE
@@ -113,7 +113,7 @@ class HFWeights:
         return self._where[name][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return [count, ...] rows as pages of the file, already read."""
+        """Return [count, ...] rows as file pages, already in memory."""
         (mapped, begin), stored = self._where[name], self.tensors[name]
         dtype, numbers = DTYPES[stored.dtype], math.prod(stored.shape[1:])
         rows = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
@@ -142,7 +142,7 @@ def carry(folder: Path, paths: Sequence[Path], target: Path) -> None:
 
 
 def index_json(files: Sequence[WeightFile]) -> str:
-    """Return the index of a folder of several files."""
+    """Return the index of a folder with several weight files."""
     total = sum(entry.size_bytes for file in files for entry in file.entries)
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)

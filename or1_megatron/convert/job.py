@@ -1,6 +1,6 @@
 """Makes a conversion's folder: its files are written beside the target, which appears whole or not at all.
 
-A conversion that is killed leaves a folder ``OUT.partial``; the next one to ``OUT`` starts over in it.
+A conversion that is killed leaves a folder ``OUT.partial``; the next one to ``OUT`` empties and reuses it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def convert(conversion: Conversion, out: Path, console: Console, verify: bool) -
 
 @contextmanager
 def _aside(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """Open an empty folder beside ``out``, which gets its name if the block ends well."""
+    """Make an empty folder beside ``out``, and rename it to ``out`` if the block succeeds."""
     if out.exists() or out.is_symlink():
         raise ConvertError(f"{out} exists already; remove it, or choose another folder")
     aside = out.with_name(out.name + PARTIAL_SUFFIX)
@@ -107,7 +107,7 @@ def _aside(out: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _for_each_file(conversion: Conversion, console: Console, label: str, work: Callable[[str, Advance], None]) -> None:
-    """Do the work for every weight file, several at a time, behind a progress bar; raise the first failure."""
+    """Do the work for every weight file, several at a time, with a progress bar; raise the first failure."""
     stopped = threading.Event()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with (

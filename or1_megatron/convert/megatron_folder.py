@@ -1,6 +1,6 @@
 """The Megatron side: a ``torch_dist`` checkpoint, whoever wrote it, mapped into memory.
 
-Each chunk of a tensor is what torch.save makes of it. Loaded without its bytes, it says where in the file they lie.
+Each chunk of a tensor is stored as by torch.save. Loaded without bytes, a chunk says where in the file they lie.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Chunk:
 
 
 class MegatronCheckpoint:
-    """Reads rows of a checkpoint's tensors. Safe for threads.
+    """Reads rows of a checkpoint's tensors. Threads may share it.
 
     Raises (this and all methods):
         ConvertError: the folder is no such checkpoint, or a file is missing, cut or unreadable.
@@ -81,7 +81,7 @@ class MegatronCheckpoint:
         """Return (the tensor's name here, its index in the stack of that name).
 
         Raises:
-            ConvertError: it is not here under any of its names, or has another shape.
+            ConvertError: the checkpoint has none of its names, or another shape.
         """
         for key in tensor.keys:
             if key in self.tensors:
@@ -105,7 +105,7 @@ class MegatronCheckpoint:
         return self.tensors[self.locate(tensor)[0]].properties.dtype
 
     def rows(self, tensor: MegatronTensor, first: int, count: int) -> Tensor:
-        """Return [count, ...] rows: pages of the file where they lie in one chunk, else a copy put together."""
+        """Return [count, ...] rows: pages of the file if they lie in one chunk, else a copy of several."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
         rows = None
@@ -199,7 +199,7 @@ class MegatronCheckpoint:
 
 
 def resolve(folder: Path) -> Path:
-    """Return the checkpoint that a folder is or holds: Megatron-LM names the newest iteration in a file beside them."""
+    """Return the checkpoint that a folder is or holds: a file of Megatron-LM in the folder names the newest."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

@@ -1,4 +1,4 @@
-"""Says which rows of which HF tensor are which rows of which Megatron tensor, and how Megatron's checkpoints name it.
+"""Says which rows of which HF tensor are which rows of which Megatron tensor, and its name in checkpoints.
 
 A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
 ``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. Where layers
@@ -49,7 +49,7 @@ class HFSource:
     """In the order of the HF tensor's rows."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
-        """All rows, at most ``PIECE_BYTES`` at a time; ``itemsize`` is the bytes of one number."""
+        """Yield all rows, at most ``PIECE_BYTES`` at a time; ``itemsize``: bytes of one number."""
         most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
         for run in self.runs:
             yield from run.cut(most)
@@ -60,7 +60,7 @@ class MegatronTensor:
     """One tensor of the model, which a checkpoint holds as entry ``index`` of a stack."""
 
     keys: tuple[str, ...]
-    """The names it may have in a checkpoint; the first is the one that this package writes."""
+    """The names it may have in a checkpoint; the first is that of a run's checkpoints."""
     stack: tuple[int, ...]
     """Shape of the stack: layers, experts; () for a tensor that is not stacked."""
     index: tuple[int, ...]

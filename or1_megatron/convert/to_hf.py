@@ -1,8 +1,8 @@
 """Megatron checkpoint to HF folder: a checkpoint that ``to_megatron`` wrote, a run's, or one of Megatron-LM's.
 
-The first kind becomes the files that it was made of, byte for byte. The others take config, tokenizer and so on from
-an HF folder, which a run's configuration names; for Megatron-LM's checkpoints the user names it.
-The vocabulary's rows of padding are not read (``megatron_folder``).
+The first kind becomes again the files that it was made of, byte for byte. The others take config, tokenizer and so on
+from an HF folder: a run's configuration names it; for Megatron-LM's checkpoints the user does.
+The vocabulary's padding rows are not read (``megatron_folder``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARD_BYTES: Final = 4 << 30
 
 
 class ToHF:
-    """A ``Conversion``: HF files, and for each of their tensors the rows of the checkpoint that it is made of.
+    """A ``Conversion``: HF files, and for each of their tensors the checkpoint's rows that make the tensor.
 
     Args:
         hf_folder: where config, tokenizer and so on come from.
@@ -99,7 +99,7 @@ class ToHF:
         return TensorInfo(name, NAMES[dtype], self._places[name][1].shape)
 
     def _rows(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
-        """A tensor's rows in order, piece by piece, in the dtype in which they are written."""
+        """Yield a tensor's rows in order, piece by piece, in the dtype to be written."""
         tensor, source = self._places[entry.name]
         for run in source.pieces(self.checkpoint.dtype(tensor).itemsize):
             yield run, self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
@@ -129,7 +129,7 @@ class ToHF:
             sync(path)
 
     def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        """As ``Conversion``; reads the files with the safetensors library."""
+        """See ``Conversion``; files are read with the safetensors library."""
 
         def compare(name: str, advance: Advance) -> None:
             path = folder / name
@@ -163,12 +163,12 @@ def megatron_to_hf(
     Args:
         hf: the folder that config, tokenizer and so on come from; None: the one that the checkpoint or its run names.
         dtype: of the weights; None: that of the original HF folder if it is known, else the checkpoint's.
-        shard_bytes: largest file, where those of the original HF folder are not known.
+        shard_bytes: largest file, if the original HF folder's files are not known.
         verify: read every tensor back from the disk and compare it.
 
     Raises:
         ModelError: the model is of no known family, or its config lacks something.
-        ConvertError, CheckpointDamaged, DiskFullError: the checkpoint cannot be read, or the folder not be written.
+        ConvertError, CheckpointDamaged, DiskFullError: the checkpoint is not readable, or the folder not writable.
     """
     checkpoint = MegatronCheckpoint(megatron)
     record = _read_record(checkpoint.folder)
@@ -185,8 +185,8 @@ def megatron_to_hf(
 
 
 def _hf_of_run(checkpoint: Path) -> Path | None:
-    """Return the base model, else the export, of the run whose ``checkpoints/step_N`` this is; None for no such."""
-    checkpoint = checkpoint.resolve()  # best is a link
+    """Return the base model's folder, else the export's, of the run that has ``checkpoint``; None without a run."""
+    checkpoint = checkpoint.resolve()  # ``best`` is a link
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():
         return None

@@ -99,7 +99,7 @@ class ToMegatron:
         return rows.to(self._dtype_of(piece.source))
 
     def _slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """The content of a file."""
+        """Yield a file's content."""
         for piece in self.files[name]:
             yield piece.slice, self._tensor(piece)
 
@@ -121,7 +121,7 @@ class ToMegatron:
         write_manifest(folder, {name: entry for name, (_, entry) in self._written.items()})
 
     def _record(self) -> dict[str, Any]:
-        """Return what the way back needs beside hf/."""
+        """Return what ``to_hf`` needs besides hf/."""
         files = [
             {
                 "name": path.name,

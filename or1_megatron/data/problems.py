@@ -92,7 +92,7 @@ def load_problems(
 
 
 def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
-    """Return {prompt, answer, ability, source} of a row, from the columns of these names (``a.b``: b inside of a).
+    """Return {prompt, answer, ability, source} of a row, from the columns that ``columns`` names (``a.b``: b in a).
 
     Where the row has no column for ``ability`` or ``source``, the name itself is the value, as in ability: code.
     """
@@ -119,7 +119,7 @@ def _say_layout(path: Path, raw: Any) -> None:
 
 
 def _set_name(path: Path) -> str:
-    """Return a file's name without its suffixes, by which problems without a source are named."""
+    """Return a file's name without its suffixes: the source of problems that name none."""
     return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.stem)
 
 
@@ -140,7 +140,7 @@ def check_ground_truths(
 def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
     """Return the problems that ``model`` neither always solved nor never (failures other than 0 and 16).
 
-    A problem at which that model was not measured is ``unusable``. Raises DataError when nothing is left otherwise.
+    A problem without that model's failures is ``unusable``. Raises DataError when all were measured and none is left.
     """
     kept, before = [], len(unusable)
     for problem in problems:
@@ -188,7 +188,7 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def is_hub_id(path: Path) -> bool:
-    """Return whether it can name a set on the hub: owner/name, and no such file or folder here."""
+    """Return whether a path can name a set on the hub: owner/name, and no such file or folder here."""
     return not _is_problem_file(path) and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
@@ -210,7 +210,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set that ``datasets`` can load. Raises DataError with its message, or naming the splits."""
+    """Yield the rows of a set that ``datasets`` can load. Raises DataError with the library's error or the splits."""
     try:
         import datasets
     except ImportError:
@@ -254,7 +254,7 @@ def _saved_rows(folder: Path, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set with a loading script, as LiveCodeBench: ``datasets`` runs none, we read the files."""
+    """Yield the rows of a set with a loading script (LiveCodeBench) from its files: ``datasets`` runs no script."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -267,7 +267,7 @@ def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _unreachable(name: str, error: Exception) -> str:
-    """Return the message, which names an earlier download: ``datasets`` does not look for it, and it may be partial."""
+    """Return the message, which names any earlier download: ``datasets`` does not use it, and it may be partial."""
     from huggingface_hub import snapshot_download
 
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""

@@ -1,6 +1,6 @@
 """The prompts of a run: its problem sets read and checked, and each problem's messages turned into token ids.
 
-``read_problems`` refuses rows that are not of their layout, which takes seconds. ``make_prompts`` then reads every
+``read_problems`` refuses rows that do not fit their layout, which takes seconds. ``make_prompts`` then reads every
 ground truth and measures every prompt, which may take minutes: engines can start meanwhile.
 """
 
@@ -31,15 +31,15 @@ class ProblemSets:
     """The problems of a run, as read."""
 
     train: list[list[Problem]]
-    """One for each source of ``data.train``."""
+    """One list per source of ``data.train``."""
     held_out: list[list[Problem]]
-    """One for each set of ``evaluate.data``."""
+    """One list per set of ``evaluate.data``."""
     unusable: UnusableRows
     verifiers: Mapping[str, Verifier]
-    """By ability; one for each that occurs."""
+    """By ability, for each that occurs."""
 
     def close(self) -> None:
-        """End the verifiers, and let go of the problems, which may be large."""
+        """End the verifiers, and drop the problems, which may be large."""
         for verifier in self.verifiers.values():
             verifier.close()
         self.train.clear()
@@ -49,7 +49,7 @@ class ProblemSets:
 def read_problems(config: Config) -> ProblemSets:
     """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them.
 
-    The caller closes the result. Where a row is refused, ground truths and prompts are checked at once, so that all
+    The caller closes the result. Where a row is refused, ground truths and prompts are checked here, so that all
     unusable rows are named together.
 
     Raises:
@@ -85,7 +85,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     """Return (training sources, held-out prompts by the name of their set), every ground truth checked.
 
     Raises:
-        DataError: all unusable rows of all files at once, or no prompt left, or fewer than a step takes.
+        DataError: all unusable rows of all files at once, or no prompt left, or fewer prompts than a step takes.
     """
     template = ChatTemplate(load_tokenizer(config.model.hf), read_hf_config(config.model.hf)["vocab_size"])
     template.check_end_of_turn(config.model.hf)
@@ -115,8 +115,8 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
     """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
 
     Args:
-        read: problems of each source before the difficulty filter.
-        rated: problems of each source after it.
+        read: each source's number of problems before the difficulty filter.
+        rated: the same after that filter.
     """
     for stage in config.stages:
         taken = [index for index, repeat in enumerate(config.repeats(stage)) if repeat]
@@ -135,7 +135,7 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
 
 
 def _drop_repeated(sources: Sequence[PromptSet]) -> None:
-    """Take out the prompts whose problem an earlier source has."""
+    """Remove the prompts of problems that an earlier source has."""
     seen: set[str] = set()
     for source in sources:
         own = [prompt for prompt in source.prompts if prompt.problem.id not in seen]

@@ -23,7 +23,7 @@ class PromptSource:
     prompts: Sequence[Prompt]
     repeat: int = 1
     weight: float = 1.0
-    """Share of the prompts, in (0, 1], that takes part in an epoch; over the epochs each takes part equally often."""
+    """Share of the prompts, in (0, 1], that takes part in an epoch; over the epochs all take part equally often."""
 
 
 class MixtureStream:
@@ -60,7 +60,7 @@ class MixtureStream:
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems; crosses the ends of epochs.
 
-        An entry whose problem is already in this batch (a repeat, or the next epoch's) waits for the next batch; at
+        An entry whose problem is already in this batch (a repeat, or from the next epoch) waits for the next batch; at
         most ``repeat`` entries of a problem wait. Raises DataError when fewer than ``count`` problems are left.
         """
         if count > self.left:
@@ -96,7 +96,7 @@ class MixtureStream:
     def mix(self, repeats: Sequence[int]) -> None:
         """Let each problem of source i occur ``repeats[i]`` times per epoch from now on; 0: not at all.
 
-        A change begins a new epoch, since an order is drawn for a whole one.
+        A change begins a new epoch, since an order is drawn for a whole epoch.
         """
         mixture = tuple(int(repeat) for repeat in repeats)
         if mixture == self._mixture:
@@ -110,7 +110,7 @@ class MixtureStream:
         self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on; return how many are left.
+        """Leave these problems out from now on; return how many problems are left.
 
         Raises DataError, changing nothing, when none would be left; ValueError when an id is unknown.
         """
@@ -176,7 +176,7 @@ class MixtureStream:
         return order if (self._weights == 1).all() else order[self._takes_part(epoch)[order]]
 
     def _takes_part(self, epoch: int) -> BoolArray:
-        """Return which prompts an epoch has: each has its own phase, and comes when its weights add up to a whole."""
+        """Return which prompts an epoch has: those whose phase + epochs * weight passes a whole number in it."""
         phases = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed]))).permutation(
             len(self._prompts)
         ) / len(self._prompts)

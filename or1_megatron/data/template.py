@@ -38,14 +38,14 @@ class PromptSet:
     prompts: list[Prompt]
     limit_tokens: int
     too_long: int
-    """How many were dropped."""
+    """How many prompts were dropped."""
     longest_tokens: int
     """Length of the longest prompt, dropped ones included."""
     first: str
     """Origin of the first prompt."""
 
     def check(self, path: Path) -> None:
-        """Log how many prompts were too long. Raises DataError when all were, or none was usable."""
+        """Log how many prompts were too long. Raises DataError when no prompt is left."""
         if self.too_long and not self.prompts:
             raise DataError(
                 f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
@@ -68,7 +68,7 @@ class ChatTemplate:
     """A tokenizer's chat template with its generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``; a prompt with an id that is not below it is refused.
+        vocabulary: the model's ``vocab_size``; a prompt with a larger or equal id is refused.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -86,7 +86,7 @@ class ChatTemplate:
         return self._encode([self.text(messages)])[0]
 
     def opened(self, messages: Sequence[Message]) -> str:
-        """Return the tag of reasoning that the template leaves open behind these messages; "" without one."""
+        """Return the tag of reasoning that the template leaves open after these messages; "" without one."""
         return left_open(self.text(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class ChatTemplate:
             )
 
     def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return prompts in the order of the problems; those over the limit are left out and counted.
+        """Return prompts in the order of the problems; prompts over the limit are left out and counted.
 
         ``unusable`` takes the rows whose messages the template refuses.
         """
@@ -165,13 +165,13 @@ class ChatTemplate:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an HF folder on disk, as its ``tokenizer.json`` is where it has one.
+    """Load the tokenizer of an HF folder on disk, exactly as in ``tokenizer.json`` where there is one.
 
-    AutoTokenizer gives many folders to a class that replaces the file's pre-tokenizer and decoder by its own
+    For many folders AutoTokenizer takes a class that replaces the file's pre-tokenizer and decoder by its own
     (transformers 5, issues 45488 and 45920), so it reads only folders without the file.
 
     Raises:
-        DataError: the folder or its tokenizer cannot be read, or its ids or text are not those of the file.
+        DataError: the folder or its tokenizer cannot be read, or the tokenizer's ids or text are not the file's.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
 """Estimates the time of a head call on a GPU, from shapes and the GPU's rates.
 
-On an H100, given the rate of a product in the same run, it is 4% too long for recompute and 2% for one pass.
+On an H100, given a product's rate in the same run, estimates are 4% too long for recompute, 2% for one pass.
 
 A matrix product runs as tiles of 128 x 256 results, one on each SM at a time, so it takes whole waves of tiles.
 Products, epilogues and the traffic of the fp32 sums are added as if nothing overlapped.
@@ -19,7 +19,7 @@ from or1_megatron.config.hardware import Hardware
 Mode = Literal["recompute", "one_pass"]
 
 _M, _N = 128, 256
-"""Results of one tile of a product: the largest that a Hopper SM's registers hold, and what large products use."""
+"""Results of one tile of a product: the largest that a Hopper SM's registers hold; large products use it."""
 
 
 def wave_efficiency(rows: int, columns: int, sms: int) -> float:
@@ -33,7 +33,7 @@ def head_seconds(
 ) -> float:
     """Return the expected seconds of a head call with bf16 inputs, forward and backward.
 
-    Its tiles are of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
+    Tiles are [``tile_tokens``, ``block_rows``] = [t, v]; sizes are 1 or more.
 
     Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 283 ms, 91% of the rate of
     full waves; one_pass in tiles of 4,096 tokens: 219 ms, 88%.

@@ -81,7 +81,7 @@ def log_probs_and_entropies(
     epilogue: Epilogue = "auto",
     budget_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target and the entropy of its whole distribution; differentiable.
+    """Return each target's log-prob and the entropy of the distribution at its position; differentiable.
 
     Args:
         hidden: [T, H], the same on all ranks of the group. Its gradient is this rank's share: the caller sums it over
@@ -166,13 +166,13 @@ def one_pass_loss(
         upstream: the gradient that the loss will receive: 1 unless the loss is scaled later.
 
     Returns:
-        (loss, sums): scalar fp32, and the sums added over tiles; of those whose name begins with ``max_`` the largest
+        (loss, sums): scalar fp32, and the named sums, added over tiles; if a name begins with ``max_``, the maximum
         (``interfaces.Objective``).
 
     Raises:
         TypeError, ValueError: dtypes or shapes do not fit, or ``upstream`` is 0.
-        RuntimeError: in the backward pass, when the weight has a ``main_grad`` and another gradient than ``upstream``
-            arrives, or when it is the second.
+        RuntimeError: in a second backward pass, or in the first when the weight has a ``main_grad`` and another
+            gradient than ``upstream`` arrives.
     """
     if upstream == 0:
         raise ValueError("one_pass_loss: upstream is 0; expected the gradient that the loss will receive")
@@ -205,7 +205,7 @@ def one_pass_loss(
 def _differentiate(
     pointwise: Pointwise, scores: Scores, part: slice, upstream: float
 ) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
-    """Return (loss, sums, (d loss / d log-prob, d loss / d entropy) [t] times upstream); the last None if constant."""
+    """Return (loss, sums, (d loss / d log-prob, d loss / d entropy, or None if it is 0) [t] times upstream)."""
     inputs = scores.log_probs.detach().requires_grad_(), scores.entropies.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = pointwise(*inputs, part)

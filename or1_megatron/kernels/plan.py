@@ -17,7 +17,7 @@ from or1_megatron.kernels.estimate import Mode, head_seconds
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
-    # So tiles are large, and nearly square in recompute, which can cut both ways. One pass with half of these bytes
+    # So tiles are large, and nearly square in recompute, which can cut both axes. One pass with half of these bytes
     # takes 11% longer by ``head_seconds``.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 2_560_000_000,
@@ -54,9 +54,9 @@ class AllocationPlan:
     cast_numbers: int
     """fp32 numbers for a tile of hidden and a block of weight where GEMMs cannot mix bf16 inputs and fp32 outputs."""
     vector_bytes: int
-    """Bound of all per-token vectors together, with a tile's statistics per block while they are merged."""
+    """Bound of all per-token vectors together, and of a tile's statistics per block before their merge."""
     accumulator_bytes: int
-    """fp32 sums of a tile's hidden gradient, where the gradient itself is narrower. Neither they nor the weight's fp32
+    """fp32 sums of a tile's hidden gradient, where the gradient itself is narrower. Neither these nor the weight's fp32
     gradient (Megatron's main_grad, or V/tp * H * 4 bytes) are part of the workspace."""
 
     @property
@@ -83,7 +83,7 @@ def allocation_plan(
 ) -> AllocationPlan:
     """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
 
-    On CUDA the sizes are those near the budget with the least expected time (``head_seconds``, on an H100).
+    On CUDA the plan takes sizes near the budget with the least expected time (``head_seconds``, on an H100).
 
     Args:
         dtype: of hidden and weight.
@@ -133,7 +133,7 @@ def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
 
 
 def _near(size: int, whole: int) -> Iterator[int]:
-    """Yield ``size``, and smaller ones that cut ``whole`` into up to a third more pieces."""
+    """Yield ``size``, and smaller sizes that cut ``whole`` into up to a third more pieces."""
     yield size
     pieces = -(-whole // size)
     for more in range(pieces + 1, pieces + max(pieces // 3, 1) + 1):

@@ -1,4 +1,4 @@
-"""The head by plain autograd on the whole matrix of logits: the oracle for the tiled one."""
+"""The head by plain autograd on the whole matrix of logits: the oracle for the tiled head."""
 
 from __future__ import annotations
 

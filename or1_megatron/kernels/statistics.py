@@ -57,7 +57,7 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return [4, t] over the whole vocabulary, bit-equal on every rank of the group, by one small all-gather."""
+    """Return [4, t] of the whole vocabulary, by one small all-gather; bit-equal on every rank of the group."""
     if shard.group is None or statistics.numel() == 0:
         return statistics
     gathered = statistics.new_empty(shard.ranks * len(statistics), statistics.shape[1])
@@ -73,8 +73,8 @@ class Scores:
     entropies: Tensor
     peaks: Tensor
     log_totals: Tensor
-    """log sum exp z is peak + log_total. They are kept apart because the sum loses digits where logits are large: at
-    -10^4 it is off by 5e-4, and so would be every probability."""
+    """log sum exp z is peak + log_total. The two are kept apart because their sum loses digits where logits are large:
+    at -10^4 it is off by 5e-4, as would be every probability."""
 
     @classmethod
     def of(cls, statistics: Tensor) -> Scores:

@@ -36,14 +36,14 @@ class HeadSettings:
 
 
 def with_triton(epilogue: Epilogue, device: torch.device) -> bool:
-    """Whether the epilogues are Triton's."""
+    """Return whether epilogues are Triton's."""
     if epilogue == "auto":
         return device.type == "cuda" and find_spec("triton") is not None
     return epilogue == "triton"
 
 
 class TiledHead:
-    """The inputs of one call, with the buffers of its allocation plan."""
+    """The inputs of one head call, and the buffers of its allocation plan."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings, mode: Mode) -> None:
         _check(hidden, weight, targets)
@@ -82,7 +82,7 @@ class TiledHead:
             yield slice(start, min(start + self.plan.tile_tokens, tokens))
 
     def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
-        """Return ([4, t] over this rank's rows, what was subtracted from each block's logits)."""
+        """Return (this rank's statistics [4, t], the offsets subtracted from each block's logits)."""
         blocks = self._blocks()
         of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
         offsets = []
@@ -103,7 +103,7 @@ class TiledHead:
     ) -> None:
         """Write the tile's rows of ``grad_hidden`` [T, H] and add its share to ``grad_weight``.
 
-        ``offsets``: from ``statistics``, when the tile's logits are still in memory; None computes them again. The
+        ``offsets``: from ``statistics``, when the tile's logits are still in memory; None: compute logits again. The
         other vectors are the tile's, [t].
         """
         of_log_probs = of_log_probs / self._temperature
@@ -165,7 +165,7 @@ class TiledHead:
         return self._as_factor(self._weight[rows], self.plan.tile_tokens * self._weight.shape[1])
 
     def _as_factor(self, values: Tensor, start: int) -> Tensor:
-        """Return the values in the dtype of GEMM factors, cast into the buffer at ``start`` where they have another."""
+        """Return the values in the dtype of GEMM factors, cast into the buffer at ``start`` if their own differs."""
         if values.dtype == self._product_dtype:
             return values
         return self._cast[start : start + values.numel()].view(values.shape).copy_(values)

@@ -31,10 +31,10 @@ class TorchEpilogue:
         """Write the tile's statistics to ``out`` [4, t].
 
         Args:
-            columns: [t] the target's column in this tile; outside 0 ... v - 1 when it is in another.
+            columns: [t] the target's column in this tile; outside 0 ... v - 1 if another tile has it.
 
         Returns:
-            [t], what was subtracted from the logits; None for nothing.
+            [t], what was subtracted from each token's logits; None: nothing.
         """
         for part, work in self._parts(logits):
             z, peak = logits[part], out[PEAK, part]
@@ -57,7 +57,7 @@ class TorchEpilogue:
         of_entropies: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``; with g and h the loss's derivatives:
+        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``, for the derivatives g and h (below):
 
             g (onehot - p) - h p (log p + entropy)
 
@@ -70,7 +70,7 @@ class TorchEpilogue:
         """
         gradient = narrow_view(logits, dtype)
         shift = (scores.peaks if offset is None else scores.peaks - offset)[:, None]
-        # p = e / total with e = exp(z - peak): divide the factors, of which there is one per token.
+        # p = e / total with e = exp(z - peak): divide the factors, which are one number per token.
         totals = scores.log_totals.exp()[:, None]
         bias, slope = -of_log_probs[:, None] / totals, None
         if of_entropies is not None:
@@ -104,12 +104,12 @@ class TorchEpilogue:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return [t] the logit in each row's column, 0 where it is outside."""
+    """Return [t] each row's logit at its column, 0 outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
 
 
 def _add(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values [t] to each row's column, unless it is outside."""
+    """Add values [t] to each row's column, unless outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     logits.scatter_add_(1, torch.where(here, columns, 0)[:, None], torch.where(here, values, 0.0)[:, None])

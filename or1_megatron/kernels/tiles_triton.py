@@ -108,7 +108,7 @@ class TritonEpilogue:
         of_entropies: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``; there is no ``offset``."""
+        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``; ``offset`` is not used."""
         tokens, width = logits.shape
         gradient = narrow_view(logits, dtype)
         if tokens:

@@ -1,7 +1,7 @@
 """Sums a weight's gradient in fp32: in Megatron's main_grad, or in a buffer for autograd.
 
 Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that it reduces. When
-autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to it, unless
+autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to ``main_grad`` unless
 ``param.grad_added_to_main_grad``, and counts the parameter as ready; the reduction starts when all are. So code that
 writes main_grad directly must still return *some* gradient to autograd, so that the hook runs.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, factor: float = 1.0) -> None:
-    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 its old values are not read.
+    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 the old total is not read.
 
     On the CPU ``a`` and ``b`` must be fp32: it has no GEMM of bf16 factors with an fp32 result.
     """
@@ -53,6 +53,6 @@ class WeightGradient:
             return None
         if hasattr(self._weight, "grad_added_to_main_grad"):
             self._weight.grad_added_to_main_grad = True
-        # Its values are never read: a view of main_grad's own memory in the weight's dtype saves a buffer.
+        # The values are never read: a view of main_grad's own memory in the weight's dtype saves a buffer.
         shape = self._weight.shape
         return self.sum.detach().view(-1).view(self._weight.dtype)[: shape.numel()].view(shape)

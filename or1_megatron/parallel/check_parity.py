@@ -1,4 +1,4 @@
-"""One rank of `or1 check-parity`: measures layouts, each in a world of the first ranks.
+"""One rank of `or1 check-parity`: measures each layout in a world of the first ranks.
 
 Rank 0 computes the reference with transformers and torch's own AdamW, and compares every layout's numbers with it.
 """
@@ -44,8 +44,8 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
     """Sample sequences of 4 to ``longest`` tokens from the model, as a rollout does.
 
     In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy,
-    the engine and the reference are the model's with noise, so that ratios spread over the clip range. The padding
-    token is left out: transformers gives it no gradient.
+    the engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding
+    token is never sampled: transformers gives it no gradient.
     """
     rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 def transformers_numbers(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
-    """Compute the reference of layouts in ``dtype``."""
+    """Compute the reference for layouts in ``dtype``."""
     numbers = reference(network, samples, judged, trained_by(dtype), by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
@@ -96,11 +96,11 @@ def transformers_numbers(
 def references(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
-    """Return for each aggregation the reference, and how far rounding alone takes transformers from it.
+    """Return for each aggregation the reference, and transformers' deviation from it by rounding alone.
 
-    For float32: float64, and transformers in fp32 beside it. A model too large for that here, and bfloat16, have fp32
-    as the reference and bf16 beside it; for float32 that distance is taken 2^-16 times, as the two types round.
-    ``network`` is used up.
+    If ``dtype`` is float32 and float64 fits here (CPU only), the reference is float64 and the deviation that of fp32.
+    Otherwise the reference is fp32 and the deviation that of bf16, for float32 times 2^-16, the ratio of the two types'
+    rounding. ``network`` changes dtype.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
@@ -120,7 +120,7 @@ def references(
 
 
 def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename and split tensors as in HF's files, which hold each expert apart: in memory transformers joins them."""
+    """Rename and split tensors as in HF's files, which hold each expert apart; transformers joins experts in memory."""
     named = {}
     for name, tensor in tensors.items():
         prefix, joined, last = name.partition(".experts.")
@@ -138,7 +138,7 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
     start_process_group(_RANK_WAIT_S, world)
     try:
         mesh = build_mesh(case.parallel, seed=1)
-        samples: list[Sample] = pickle.loads(world.store.get(key))  # rank 0 joins this world after it has set it
+        samples: list[Sample] = pickle.loads(world.store.get(key))  # rank 0 sets the key before it joins this world
         order = case.order(len(samples))
         layout = batch_layout(case.parallel, read_hf_config(model.hf))
         longest = max(sample.response_ids.size for sample in samples)
@@ -150,16 +150,16 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
 
 
 def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
-    """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
+    """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each layout.
 
-    A row has ``name``, ``micro_batches`` (of a rank), ``difference``, a ``Deviation`` from the reference, and
-    ``rounding``, what rounding alone makes of one in transformers (``references``).
+    A row has ``name``, ``micro_batches`` (of a rank), ``difference`` (the ``Deviation`` from the reference) and
+    ``rounding`` (the deviation by rounding alone, from ``references``).
 
     Args:
-        task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and if it is not the
-            recipe's ``objective`` (a name) and ``args``.
-        key: of the probe in the store, another one for each task.
-        store: of all ranks.
+        task: ``model`` (fields of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and, unless the
+            objective is the recipe's, ``objective`` (a name) and ``args``.
+        key: the probe's key in the store, different for each task.
+        store: shared by all ranks.
     """
     model = ModelConfig(**task["model"])
     judged = probe_objective(model.dtype, task.get("objective", "clipped"), task.get("args", {}))
@@ -168,7 +168,7 @@ def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank:
     if rank == 0:
         network = load_network(model)
         samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
-        store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub knows str alone
+        store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub takes only str
         expected = references(network, samples, judged, model.dtype, {case.aggregation for case in cases})
         del network
     for number, case in enumerate(cases):

@@ -1,8 +1,8 @@
 """Context parallelism of packed rows without Transformer Engine: which rank holds which tokens, and attention.
 
-Every sequence of a row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so that
-each rank has the same number of tokens and the same causal work. Before attention each rank gathers the keys and values
-of the whole row; its queries see their own sequence up to themselves.
+Each sequence of a row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
+every rank has equally many tokens and equal causal work. Before attention each rank gathers the keys and values
+of the whole row; its queries see their own sequence up to their own position.
 
 Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads, G key/value heads, D head dimension.
 """
@@ -33,7 +33,7 @@ class ContextShard:
     """A rank's part of one row."""
 
     held: Tensor  # [t] int64: the row positions that this rank holds, in its order
-    to_row_order: Tensor  # [T] int64: the place of each row position among all ranks' tokens, end to end
+    to_row_order: Tensor  # [T] int64: for each row position, its index in all ranks' tokens, concatenated
     chunks: tuple[QueryChunk, ...]
 
 
@@ -43,7 +43,7 @@ def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
     Two sequences of 8 and 4 tokens over 2 ranks: rank 0 holds 0 1 6 7 | 8 11, rank 1 holds 2 3 4 5 | 9 10.
 
     Raises:
-        ValueError: a sequence's length is not a multiple of 2 * ranks (``bounds`` [S+1] are 0 and the ends).
+        ValueError: a sequence's length is not a multiple of 2 * ranks (``bounds`` [S+1]: 0 and the sequences' ends).
     """
     parts = []
     for start, end in itertools.pairwise(bounds):
@@ -59,7 +59,7 @@ def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 
 def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.device) -> ContextShard:
-    """Return the part of ``rank``, of ``ranks`` ranks, of the row whose sequences end at ``bounds`` [S+1]."""
+    """Return what ``rank`` of ``ranks`` holds of a row; ``bounds`` [S+1]: 0 and the sequences' ends."""
     everyone = torch.cat([held_positions(bounds, other, ranks) for other in range(ranks)])
     to_row_order = torch.empty_like(everyone)
     to_row_order[everyone] = torch.arange(len(everyone))
@@ -76,7 +76,7 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
 def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
     """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D].
 
-    Backward sums the gradients of keys and values over the ranks (reduce-scatter).
+    Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
 
     Args:
         scale: factor of q . k; 1 / sqrt(D) when None.

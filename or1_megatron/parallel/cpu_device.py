@@ -1,4 +1,4 @@
-"""Lets Megatron-Core run without CUDA: the CPU answers its calls of ``torch.cuda``.
+"""Lets Megatron-Core run without CUDA: its calls of ``torch.cuda`` use the CPU.
 
 Megatron writes ``device="cuda"`` and ``torch.cuda.current_device()`` throughout. On a machine with CUDA this module
 does nothing. Elsewhere it maps the CUDA device to the CPU, streams and synchronisation to nothing, and the CUDA random
@@ -45,7 +45,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """Stands for a stream, an event, or the context of a stream or device: all work on it is already done."""
+    """Stands for a stream, an event, or a stream's or device's context: its work is always done already."""
 
     cuda_stream = 0
 
@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a new function at each call: torch's compiler tells patched functions apart by identity."""
+    """Return a new function at every call, because torch's compiler distinguishes patched functions by identity."""
     return lambda *args, **kwargs: value()
 
 
@@ -76,7 +76,7 @@ _true_type = torch.Tensor.type
 
 
 def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizer compares ``tensor.type()`` with names of CUDA tensor types."""
+    """Replace ``Tensor.type``, which Megatron's optimizer compares with CUDA types' names."""
     if dtype is not None:
         return _true_type(tensor, dtype, *args, **kwargs)
     name = _true_type(tensor)
@@ -120,7 +120,7 @@ def _patch_tensor() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """For the expert dispatcher's counts of tokens: Megatron makes numpy arrays only of tensors on a GPU."""
+    """Convert the expert dispatcher's token counts to numpy, which Megatron itself does only on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -131,9 +131,9 @@ def _gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Gather [t, ...] of each rank, with its own t, end to end on all ranks; gloo itself gathers equal parts only.
+    """Concatenate all ranks' [t, ...] on every rank; t differs by rank, while gloo itself gathers equal parts only.
 
-    Megatron does so among the tensor-parallel ranks that share an expert, of the tokens that each has for it.
+    The tensor-parallel ranks that share an expert gather the tokens that each of them has for it.
     """
     if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         return even(mine, group, output_split_sizes, use_global_buffer)
@@ -145,7 +145,7 @@ def _gather(
 
 
 def install_without_cuda() -> None:
-    """Install the layer in this process, once, if it has no CUDA device."""
+    """Install the layer in this process, once, if there is no CUDA device."""
     global _installed
     if _installed or torch.cuda.is_available():
         return

@@ -17,7 +17,7 @@ from torch import Tensor
 from or1_megatron.errors import AgreedError
 from or1_megatron.weights.files import INDEX
 
-CARRIED = (  # files that belong to a model whatever its weights
+CARRIED = (  # a model's files that do not depend on its weights
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("*.jinja", "additional_chat_templates/*.jinja"),
@@ -33,7 +33,7 @@ class HFWriter:
 
     Args:
         source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
-        target: the folder to make; an older one of that name is replaced.
+        target: the folder to make; an older folder there is replaced.
         shard_bytes: a new file is begun beyond this many bytes.
 
     Its methods raise ExportError when something cannot be written; what they wrote is deleted then.
@@ -49,8 +49,7 @@ class HFWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, by its HF name; it is copied to the host unless it is there, and must stay as it is until
-        ``finish``."""
+        """Add a tensor under its HF name. A tensor on the host is not copied: it must not change until ``finish``."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             with self._writing():
@@ -81,7 +80,7 @@ class HFWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write what is left, name the files as HF does, copy the model's other files, and rename into place."""
+        """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder."""
         with self._writing():
             self._finish()
 
@@ -107,7 +106,7 @@ class HFWriter:
 
 
 def record_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights' dtype into a folder's config.json, where that names one."""
+    """Write the weights' dtype into a folder's config.json, if it names one."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     named = dict.fromkeys(config.keys() & {"torch_dtype", "dtype"}, str(dtype).removeprefix("torch."))

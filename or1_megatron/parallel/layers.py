@@ -1,7 +1,7 @@
 """The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them under another name,
-which ``weights.decoder.unfused_name`` maps, so that a checkpoint of one kind loads into the other.
+Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them;
+``weights.decoder.unfused_name`` maps that norm's name, so that a checkpoint of one kind loads into the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
 
-    Under sequence parallelism its weight is marked, so that Megatron sums its gradient over TP.
+    Under sequence parallelism the weight is marked, so that Megatron sums its gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
-    """Return the decoder: which module stands behind each symbol of ``model.layer_pattern``. It has no final norm.
+    """Return the decoder's spec: the module for each symbol of ``model.layer_pattern``. There is no final norm.
 
     Args:
         qk_norm: normalise each head's query and key.
@@ -59,7 +59,7 @@ def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
     layers = {"attention_layer": layer(qk_norm, False)}
     if experts:
         layers["moe_layer"] = layer(qk_norm, True)
-    # The stack's own final norm is Transformer Engine's in any case.
+    # HybridStack's own final norm is always Transformer Engine's.
     return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers))
 
 
@@ -80,7 +80,7 @@ def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
         TERowParallelLinear,
     )
 
-    # A norm and the linear after it in one module. A router needs the norm's output, so experts keep one of their own.
+    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm.
     fused = TELayerNormColumnParallelLinear
     return _spec(
         fused,

@@ -1,11 +1,11 @@
-"""Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
+"""Lockstep: rank 0 names a verb, and every rank executes it; a failure on any rank is logged and ends all ranks.
 
 Ranks wait for the next verb on the store of their process group, which torchrun's agent hosts (rank 0 without an
 agent), never inside a collective: between verbs the wait is unbounded.
 
-A rank that fails in a verb logs its traceback and ends. So does one that has not finished the verb by the deadline, or
-that the store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which log
-where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
+A rank that fails in a verb logs its traceback and ends. So does a rank that has not finished the verb by the deadline,
+or that the store has not answered for as long (``Heartbeat.within``). The launcher then ends the other ranks, which log
+where they are (``runtime.signals``). It also notices dead ranks. The node's monitor ends stopped ranks.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from or1_verify.errors import Or1Error
 log = logging.getLogger(__name__)
 
 Verb = Callable[..., Any]
-"""Takes this replica's payload if there are payloads, then what all ranks receive; returns this rank's result."""
+"""Takes this replica's payload, if there are payloads, and all ranks' common arguments; returns this rank's result."""
 
 STOP = "stop"
 
 _ASK_S: Final = 30.0
 """A rank that waits for a verb asks the store anew after this time, or half the deadline if that is shorter."""
 _UNWIND_S: Final = 120.0
-"""A rank that raises its error ends by itself within this time: rank 0 dumps the batch and closes the engines."""
+"""A rank that raises its error must end within this time; rank 0 first dumps the batch and closes the engines."""
 _LEAVE_S: Final = 5.0
-"""Rank 0, which may host the store, waits so long for the others to read that the verbs are over."""
+"""Rank 0, which may host the store, waits this long for each rank to read that verbs are over."""
 _GRACE_S: Final = 30.0
-"""A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
+"""A rank that has lost a peer ends this much later, so that the failed rank's exit status is the run's."""
 
 
 class LockstepError(PartLost, RuntimeError):
-    """A verb failed on another rank, or that rank is gone; its message is in the log and on stderr."""
+    """Another rank failed in a verb, or is gone; that rank's message is in the log and on stderr."""
 
 
 class Lockstep:
-    """One rank's end of the lockstep. A process may make several, one after the other, as all ranks do.
+    """One rank's end of the lockstep. A process may make several in sequence, if all ranks do.
 
     Args:
         verbs: what this rank can execute; the same names on every rank.
         deadline_s: how long one verb may take on any rank.
-        heart: this rank's, which ends it at the deadline.
-        note: takes a line on why this rank ends, before it does.
+        heart: this rank's heartbeat, which ends the rank at the deadline.
+        note: takes a line on why this rank ends, before it ends.
     """
 
     _made = 0
@@ -77,7 +77,7 @@ class Lockstep:
         self._count = 0
         self._closed = self._broken = False
         if mesh.world > 1:
-            dist.barrier(mesh.control)  # the first verb's deadline begins when all ranks can hear of it
+            dist.barrier(mesh.control)  # the first verb's deadline begins when all ranks can receive it
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Lockstep:
 
         Args:
             shared: arguments that are sent to every rank (small).
-            per_replica: one payload for each data-parallel index; each rank receives its own replica's only, as the
+            per_replica: one payload for each data-parallel index; each rank receives only its replica's payload, as the
                 verb's first argument.
 
         Raises:
@@ -99,7 +99,7 @@ class Lockstep:
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
     def _announce(self, header: tuple[str, bool]) -> None:
-        """Publish (verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
+        """Publish (verb, whether replicas get payloads): only a few bytes, since the store keeps them."""
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Lockstep:
                     self._store.wait([key], datetime.timedelta(seconds=ask_s))
                     return self._store.get(key)
             except dist.DistStoreError:
-                continue  # rank 0 is rolling out; no news is no failure
+                continue  # no verb yet, as during a rollout: no failure
             except dist.DistNetworkError as error:
                 self._must_end()
                 raise LockstepError(f"rank {self._mesh.rank}: the store is gone while waiting for a verb") from error
@@ -158,7 +158,7 @@ class Lockstep:
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Execute a verb within its deadline. An error ends this rank, unless it is rank 0."""
+        """Execute a verb within its deadline. Errors except AgreedError end this rank; rank 0 raises them."""
         self._count += 1
         late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
@@ -172,7 +172,7 @@ class Lockstep:
             self._failed(verb, error)
 
     def _failed(self, verb: str, error: Exception) -> NoReturn:
-        """End this rank for an error; rank 0 raises it, since the loop may know what to do with it."""
+        """End this rank because of an error; rank 0 raises it instead, since the loop may handle it."""
         how = "lost a peer" if _lost_a_peer(error) else "failed"
         if self._mesh.rank == 0:
             self._must_end()
@@ -187,7 +187,7 @@ class Lockstep:
         os._exit(1)
 
     def _must_end(self) -> None:
-        """Have this rank end, by the error that it raises now or at the latest after ``_UNWIND_S``."""
+        """Make this rank end: by the error that it raises now, or else after ``_UNWIND_S``."""
         self._broken = True
         self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 
@@ -197,7 +197,7 @@ class Lockstep:
         os._exit(1)
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
-        """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
+        """Return the verb's arguments on this rank, from rank 0's ``shared`` and ``per_replica``."""
         packed = [pack(shared)]
         if self._mesh.world > 1:
             dist.broadcast_object_list(packed, src=0, group=self._mesh.control)
@@ -231,7 +231,7 @@ def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for that."""
+    """Return whether another rank made a collective break or time out: gloo and NCCL have no error type for that."""
     text = str(error)
     if isinstance(error, Or1Error):
         return False

@@ -22,7 +22,7 @@ _START_UP_S = 4 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's index, and the size, along each axis of parallelism."""
+    """This rank's index along each axis of parallelism, and each axis's size."""
 
     rank: int
     world: int
@@ -37,7 +37,7 @@ class Mesh:
     control: dist.ProcessGroup
     """All ranks, over gloo: for objects and CPU tensors."""
     replica: dist.ProcessGroup
-    """The ranks that share this rank's data-parallel index, over gloo; its first rank receives their micro-batches."""
+    """The ranks that share this rank's data-parallel index, over gloo; the first of them receives the micro-batches."""
     replica_leaders: tuple[int, ...]
     """Global rank of each replica's first rank, by data-parallel index."""
     expert_rank: int = 0
@@ -60,21 +60,21 @@ class SubWorld:
     ranks: int
     store: dist.Store
     name: str
-    """Used once per store."""
+    """Unique in the store."""
 
 
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun started: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
-    With CUDA the rank first takes its GPU and the CPU cores beside it. A process started without torchrun is a world of
-    one. Only the processes of a sub-world join it.
+    With CUDA the rank first takes its GPU and the CPU cores near it. A process started without torchrun is a world of
+    one. With ``sub_world``, only its processes join.
 
     Raises:
-        UserError: other nodes could not reach this one, as ``choose_gloo_interface`` says.
+        UserError: no interface of this host leads to the master (``choose_gloo_interface``).
     """
     if dist.is_initialized():
         return
-    gc.collect()  # a policy that was in the last world holds its groups in cycles, and gloo keeps threads for a group
+    gc.collect()  # a policy of the last world holds its groups in reference cycles, and gloo keeps threads per group
     backend = "gloo"
     world: dict[str, Any] = {}
     if torch.cuda.is_available() and "RANK" in os.environ:
@@ -118,7 +118,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
             expert_model_parallel_size=config.expert,
             expert_tensor_parallel_size=config.tensor,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
-            create_gloo_process_groups=False,  # they serve Megatron's own formats of optimizer checkpoints alone
+            create_gloo_process_groups=False,  # only Megatron's own formats of optimizer checkpoints use them
         )
     model_parallel_cuda_manual_seed(seed)
     control, replica, leaders = _control_groups(timeout_s)

@@ -1,7 +1,7 @@
-"""The policy network: makes Megatron's HybridModel of an HF config, with one pipeline stage on each rank.
+"""The policy network: builds Megatron's HybridModel from an HF config, with one pipeline stage on each rank.
 
-Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T by CP, and sequence parallelism
-cuts the result by TP between layers.
+Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T by CP, and between layers
+sequence parallelism cuts T / CP by TP.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def transformer_config(
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=family.head_dim(hf),
-            # A factor on rotated queries and on rotated keys is its square on their product.
+            # Rotated queries and keys each get the factor, so their product gets its square.
             softmax_scale=None if sharper == 1.0 else sharper**2 / math.sqrt(family.head_dim(hf)),
             normalization="RMSNorm",
             layernorm_epsilon=hf["rms_norm_eps"],
@@ -76,9 +76,9 @@ def transformer_config(
             masked_softmax_fusion=False,
             bias_activation_fusion=True,  # SwiGLU: one kernel for each direction, made by torch.compile
             bias_dropout_fusion=False,  # there is neither bias nor dropout after attention and MLP
-            apply_rope_fusion=kind == "transformer_engine",  # by its kernel, with the angles of ``PackedRotary``
+            apply_rope_fusion=kind == "transformer_engine",  # its kernel gets the angles of ``PackedRotary``
             persist_layer_norm=False,
-            # Batched sends get swapped between two ranks that are each other's next and previous stage.
+            # Where two ranks are each other's next and previous stage, batched sends get swapped.
             batch_p2p_comm=False,
             overlap_p2p_comm=parallel.virtual_pipeline > 1,
             recompute_granularity=None if parallel.recompute == "none" else parallel.recompute,
@@ -91,7 +91,7 @@ def transformer_config(
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of a mixture of experts, none for a dense model. There is no auxiliary loss."""
+    """Return the settings of a mixture of experts; empty for a dense model. There is no auxiliary loss."""
     experts = family.experts(hf)
     if experts is None:
         return {}
@@ -99,7 +99,7 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.chosen,
         "moe_ffn_hidden_size": experts.intermediate,
-        # A softmax over the chosen experts alone is the softmax over all, scaled to sum to one.
+        # A softmax over only the chosen experts equals the softmax over all, scaled to sum to one.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -113,8 +113,8 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
 def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int]) -> str:
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
-    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` puts both, in one module, behind the symbol
-    of attention, and attention with experts behind that of experts. So a layer has its HF number, in checkpoints too.
+    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives the attention symbol one module with
+    both, and the experts symbol one with attention and experts. So a layer has its HF number, in checkpoints too.
 
     Args:
         chunk_layers: the layers of each chunk, in the model's order.
@@ -134,7 +134,7 @@ class PolicyModel(HybridModel):
     """A chunk of the model. It ends in hidden states; ``kernels`` computes logits from them, tile by tile.
 
     Args:
-        chunk_layers: the decoder layers of all chunks of the model, in its order.
+        chunk_layers: the decoder layers of all chunks, in the model's order.
         index: number of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
     """
 
@@ -180,7 +180,7 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack the layers of a dense model in one tensor [layers, ...], which GPTModel writes and both models load."""
+        """Stack dense layers in tensors [layers, ...], as GPTModel does; GPTModel and HybridModel load these."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.dense:
             same = {layer: layer for layer in range(self.config.num_layers)}
@@ -188,7 +188,7 @@ class PolicyModel(HybridModel):
         return state
 
     def head_weight(self) -> Tensor:
-        """Return the output weight [V / TP, H] of the last stage; the embedding if the two are tied."""
+        """Return the last stage's output weight [V / TP, H], which is the embedding in a tied model."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

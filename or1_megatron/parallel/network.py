@@ -67,9 +67,9 @@ RowScores = tuple[Float32Array, Float32Array]
 
 
 def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]] | None:
-    """Gather [2, C] per micro-batch as [DP][micro-batches] on rank 0; None elsewhere. Collective over all ranks.
+    """Gather every micro-batch's [2, C] on rank 0 as [DP][micro-batches]; None on other ranks. Collective.
 
-    The first tensor- and context-parallel rank of a replica's last stage reports.
+    In each replica the last stage's first tensor- and context-parallel rank reports.
     """
     reports = mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
     local = mesh.data_rank, [tuple(both.numpy()) for both in scored] if reports else None
@@ -85,7 +85,7 @@ def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]]
 def score_rows(
     mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
 ) -> list[list[RowScores]] | None:
-    """Score this data-parallel rank's micro-batches; return everyone's as ``gather_scores``."""
+    """Score this data-parallel rank's micro-batches; return ``gather_scores`` of all replicas."""
     for chunk in chunks:
         chunk.eval()
     return gather_scores(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))

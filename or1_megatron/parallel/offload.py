@@ -1,13 +1,13 @@
 """Moves what a rank's policy holds on its device to the host and back, to make room for colocated engines.
 
 Megatron keeps many tensors as views of few storages: with its distributed optimizer every parameter is a view of one
-flat buffer, and every ``main_grad`` always is. So storages are moved: one is copied out and resized to nothing, and its
-bytes later return to the same storage object, so that every view of it is valid again and no name is bound anew. While
-a storage is away its views must not be read. :meth:`Offload.require` refuses in words, and :meth:`Offload.readable`
-gives the values that they would have.
+flat buffer, and every ``main_grad`` always is. So storages are moved: a storage is copied out and resized to nothing,
+and its bytes later return to the same storage object, so that all its views are valid again and no name is rebound.
+While a storage is away its views must not be read. :meth:`Offload.require` then raises an error, and
+:meth:`Offload.readable` gives the values from the host.
 
 Megatron's own ``offload_to_cpu`` binds an optimizer's tensors to new memory instead. In fp32 the distributed
-optimizer's tensors are views of the parameters; bound to other memory, they would leave the step to update copies.
+optimizer's tensors are views of the parameters; if they were bound to other memory, the step would update copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Part = Literal["parameters", "gradients", "optimizer"]
 class HostCopy:
     """Holds the bytes of storages that are away from the device.
 
-    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them.
+    The slabs, page-locked with CUDA, are kept when storages are back: only the first use allocates them.
 
     Args:
         drop: keep no bytes; the storages come back as zeros.
@@ -41,7 +41,7 @@ class HostCopy:
         self._slab_bytes, self._drop = slab_bytes, drop
         self._slabs: list[Tensor] = []  # uint8
         self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
-        self._first: dict[int, int] = {}  # of each storage that is away, where in the slabs its bytes begin
+        self._first: dict[int, int] = {}  # by storage that is away: where its bytes begin in the slabs
 
     def __bool__(self) -> bool:
         """Whether anything is away."""
@@ -65,7 +65,7 @@ class HostCopy:
         return sum(sizes)
 
     def give_back(self) -> int:
-        """Make the storages anew on the device and fill them as they were; return the bytes moved."""
+        """Allocate the storages on the device again and fill them as before; return the bytes moved."""
         storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
             storage.resize_(size)
@@ -90,7 +90,7 @@ class HostCopy:
         return values.view(tensor.dtype).view(tensor.shape)
 
     def _range(self, begin: int, count: int) -> list[Tensor]:
-        """Return ``count`` bytes from ``begin`` on, slab by slab."""
+        """Return ``count`` bytes from ``begin`` on, one piece per slab."""
         pieces = []
         for slab in self._slabs:
             piece = slab[max(begin, 0) : max(begin + count, 0)]
@@ -106,7 +106,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends."""
+        """Yield (device bytes, host bytes): storages laid over slabs, cut where a storage or slab ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -120,15 +120,15 @@ class HostCopy:
 
 
 class Offload:
-    """Moves one rank's parameters, gradients and optimizer state to the host and back; each can be moved alone.
+    """Moves one rank's parameters, gradients and optimizer state to the host and back, together or separately.
 
     Parameters and optimizer state return bit for bit. Gradients are not needed after the optimizer's step, so they are
-    dropped and return as zeros. Offloading what is already offloaded does nothing, and so does restoring what is on the
+    dropped and return as zeros. Offloading an offloaded part does nothing, and so does restoring a part that is on the
     device.
 
     Args:
         chunks: this rank's model chunks.
-        optimizer: over exactly these; a ChainedOptimizer as Megatron builds it, or a single one.
+        optimizer: of exactly these chunks; Megatron's ChainedOptimizer, or a single optimizer.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Offload:
 
     @property
     def away(self) -> frozenset[Part]:
-        """What is not on the device now."""
+        """The parts not on the device now."""
         return frozenset(part for part, away in self._held.items() if away)
 
     def require(self, action: str, *parts: Part) -> None:
-        """Refuse an action that needs what is away, instead of reading memory of others.
+        """Refuse an action that needs an absent part: it would read others' memory.
 
         Raises:
             RuntimeError: one of ``parts`` is away.
@@ -156,18 +156,18 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or its values as a tensor on the host if it is there now: to be read, as by a save.
+        """Return the tensor, or, while it is away, its values as a host tensor: only to be read, as by a save.
 
-        It must be contiguous, and no gradient: those have no values while they are away.
+        It must be contiguous, and no gradient: gradients have no values while they are away.
         """
         values = self._parameters.read(tensor)
         values = self._state.read(tensor) if values is None else values
         return tensor if values is None else values
 
     def offload(self, *parts: Part) -> int:
-        """Free these on the device, in the order given; return the bytes moved, 0 for what was away already.
+        """Free the parts on the device, in the order given; return the bytes moved, 0 for parts already away.
 
-        The optimizer has master weights and moments; without master weights (fp32 training) moments only.
+        "optimizer" is master weights and moments; in fp32 training, without master weights, only moments.
         """
         moved = 0
         for part in parts:
@@ -179,11 +179,11 @@ class Offload:
         return moved
 
     def restore(self, *parts: Part) -> int:
-        """Bring these back to the device, in the order given; return the bytes moved."""
+        """Bring parts back to the device, in the order given; return the bytes moved."""
         return sum(self._held[part].give_back() for part in parts)
 
     def storages(self, part: Part) -> list[UntypedStorage]:
-        """Return what one of these is made of on the device; not while it is away."""
+        """Return the storages of a part, which must be on the device."""
         if part == "parameters":
             return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
         if part == "gradients":
@@ -191,7 +191,7 @@ class Offload:
             return distinct_storages(buffer.grad_data for buffer in buffers)
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [one.optimizer for one in chained if one.optimizer is not None]
-        models = {storage._cdata for storage in self.storages("parameters")}  # or views of them: not the optimizer's
+        models = {storage._cdata for storage in self.storages("parameters")}  # left out, views included
         return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
 
 

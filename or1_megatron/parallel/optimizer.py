@@ -16,14 +16,14 @@ from torch import Tensor
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 _PIECE_NUMBERS: Final = 1 << 22
-"""Parameters are updated in pieces: the denominators of all at once would take 4 bytes per parameter, more than the
-activations that an update holds before."""
+"""Numbers updated at once: Adam's denominators of all parameters together would take 4 bytes per parameter, more than
+the activations that an update holds before."""
 
 
 class FusedStepAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` in the parameter group, as Transformer Engine's does.
+    """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` per parameter group, as Transformer Engine's does.
 
-    Megatron's distributed optimizer needs that to load state across layouts; torch's own AdamW counts per parameter.
+    Megatron's distributed optimizer needs this to load state across layouts; torch's own AdamW counts per parameter.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         **_: Any,
     ) -> None:
-        """The other arguments that Megatron gives are Transformer Engine's: decoupled decay, which this is."""
+        """``_``: Megatron's arguments for Transformer Engine's AdamW; decoupled decay is built in here."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ def build_optimizer(
 
 
 def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
-    """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
+    """Clip and step if loss and gradient are finite; return (gradient norm before clipping, whether skipped)."""
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -126,7 +126,7 @@ def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
     """Return the learning rate of SGD step ``sgd_step`` (from 0).
 
-    It rises over ``warmup_steps``, then stays, or falls linearly to 0 at ``decay_steps``.
+    It rises over ``warmup_steps``, then falls linearly to 0 at ``decay_steps`` (0: never).
     """
     if sgd_step < config.warmup_steps:
         return config.lr * (sgd_step + 1) / config.warmup_steps

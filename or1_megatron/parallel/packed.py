@@ -1,4 +1,4 @@
-"""Packed rows inside the model: the positions of each sequence, and attention inside it.
+"""Packed rows inside the model: positions and attention, both within each sequence.
 
 A micro-batch is one row of T tokens in which S sequences lie end to end. Megatron passes one ``packed_seq_params``
 object unchanged to every layer; ours holds the position of each token and the sequences' lengths.
@@ -27,7 +27,7 @@ class PackedRow(PackedSeqParams):
     per-token angles of ``PackedRotary`` instead of looping over sequences."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[T / CP]: positions, in their sequences, of the tokens that this rank holds."""
+    """[T / CP]: positions of this rank's tokens, each counted within its sequence."""
     lengths: tuple[int, ...] = ()
     """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
@@ -53,7 +53,7 @@ def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, co
 class PackedRotary(torch.nn.Module):
     """Rotary angles of each packed token (RoFormer, arXiv 2104.09864), in the half-rotation form that HF models use.
 
-    Replaces Megatron's RotaryEmbedding, and answers its two methods with the row's own positions.
+    Replaces Megatron's RotaryEmbedding, whose two methods here use the row's own positions.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -65,7 +65,7 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference: Any, decoder: Any, decoder_input: Any, config: Any, packed_seq_params: PackedRow
     ) -> Tensor:
-        """Return the positions, which Megatron passes on to ``forward`` as the sequence length."""
+        """Return the positions; Megatron passes them to ``forward`` as the sequence length."""
         return packed_seq_params.position_ids
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
@@ -98,7 +98,7 @@ class PackedCausalAttention(torch.nn.Module):
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:  # [T / CP, 1, N * D]
         assert packed_seq_params is not None, "PackedCausalAttention needs packed_seq_params"
-        # A copy of the values, which are a view: it would keep queries and keys from before RoPE for the backward pass.
+        # Values are copied: as a view they would keep queries and keys from before RoPE for the backward pass.
         q, k, v = query[:, 0], key[:, 0], value[:, 0].contiguous()
         if packed_seq_params.shard is not None:
             out = attend(q, k, v, packed_seq_params.shard, self.softmax_scale)

@@ -1,8 +1,8 @@
 """Measures what a layout computes for a recorded batch, in numbers that can be compared with another layout's.
 
 A probe is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters: one
-step of a special optimizer subtracts a known multiple of the gradient from them. That works for every optimizer and
-however parameters and gradients are cut, the distributed optimizer included.
+step of a special optimizer subtracts a known multiple of the gradient from them. That works however parameters and
+gradients are cut, with the distributed optimizer too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def trained_by(dtype: str) -> OptimizerConfig:
 
     A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
     a trained model grows to thousands. In bfloat16 a step's effect must be smaller than rounding's: the reference's
-    fp32 weights follow each step, rounded ones do not, and after steps as large as those of fp32 the losses differ at
-    random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite weights; float32
-    compares them.
+    fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses differ at
+    random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite weights; only
+    float32 compares them.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
@@ -47,10 +47,10 @@ _GRADIENT_STEP = OptimizerConfig(lr=_SCALE * _HUGE, eps=_HUGE, beta1=0.0, beta2=
 
 @dataclass(frozen=True)
 class Numbers:
-    """The results of one way of computing; tensors by HF name."""
+    """The results of one computation; tensors by HF name."""
 
     log_probs: Sequence[Float32Array]
-    """For each sample, those of its counted tokens."""
+    """For each sample, of its counted tokens."""
     entropies: Sequence[Float32Array]
     losses: Sequence[float]
     """Global token mean before each of the three steps."""
@@ -73,7 +73,7 @@ def measure(
     """Measure one layout; return the numbers on rank 0, None on other ranks. Collective.
 
     Args:
-        order: the index in the probe of each of the batch's samples.
+        order: for each sample of the batch, its index in the probe.
 
     Raises:
         ValueError: the model does not fit the layout.
@@ -83,7 +83,7 @@ def measure(
     update(WholePolicy(policy), batch, objective, one_pass)
     gradient = _difference(before, _whole(policy), _SCALE)
     del policy
-    gc.collect()  # its hooks refer to it; two models may not fit
+    gc.collect()  # hooks refer to the policy; two policies may not fit
     torch.cuda.empty_cache()
     policy = MegatronPolicy(model, parallel, trained_by(model.dtype), mesh)
     trained = WholePolicy(policy)
@@ -120,10 +120,10 @@ def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float) 
 def reference(
     network: Any, samples: Sequence[Sample], objective: Objective, trained: OptimizerConfig, by_response: bool = False
 ) -> Numbers:
-    """Compute the same with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
+    """Compute the numbers with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
 
     Args:
-        network: of transformers; its parameters are trained in place and restored.
+        network: from transformers; its parameters are trained in place and restored.
         trained: ``trained_by`` of the layouts' dtype.
         by_response: take the mean over responses of their token means, instead of the mean over tokens.
     """
@@ -167,7 +167,7 @@ def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Te
 def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
-    """Return the batch's mean over all tokens, or over the tokens of each response and then over responses."""
+    """Return the mean loss over all tokens, or over each response's tokens and then over responses."""
     counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
     log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
     inputs = inputs_of(samples, log_probs)
@@ -189,13 +189,13 @@ class Deviation:
     grad_norm: float
     """Largest relative difference over steps."""
     gradient: float
-    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise for what three steps moved."""
+    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise for three steps' changes."""
     gradient_at: str
     parameters: float
     parameters_at: str
 
     def times(self, share: float) -> Deviation:
-        """Return this one with all its numbers multiplied by ``share``."""
+        """Return this deviation with all numbers multiplied by ``share``."""
         numbers: dict[str, Any] = {
             name: value * share for name, value in vars(self).items() if isinstance(value, float)
         }
@@ -229,7 +229,7 @@ def _maximum(values: Iterable[float]) -> float:
 def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return (largest relative difference, the tensor's name); NaN counts as infinite.
 
-    A tensor with a norm below a thousandth of the largest is compared relative to that thousandth: its own is rounding.
+    A tensor whose norm is below a thousandth of the largest is compared relative to that thousandth: it is rounding.
     """
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
     floor = 1e-3 * max(norms.values())

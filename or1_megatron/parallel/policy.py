@@ -50,18 +50,18 @@ class MegatronPolicy:
             _data_parallel(network, parallel, mesh, first_chunk=index == 0)
             for index, network in enumerate(self.networks)
         ]
-        if parallel.overlap_grad_reduce:  # else gradients would count as complete after every micro-batch
+        if parallel.overlap_grad_reduce:  # else gradients would count as complete after each micro-batch
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._optimizer_config = optimizer
         self.optimizer = build_optimizer(self.chunks, optimizer, parallel, self.dtype)
         self.host = Offload(self.chunks, self.optimizer)
-        """Moves what this rank holds off its device and back."""
+        """Moves this rank's state off its device and back."""
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """As ``network.score_rows``; collective."""
+        """Score like ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
@@ -72,7 +72,7 @@ class MegatronPolicy:
     def update_and_score(
         self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
     ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
-        """Update, and return also what its forward pass gave, in the form of ``score``."""
+        """Update; return also the scores of its forward pass, in the form of ``score``."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
         for network, chunk in zip(self.networks, self.chunks, strict=True):
@@ -116,9 +116,9 @@ class MegatronPolicy:
 def _data_parallel(
     network: PolicyModel, parallel: ParallelConfig, mesh: Mesh, first_chunk: bool
 ) -> DistributedDataParallel:
-    """Wrap a chunk, whose gradients are then summed over the data-parallel ranks.
+    """Wrap a chunk so that its gradients are summed over data-parallel ranks.
 
-    As in Megatron, only the model's first chunk has several buckets: the gradients of the others come early.
+    As in Megatron, only the model's first chunk has several buckets: other chunks' gradients are complete early.
     """
     bucket = None
     if parallel.overlap_grad_reduce:  # Megatron's own default otherwise: buckets large enough for fast collectives
@@ -144,7 +144,7 @@ def _data_parallel(
 
 
 def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the parts' values by name: the maximum of those that start with ``max_``, the sum of the others."""
+    """Combine the parts' values by name: their maximum if the name starts with ``max_``, else their sum."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -165,13 +165,13 @@ def unpack_scores(
 
     Args:
         ranks: [DP][micro-batches], as batched.
-        scored: for each of them (log-probs [C], entropies [C]) of its counted tokens, in row order.
+        scored: for each micro-batch (log-probs [C], entropies [C]) of its counted tokens, in row order.
     """
     empty = np.empty(0, dtype=np.float32)
     log_probs, entropies = [empty] * sample_count, [empty] * sample_count
     for rows, results in zip(ranks, scored, strict=True):
         for row, (row_log_probs, row_entropies) in zip(rows, results, strict=True):
-            before = np.concatenate(([0], np.cumsum(row.loss_mask)))  # [T+1] counted tokens left of each position
+            before = np.concatenate(([0], np.cumsum(row.loss_mask)))  # [T+1] counted tokens before each position
             for k, sample in enumerate(row.sample_index):
                 part = slice(before[row.cu_seqlens[k]], before[row.cu_seqlens[k + 1]])
                 log_probs[sample], entropies[sample] = row_log_probs[part], row_entropies[part]
@@ -179,7 +179,7 @@ def unpack_scores(
 
 
 class WholePolicy:
-    """The policy in programs without the loop: all ranks call the same methods, each with the whole batch."""
+    """The policy for programs without the training loop: all ranks call its methods, each with the whole batch."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self._policy, self._mesh = policy, policy.mesh
@@ -198,18 +198,18 @@ class WholePolicy:
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:
-    """Write the policy's weights as an HF folder (aside, then renamed), everything else copied from the source model.
+    """Write the policy's weights as an HF folder (aside, then renamed); other files are copied from the source model.
 
     Collective over all ranks; rank 0 writes.
 
     Raises:
-        ExportError: on every rank, when the folder cannot be written, as on a full disk. An older one stays.
+        ExportError: on every rank, when the folder cannot be written, as on a full disk. An older folder stays.
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
-    for name, tensor in policy.weights:  # to the end in any case: the other ranks send all of theirs
+    for name, tensor in policy.weights:  # also after a failure: the other ranks send all tensors
         if writer is not None and problem is None:
             assert tensor is not None
             try:

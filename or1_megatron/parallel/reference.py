@@ -1,4 +1,4 @@
-"""The frozen reference of the KL penalty: a model from an HF folder, at the policy's layout, that only scores."""
+"""The frozen reference of the KL penalty: a model from an HF folder that only scores, at the policy's layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from or1_megatron.types import MicroBatch
 
 
 class FrozenReference:
-    """One rank's part of the reference: no gradients, no optimizer, in no checkpoint (the config names its folder).
+    """One rank's part of the reference: no gradients, no optimizer, not in checkpoints (the config names its folder).
 
     Args:
-        folder: HF folder of a model of the policy's architecture.
-        dtype: the policy's.
+        folder: HF folder, of the policy's architecture.
+        dtype: the policy's dtype.
         parallel: the policy's layout; ``mesh`` is this rank's place in it.
         offload: keep the weights on the host, except during a pass.
     """
@@ -31,7 +31,7 @@ class FrozenReference:
         self._leave()
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """As ``MegatronPolicy.score``; collective."""
+        """Score like ``MegatronPolicy.score``; collective."""
         if self._host is not None:
             self._host.give_back()
         try:

@@ -1,7 +1,7 @@
 """Passes a list of micro-batches through all pipeline stages, by Megatron's own schedules.
 
-Shapes: T packed tokens of a row (the same for every row of a batch), t = T / CP of them on this rank, C counted tokens
-of the row, c of this rank, H hidden.
+Shapes: T packed tokens of a row (equal in all rows of a batch), t = T / CP of them on this rank, C counted tokens
+of the row, c of them on this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class DeviceRow:
     """T."""
     token_ids: Tensor  # [t]
     row: PackedRow
-    counted: Tensor  # [c] places of the counted tokens among this rank's
+    counted: Tensor  # [c] indices of the counted tokens among this rank's t
     counted_in_row: Tensor  # [C] row positions of the whole row's counted tokens
     targets: Tensor  # [c]
     inputs: TokenInputs  # [c], without sequences
-    sequences: Sequences  # of these tokens
+    sequences: Sequences  # of the c tokens
 
 
 class _AddRanks(torch.autograd.Function):
-    """Add a tensor over a group of ranks. Each rank's loss depends on the total, so the gradients are added as well."""
+    """Sum a tensor over a group of ranks. Each rank's loss depends on the total, so backward sums the gradients too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,13 +65,13 @@ def _total(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _add_context_ranks(values: Tensor) -> Tensor:
-    """Add over the ranks that hold parts of the same sequences."""
+    """Sum over the ranks that hold parts of the same sequences."""
     total: Tensor = _AddRanks.apply(values, parallel_state.get_context_parallel_group())
     return total
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
-    """Move this rank's part of one micro-batch; per-token arrays keep their counted positions only."""
+    """Move this rank's part of a micro-batch to ``device``; arrays per token keep counted tokens only."""
     row = pack_row(
         torch.from_numpy(micro_batch.cu_seqlens),
         torch.from_numpy(micro_batch.position_ids).to(device),
@@ -114,9 +114,9 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Tensor, Tensor, VocabularyShard]:
-    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into ([c, H], output weight, its shard).
+    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into (counted [c, H], output weight, its shard).
 
-    For the last stage.
+    Last stage only.
     """
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -135,10 +135,10 @@ def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Ten
 def _objective_loss(
     objective: Objective, one_pass: bool, row: DeviceRow, model: PolicyModel, hidden: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Mapping[str, Tensor], Tensor]]:
-    """Compute (loss, counted tokens, (named sums, log-probs and entropies [2, c])) of one micro-batch.
+    """Compute (loss, token count, (named sums, log-probs and entropies [2, c])) of one micro-batch.
 
-    Megatron's schedules expect this form from the last stage. An objective that needs scores first has been evaluated
-    before (``rl.objectives.scored``), and is not given here.
+    Megatron's schedules expect this form from the last stage. An objective that needs scores first must be evaluated
+    earlier (``rl.objectives.scored``); here it is refused.
     """
     if needs_scores(objective, one_pass):
         raise ValueError(
@@ -164,7 +164,7 @@ def _objective_loss(
 
 
 def _of_whole_row(row: DeviceRow, scored: Tensor) -> Tensor:
-    """Gather this rank's [2, c] to [2, C] on the CPU; collective over the context-parallel ranks, if there are any."""
+    """Gather the context-parallel ranks' [2, c] into [2, C] on the CPU; collective over these ranks."""
     if row.row.shard is not None:
         of_row = scored.new_zeros(2, row.row_tokens)
         of_row[:, row.row.shard.held[row.counted]] = scored
@@ -207,7 +207,7 @@ def forward_backward(
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
     """Accumulate the gradient of the objective's global token mean.
 
-    Returns, on the last stage, the objective's sums and its log-probs and entropies [2, C] per micro-batch.
+    Returns, per micro-batch, (the objective's sums, log-probs and entropies [2, C]) on the last stage.
     """
     outputs = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
     return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, outputs, strict=bool(outputs))]

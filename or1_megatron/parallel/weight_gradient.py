@@ -1,4 +1,4 @@
-"""Megatron's gradient accumulation fusion without APEX: the GEMM of a weight's gradient adds to ``main_grad`` itself.
+"""Megatron's gradient accumulation fusion without APEX: the GEMM of a weight's gradient adds directly to ``main_grad``.
 
 Unfused, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in fp32.
 Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces it by

@@ -1,6 +1,6 @@
-"""The policy's weights between this rank's Megatron shards and whole HF tensors: the collectives.
+"""Turns this rank's Megatron shards into whole HF tensors, by collectives, and HF tensors into shards.
 
-The names of weights, how they are laid out and how they are cut are in ``or1_megatron.weights``.
+``or1_megatron.weights`` has the names of weights, their layouts and their cuts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HFTensors:
     """Read access by name to the safetensors of an HF folder, sharded or not.
 
     Raises:
-        ModelError: a file or tensor is missing, cut, too many, or has another shape than the config says.
+        ModelError: a file or tensor is missing, cut or unexpected, or a shape is not the config's.
     """
 
     def __init__(self, folder: Path, hf: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class ShardedWeights:
         """
         Args:
             models: the chunks on this rank.
-            chunk_layers: the layers of every chunk of the whole model, in its order (``ParallelConfig.chunk_layers``).
+            chunk_layers: the layers of all chunks, in the model's order (``ParallelConfig.chunk_layers``).
         """
         self._hf, self._mesh = hf, mesh
         experts = family.experts(hf)
@@ -76,8 +76,7 @@ class ShardedWeights:
             for name, parameter in model.named_parameters()
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
-        """Returns a parameter's values where they are now. Those on the host are copied back one by one, while they
-        are read."""
+        """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -95,21 +94,21 @@ class ShardedWeights:
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def _source(self, row: Row) -> int:
-        """Return the first rank that holds a row's first part; the TP ranks with the other parts follow it.
+        """Return the first rank that holds a row's first TP part; the ranks with the other parts follow it.
 
-        Megatron orders ranks TP, CP, DP, PP; experts lie TP, EP, the rest of CP and DP, PP.
+        Megatron orders ranks TP, CP, DP, PP; for experts TP, EP, the rest of CP and DP, PP.
         """
         stage = self._stage(row) * (self._mesh.world // self._mesh.pipeline)
         return stage if row.expert is None else stage + row.expert // self._local_experts * self._mesh.tensor
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
-        """Yield the rows that this rank's stage holds (of experts, this rank's), with its shard of each."""
+        """Yield the rows of this rank's stage (of experts, only this rank's), each with this rank's shard."""
         for row in self._rows:
             if self._stage(row) == self._mesh.pipeline_rank and row.megatron in self._parameters:
                 yield row, self._parameters[row.megatron]
 
     def mark_cut_parameters(self) -> None:
-        """Tell Megatron which parameters TP cuts: it counts the others on one TP rank only in the gradient norm."""
+        """Mark the parameters that TP cuts: the gradient norm counts all others on only one TP rank."""
         for row, parameter in self.local_rows():
             if row.cut is not Cut.WHOLE:
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -128,7 +127,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def tie_output_layer(self) -> None:
-        """Copy the first stage's embedding to the last stage, with tied embeddings and several stages."""
+        """If embeddings are tied over several stages, copy the first stage's embedding to the last."""
         if not self._hf.get("tie_word_embeddings") or self._mesh.pipeline == 1:
             return
         if self._mesh.first_stage or self._mesh.last_stage:
@@ -145,7 +144,7 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return (HF name, dtype, shape) of the whole model in iteration order."""
+        """Return (HF name, dtype, shape) of every HF tensor, in iteration order."""
         return [(name, self._dtype, self._shapes[name]) for row in self._rows for name in row.hf]
 
     @property
@@ -169,8 +168,8 @@ class ShardedWeights:
         return None if row.expert is None else row.expert // self._local_experts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a rectangle of an HF tensor, as a view of this rank's parameter; KeyError if it does not hold it."""
-        if (name, box) not in self._found:  # a handoff reads the same ones again and again
+        """Return a rectangle of an HF tensor, as a view of this rank's parameter; KeyError if this rank lacks it."""
+        if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
         parameter, place = self._found[name, box]
         return self.readable(parameter.detach())[place]
@@ -196,7 +195,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all."""
+        """Yield (name, whole HF tensor) in the table's order on rank 0, (name, None) on other ranks. Collective."""
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
@@ -208,7 +207,7 @@ class ShardedWeights:
                 yield name, self._to_rank_0(part, source, self._shapes[name])
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
-        """Send a tensor from ``source``, if that is another rank, to rank 0; returns it there."""
+        """Bring a tensor from rank ``source`` to rank 0; return it there, None elsewhere."""
         if source > 0:
             if self._mesh.rank == source:
                 assert part is not None
@@ -224,8 +223,8 @@ class ShardedWeights:
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
     """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
 
-    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names that they have one by one, and norms
-    that a linear holds (``linear_qkv.layer_norm_weight``) the names that they have by themselves.
+    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of separate experts, and norms that a
+    linear holds (``linear_qkv.layer_norm_weight``) the names of separate norms.
     """
     name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", unfused_name(name))
     parts = name.split(".")

@@ -48,7 +48,7 @@ ALARMS: Mapping[str, str] = {
     "non_truncated": "training accuracy rises while that of non-truncated responses falls",
     "plateau": "training accuracy stands still early in the first stage",
 }
-"""Every alarm of ``rl.alarms`` and its meaning; a metric ``alarm/<name>`` each."""
+"""Every alarm of ``rl.alarms`` and its meaning; each is a metric ``alarm/<name>``."""
 
 FAULTS: Mapping[str, str] = {
     "stalled": "processes that were killed because they gave no sign of life",
@@ -56,7 +56,7 @@ FAULTS: Mapping[str, str] = {
     "engines": "engines that were replaced",
     "managers": "RolloutManagers that were replaced",
 }
-"""What ``faults.jsonl`` counts; a metric ``faults/<name>`` each."""
+"""What ``faults.jsonl`` counts; each is a metric ``faults/<name>``."""
 
 ANY_SET = "<set>"
 """Placeholder for a held-out set's name in the names of metrics."""

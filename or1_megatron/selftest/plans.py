@@ -1,4 +1,4 @@
-"""What the checks do with a number of devices: models, layouts, transports, configurations. Imports no torch."""
+"""What the checks use on a number of devices: models, layouts, transports, configurations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from or1_megatron.selftest.provenance import ROOT
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
 DEADLINE_S: Final = 1800.0
-"""Limit of every wait of one process for another. The check's own limit comes first, and ends all of them."""
+"""Limit of every wait of one process for another. The check's own limit comes first, and ends all processes."""
 ENGINE_TOKENS: Final = 128
 """Longest sequence of the engines that are handed weights."""
 
@@ -35,16 +35,16 @@ TIED = {"0.5B"}
 
 
 def small_shape(cuda: bool) -> str:
-    """Return the shape of the model that is compared with others: it cuts at every layout that the devices allow."""
+    """Return the shape of the small model, which every layout that the devices allow can cut."""
     return "small, 8 ways" if cuda else "small"
 
 
 _PARTS_OF_OTHERS: Final = {"1 selective", "1 distopt", "TP2", "PP2", "DP2", "DP2 distopt"}
-"""What these cut, another layout cuts further. On CPU they are left out, to keep within three minutes."""
+"""Layouts whose cuts another layout makes too. On CPU they are left out, to keep within three minutes."""
 
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
-    """Return the layouts of one device; those of two that cut one axis; and every way to use all devices."""
+    """Return the layouts of one device, layouts of two devices that cut one axis, and every way to use all devices."""
     names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
         names += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]
@@ -55,8 +55,8 @@ def layouts_for(cuda: bool, devices: int) -> list[str]:
 
 
 def _mixtures(devices: int) -> Iterator[str]:
-    """Yield each product of the four axes that takes all devices. With TP the sequence is cut too, with DP the
-    optimizer. The model has 8 heads and 8 layers, so that only DP takes 3, 5, 6 or 7."""
+    """Yield each mixture of TP, PP, CP and DP that takes all devices. With TP the sequence is cut too, with DP the
+    optimizer. The model has 8 heads and 8 layers, so that only DP can be 3, 5, 6 or 7."""
     divisors = [n for n in (1, 2, 4, 8) if devices % n == 0]
     for tensor, pipeline, context in itertools.product(divisors, repeat=3):
         data, rest = divmod(devices, tensor * pipeline * context)
@@ -68,7 +68,7 @@ def _mixtures(devices: int) -> Iterator[str]:
 
 
 def save_and_load_layouts(devices: int) -> tuple[str, str]:
-    """Return the layout that saves and the one that loads. They leave one of an odd number of devices over."""
+    """Return the layout that saves and the one that loads. They leave one device of 3, 5, 7, ... unused."""
     if devices == 1:
         return "1 distopt", "1"
     data = f" DP{devices // 2}" if devices > 3 else ""
@@ -83,7 +83,7 @@ def transports_for(cuda: bool, devices: int) -> list[str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) by placement. On CPU the placements differ in nothing."""
+    """Return (trainer ranks, engines, transports) by placement. On CPU both placements are alike, so one is listed."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
@@ -98,7 +98,7 @@ def _tensor_ranks(ranks: int) -> int:
 
 
 def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: bool) -> Config:
-    """Return the configuration of a run with such ranks and engines; its data and stages are not used."""
+    """Return the configuration of a run with these ranks and engines; its data and stages are not used."""
     stage = {"name": "none", "steps": 1, "max_response_tokens": ENGINE_TOKENS - 32, "prompts_per_step": 1}
     values: dict[str, Any] = {
         "run": {"dir": str(model.parent / "run")},

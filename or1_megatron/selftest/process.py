@@ -1,7 +1,7 @@
-"""Calls a function in processes of its own: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
+"""Calls a function in its own processes: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
 
-Both files are JSON. The function gets the task and ``note``, which writes a result to OUT, over the one before. A task
-with ``parent`` (a pid) ends with that process.
+Both files are JSON. The function gets the task and ``note``, which writes a result to OUT in place of the last. A task
+with ``parent`` (a pid) ends when that process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULE: Final = "or1_megatron.selftest.process"
 
 
 def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) -> tuple[int, Any]:
-    """Call a function on so many ranks under torchrun; return (exit status, what was noted). Main thread only.
+    """Call a function on ``ranks`` ranks under torchrun; return (exit status, what was noted). Main thread only.
 
     Args:
         function: as MODULE:FUNCTION.
@@ -50,7 +50,7 @@ def on_ranks(function: str, task: Mapping[str, Any], ranks: int, what: str) -> A
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> tuple[str, str]:
-    """Write a task's file; return its path, and where the result will be."""
+    """Write a task's file; return its path and the result's."""
     todo = folder / "task.json"
     todo.write_text(json.dumps(task))
     return str(todo), str(folder / "result.json")

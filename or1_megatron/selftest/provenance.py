@@ -13,14 +13,14 @@ import or1_megatron
 
 ROOT: Final = Path(or1_megatron.__file__).resolve().parents[1]
 GPU_QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-# What may differ from the commit without the measured code differing from it.
+# Files that may differ from the commit: they are not measured code.
 _NOT_MEASURED: Final = (":(exclude)lab/results", ":(exclude)docs", ":(exclude)*.md")
 
 
 def commit() -> str:
-    """Return the short commit, with "+changes" where the tree's code differs from it.
+    """Return $BENCHMARK_COMMIT if it is set, as in a copy of the tree without git on a GPU machine.
 
-    Where there is no git (a copy of the tree on a GPU machine), it is $BENCHMARK_COMMIT, else "unknown".
+    Else return the short commit, with "+changes" where the tree's code differs; without git "unknown".
     """
     if said := os.environ.get("BENCHMARK_COMMIT"):
         return said

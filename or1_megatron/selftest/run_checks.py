@@ -1,7 +1,7 @@
-"""Runs the checks one after another, each in a process of its own that is ended with all that it started.
+"""Runs the checks one after another, each in its own process, which is ended with all processes that it started.
 
-This process adopts what its children leave behind (it is their subreaper), so that it can find and end it. It imports
-no torch: it must hold no memory of a GPU.
+This process adopts the processes that its children leave (it is their subreaper), so that it can end them. It imports
+no torch, as it must hold no GPU memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GRO
 _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
-"""A check is not started with less time than this."""
+"""A check is not started with less time left."""
 
 SETTINGS: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -61,13 +61,13 @@ def run_checks(
     """Run the checks; after each, write ``selftest.json`` and ``selftest.txt`` in ``out``. Main thread only.
 
     Args:
-        out: made if it is not there; ``logs/<check>.log`` holds what each printed.
-        minutes: when they are over, the check that runs is ended and no further one starts. The limit of each check,
-            which is meant for 10 minutes in all, grows with them.
+        out: made if it is not there; ``logs/<check>.log`` holds a check's output.
+        minutes: after them, the running check is ended and no other starts. The limit of each check,
+            which is meant for 10 minutes in all, is scaled with them.
         show: called after each check.
 
     Raises:
-        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. Nothing that was started is left.
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. No process is left.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(
@@ -98,7 +98,7 @@ def run_checks(
 
 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
-    """Make one check in a process of its own, and end all that it started."""
+    """Make one check in its own process, and end all processes that it started."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
@@ -135,8 +135,8 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment: without torchrun's variables for this process, as checks start worlds of their
-    own. Files that a check leaves in its temporary folder go with ``scratch``."""
+    """Return the checks' environment, without torchrun's variables of this process, as checks start their own worlds.
+    Files that a check leaves in its temporary folder are removed with ``scratch``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -148,7 +148,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def end_children() -> None:
-    """Kill all processes below this one, those included whose parents have ended, and wait until they are gone."""
+    """Kill all descendants of this process, also if their parents have ended, and wait until they are gone."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             try:
@@ -160,7 +160,7 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise SystemExit on a signal; adopt orphans, and end all processes at the end."""
+    """Raise SystemExit on a signal; adopt orphans, and end all child processes at the end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

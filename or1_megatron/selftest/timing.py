@@ -10,7 +10,7 @@ import torch
 
 
 def sync() -> None:
-    """Wait for every GPU: a copy between two runs on a stream of either."""
+    """Wait for every GPU: a copy between two GPUs may run on a stream of either GPU."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         torch.cuda.synchronize(index)
 
@@ -25,7 +25,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def mean_seconds(work: Callable[[], object], times: int = 10) -> float:
-    """Return the seconds of one call, the mean of some after three that warm up."""
+    """Return the mean seconds of ``times`` calls, after three that warm up."""
     for _ in range(3):
         work()
     return seconds_of(lambda: [work() for _ in range(times)]) / times
@@ -53,6 +53,6 @@ def matmul_tflops(size: int) -> float:
 def free_bytes() -> int:
     """Return the free bytes of this process's device; 0 without one.
 
-    A rank asks for the device of its local rank, which it may not have set yet.
+    A rank asks about its local rank's device, even before it has set that device.
     """
     return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0] if torch.cuda.is_available() else 0

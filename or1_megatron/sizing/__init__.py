@@ -1,1 +1,1 @@
-"""What a configuration comes to: batch arithmetic, layouts, memory; or why it cannot work."""
+"""What follows from a configuration: batch arithmetic, layouts, memory; or why it cannot work."""

@@ -1,6 +1,6 @@
 """Why a configuration cannot work with a model: every conflict, with its numbers and a way out.
 
-What needs no model (D_T divides D_R, ranks = TP x PP x CP x DP) is checked by the sections of ``config``.
+Rules without a model (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
-    """Yield why tensor parallelism of this size, set by ``key``, cannot share out the model's heads."""
+    """Yield why tensor parallelism of size ``tensor``, set by ``key``, cannot divide the model's heads."""
     if shape.heads % tensor:
         yield (
             f"{key} = {tensor} does not divide the model's num_attention_heads = {shape.heads}; sizes that do: "
@@ -68,7 +68,7 @@ def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
 
 
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
-    """Yield why a model of this shape cannot be divided so; nothing when it can."""
+    """Yield why the layout cannot divide a model of this shape; nothing otherwise."""
     tensor = parallel.tensor
     yield from head_conflicts("parallel.tensor", tensor, shape)
     experts = shape.experts
@@ -184,8 +184,8 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Yield what the objective cannot be computed with, and a dual clip where no token is clipped: at N_SGD = 1 the
-    ratio is 1, unless it is to the log-probs of an older version (``old_is_the_policy``)."""
+    """Yield what the objective cannot use, an overlong penalty of every response, and a dual clip without effect: at
+    N_SGD = 1 the ratio is 1, unless the old log-probs are an older version's (``old_is_the_policy``)."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens

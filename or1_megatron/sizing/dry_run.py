@@ -42,7 +42,7 @@ def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
-    """Raise PlanError where the reference in ``folder`` is not of the architecture that ``hf`` tells of.
+    """Raise PlanError if the reference in ``folder`` has another architecture than ``hf`` describes.
 
     Raises:
         ModelError: the folder holds no model that can be read.

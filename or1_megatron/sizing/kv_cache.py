@@ -1,8 +1,8 @@
-"""How large an engine's KV cache may be where the engine takes turns with the trainer on its GPU.
+"""How large an engine's KV cache may be where engine and trainer use the same GPU alternately.
 
-vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes in a later turn, the GPU
-also holds what the trainer cannot give back: its CUDA context, communication buffers and fragments. So the size is the
-GPU's memory less what both keep. The two reserves are estimates and have not been compared with a GPU yet.
+vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes again later, the GPU also
+holds what the trainer cannot give back: its CUDA context, communication buffers and fragments. So the size is the GPU's
+memory less weights, logits and a reserve for each of the two. The reserves are estimates, not yet compared with a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
 
 
 def with_gpu_memory(config: Config) -> Config:
-    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
+    """Return the config with the memory of the GPUs here, if any, unless the config sets it."""
     if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
         return config
     there = torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -1,8 +1,8 @@
 """What each process of a run holds in memory in each phase of a step: an estimate from shapes, so that a run that does
 not fit is refused.
 
-Without GPUs it is host memory, of all processes together; lab/benchmarks/host_memory.py measures it beside this. With
-GPUs it is the memory of one GPU (``node_memory`` has the host's); lab/benchmarks/plan_gpu.py compares a trainer rank's.
+Without GPUs it is host memory, of all processes together; lab/benchmarks/host_memory.py compares it with measurements.
+With GPUs it is one GPU's memory (``node_memory`` has the host's); lab/benchmarks/plan_gpu.py compares trainer ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ENGINE_BYTES: Final = 600 * _MIB
 _MANAGER_BYTES: Final = 74 * _MIB
 _VERIFIER_BYTES: Final = 51 * _MIB
 _RAY_BYTES: Final = 421 * _MIB
-"""On a host: what a process holds before it has a model, its libraries among it."""
+"""On a host: what a process holds before it has a model, including its libraries."""
 _LOOP_RESPONSE_BYTES: Final = 28 << 10
 _MANAGER_RESPONSE_BYTES: Final = 4 << 10
-"""On a host: for each response of a step; of responses of a few dozen tokens."""
+"""On a host: for each response of a step, when it has a few dozen tokens."""
 _LOGITS_COPIES: Final = 4.25
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once: logits, log-probs, and to count each
 token's rank a comparison and its 64-bit copy."""
@@ -62,13 +62,13 @@ class NotEnoughMemory(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What each of ``count`` like processes holds. Bytes."""
+    """What each of ``count`` equal processes holds. Bytes."""
 
     process: str
     count: int
     parts: Mapping[str, int]
     when: Mapping[str, frozenset[Phase]] = field(default_factory=dict)
-    """The phases in which a part is held; parts that are not here are held in all."""
+    """The phases in which a part is held; parts that are missing here are held in all."""
 
     def at(self, phase: Phase) -> int:
         return sum(size for name, size in self.parts.items() if name not in self.when or phase in self.when[name])
@@ -90,11 +90,11 @@ class StageWeights:
     dense: int
     experts: int
     copied: int
-    """Those of ``dense`` that are the first stage's tied embedding again: no checkpoint holds them twice."""
+    """The part of ``dense`` that copies the first stage's tied embedding: checkpoints hold it once."""
 
 
 def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
-    """Return what the processes hold: those of one node on CPU; with GPUs, a trainer's and an engine's GPU."""
+    """Return what the processes hold: on CPU, one node's; with GPUs, a GPU of each stage and an engine's."""
     return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
 
 
@@ -116,7 +116,7 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
 
 
 def memory_short(config: Config, shape: Shape, device: Device, there: int) -> str:
-    """Return in words what ``config`` needs beyond ``there`` bytes, which are free on the host, or all that a GPU has;
+    """Return in words why ``config`` needs more than ``there`` bytes (what the host has free, or all of a GPU);
     empty if the run fits."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(config, processes, device)) <= there:
@@ -189,7 +189,7 @@ def offloaded_bytes(config: Config, shape: Shape) -> int:
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
     """Return the bytes of a rank's weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the
-    latter three cut by DP; and of a reference's weights, if there is one."""
+    last three cut over ``optimizer_ranks``; and of a reference's weights, if there is one."""
     own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
     total = (weights.dense + weights.experts) * own
     return total + _shards(config, weights.dense, weights.experts) * _optimizer_bytes(config)
@@ -199,7 +199,7 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     """Return the bytes that a rank of pipeline stage ``stage`` keeps for the backward pass, over all micro-batches in
     flight, with rows of ``micro_batch_tokens`` tokens; on the last stage also the head's workspace.
 
-    Layers keep what ``layer_numbers`` says. The one that computes holds all its activations, and as much in gradients.
+    Layers keep what ``layer_numbers`` says. The layer that computes holds all its activations, and as many gradients.
     """
     parallel = config.parallel
     own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"
@@ -247,7 +247,7 @@ def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
 
 
 def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield a GPU of each pipeline stage, and an engine's. Where they take turns they share one."""
+    """Yield a GPU of each pipeline stage, and an engine's. Colocated, the two are one GPU."""
     leaves = config.trainer_leaves
     number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -278,7 +278,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield the processes of this machine; of several nodes, on which Ray spreads its actors, only the trainer's."""
+    """Yield this machine's processes; with several nodes, over which Ray spreads its actors, only the trainer's."""
     yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
     ranks, buckets = config.parallel.ranks // config.parallel.pipeline, _bucket_bytes(config, shape)
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -287,12 +287,12 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             "activations": activation_bytes(config, shape, stage, "cpu"),
-            # Whole, before it is added up. The last stage of a tied model was seen to hold as much for a moment.
+            # The whole, before it is accumulated. A tied model's last stage was seen to hold as much for a moment.
             "embedding's gradient": BYTES[config.model.dtype] * embedding,
             "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
         }
-        # The saver keeps the copy that its first save makes.
+        # The saver makes its copy when constructed and keeps it.
         when = {"activations": _UPDATE, "embedding's gradient": _UPDATE, "copy for checkpoints": _AFTER_START}
         when["handoff"] = _HANDOFF
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
@@ -312,7 +312,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
     """Return an engine's process.
 
-    vLLM maps files to load them, and packs linears for oneDNN (the output layer alone keeps its weight, too). A handoff
+    vLLM maps files to load them, and packs linears for oneDNN (only the output layer keeps its weight, too). A handoff
     fills embeddings in place.
     """
     rollout, number = config.rollout, BYTES[config.model.dtype]
@@ -338,7 +338,7 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the saver's copy of weights and optimizer, divided among the ranks that share them."""
+    """Return the bytes of a rank's copy in the saver: replicas divide weights and optimizer."""
     parallel = config.parallel
     replicas = parallel.data * parallel.context
     saved = _cut(weights.dense - weights.copied, replicas) + _cut(weights.experts, replicas // parallel.expert)
@@ -346,8 +346,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
 
 
 def _bucket_bytes(config: Config, shape: Shape) -> int:
-    """Return an engine process's share of a handoff's shared memory, which the sender maps, too: of two rounds, or of
-    all weights if that is less."""
+    """Return a process's share of a handoff's shared memory, which engines and sender map: two rounds, or all weights
+    if that is less."""
     processes = config.rollout.engines * config.rollout.tensor_parallel
     buckets = 2 * min(config.handoff.bucket_bytes, HOST_ROUND_BYTES) * config.rollout.tensor_parallel
     return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)
@@ -358,7 +358,7 @@ def _rank(config: Config, stage: int) -> str:
 
 
 def _optimizer_bytes(config: Config) -> int:
-    """Return the bytes per parameter: two fp32 moments, and fp32 master weights beside bf16 ones."""
+    """Return the bytes per parameter: two fp32 moments, and fp32 master weights for bf16."""
     return 8 + (4 if config.model.dtype == "bfloat16" else 0)
 
 

@@ -1,4 +1,4 @@
-"""Parallel layouts as a user writes them (``TP2 PP2 SP``), the rows that suit them, and the choice of layers.
+"""Parallel layouts as a user writes them (``TP2 PP2 SP``), the rows of each layout, and the choice of layers.
 
 Imports no Megatron. ``config.parallel`` says which layers a stage holds.
 """
@@ -111,7 +111,7 @@ class ChosenLayers(NamedTuple):
 
     kind: LayerKind
     warning: str
-    """Why they are ours on a GPU that Transformer Engine's would suit; else empty."""
+    """Why layers are ours on a GPU that suits Transformer Engine's; else empty."""
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
@@ -120,7 +120,7 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
     The config can name either. Transformer Engine's fast attention does not take float32.
 
     Raises:
-        LayersUnavailable: ``layers`` asks for it where it cannot run.
+        LayersUnavailable: ``layers`` asks for Transformer Engine's, which cannot run.
     """
     if parallel.layers == "own":
         return ChosenLayers("own", "")
@@ -141,8 +141,8 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
 def why_no_transformer_engine() -> str:
     """Import Transformer Engine, and return why that fails; empty if it succeeds.
 
-    ``import transformer_engine`` succeeds without its PyTorch part, so that part is imported by name. If it fails, the
-    package is hidden from this process: Megatron looks for it too, and ends on any error but ImportError.
+    ``import transformer_engine`` succeeds without its PyTorch part, so that part is imported by name. If this fails,
+    the package is hidden from this process: Megatron imports it too, and ends on any error but ImportError.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed"
@@ -160,7 +160,7 @@ def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout
 
 
 def rows_of(parallel: ParallelConfig, shape: Shape) -> BatchLayout:
-    """Return the same for a model of this shape."""
+    """Return ``batch_layout`` for a model of this shape."""
     return BatchLayout(
         data_ranks=parallel.data,
         budget_tokens=parallel.micro_batch_tokens,

@@ -69,7 +69,7 @@ def _layout_rows(planned: Plan) -> Iterator[Row]:
 
 
 def _algorithm_rows(config: Config) -> Iterator[Row]:
-    """Yield what the configuration changes of the recipe; `or1 config` prints every key."""
+    """Yield the keys that differ from the recipe's; `or1 config` prints every key."""
     for name, section, plain in (
         ("algorithm", config.algorithm, AlgorithmConfig()),
         ("optimizer", config.optimizer, OptimizerConfig()),
@@ -91,7 +91,7 @@ def _data_rows(planned: Plan) -> Iterator[Row]:
 def stage_rows(planned: Plan) -> dict[str, list[str]]:
     """Return the rows of the table of stages: a value for each stage. Rows of switches that no stage uses are left out.
 
-    What is "at most" is a bound: every response as long as T allows, no group rejected.
+    Rows "at most" are upper bounds: every response has T tokens, no group is rejected.
     """
     config, stages = planned.config, planned.config.stages
     at_once, data = config.rollout.engines * config.rollout.max_concurrent, config.parallel.data
@@ -128,7 +128,7 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
 
 
 def evaluations_within(config: Config, index: int) -> int:
-    """Count the steps of a stage that are evaluated; the run's last step is not one: training ends there."""
+    """Count the steps of a stage that are evaluated. The run's last is not counted: training ends there."""
     stage = config.stages[index]
     every, before = config.evaluate.in_stage(stage).every_steps, sum(s.steps for s in config.stages[:index])
     last = before + stage.steps - (index == len(config.stages) - 1)

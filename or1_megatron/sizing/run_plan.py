@@ -1,4 +1,4 @@
-"""Whether a configuration can work, before anything starts, and what to warn of.
+"""Checks, before anything starts, whether a configuration can work; collects warnings.
 
 Pure arithmetic on a Config and an HF config.json.
 """
@@ -29,11 +29,11 @@ class Plan:
     shape: Shape
     device: Device
     memory: tuple[ProcessMemory, ...]
-    """What the processes hold, an estimate."""
+    """What the processes hold, estimated."""
     problems: tuple[int, ...] | None
-    """Problems of each source, each once; None when they were not counted."""
+    """Number of problems of each source; None when they were not counted."""
     held_out: tuple[int, ...] | None
-    """Problems of each evaluation set; None when they were not counted."""
+    """Number of problems of each evaluation set; None when not counted."""
     warnings: tuple[str, ...]
 
 
@@ -44,11 +44,11 @@ def plan(
     device: Device = "cpu",
     held_out: Sequence[int] | None = None,
 ) -> Plan:
-    """Work out ``config`` for a model with HF config ``hf``.
+    """Plan ``config`` for a model with HF config ``hf``.
 
     Args:
         problems: how many each source of data.train has; None: unknown.
-        held_out: the same of evaluate.data.
+        held_out: the same for evaluate.data.
 
     Raises:
         PlanError: it cannot work; a line per conflict.

@@ -1,4 +1,4 @@
-"""What a run leaves on disk and holds in a node's host memory beside GPUs: estimates from shapes."""
+"""What a run leaves on disk, and holds in a GPU node's host memory: estimates from shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def disk_free(folder: Path) -> int:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that a run may have in ``folder``: those that are free, and those that it holds."""
+    """Return the bytes that a run may have in ``folder``: free bytes, and bytes that the folder holds."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     return disk_free(folder) + held
 
@@ -60,7 +60,7 @@ def disk_short(config: Config, shape: Shape) -> str:
 
 
 def disk_line(config: Config, shape: Shape, here: bool) -> str:
-    """Return what the run writes, by kind; ``here``: and what its folder has room for on this machine."""
+    """Return what the run writes, by kind; if ``here``, also the room in its folder on this machine."""
     sizes = disk_bytes(config, shape)
     kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
     room = f"; {config.run.folder} has room for {gib(disk_room(config.run.folder))}" if here else ""
@@ -68,7 +68,7 @@ def disk_line(config: Config, shape: Shape, here: bool) -> str:
 
 
 def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:
-    """Return the host memory of a full node of GPUs: what offloaded trainer ranks keep there, the saver's page-locked
+    """Return the host memory of a full node of GPUs: the offloaded state of trainer ranks, the saver's page-locked
     copies (up to twice their size), processes, and the verifiers' programs."""
     ranks = min(node_devices, config.parallel.ranks)
     copy = -(-checkpoint_bytes(config, shape) // config.parallel.ranks)

@@ -25,7 +25,7 @@ def policy_verbs(
     """Return what every rank can do with its part of the policy, by verb.
 
     Args:
-        saver: this rank's end of saving.
+        saver: this rank's part of saving.
         reference: this rank's part of the frozen reference, where there is one.
     """
     verbs: dict[str, Verb] = {
@@ -76,7 +76,7 @@ class PolicyDriver:
         self._lockstep.call("save", folder, state)
 
     def finish_save(self, wait: bool) -> float | None:
-        return self._saver.finish(wait)  # the ranks' savers see to it among themselves
+        return self._saver.finish(wait)  # no verb: the savers talk among themselves
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         self.take_devices()

@@ -1,4 +1,4 @@
-"""The nodes of a run compare what they start with. Rank 0 plans alone: the others would train with what they have."""
+"""The nodes of a run compare what they start with. Only rank 0 plans: other nodes would train with what they have."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SHOWN: Final = 20
 
 
 class NodesDiffer(AgreedError):
-    """The nodes of a run start with different configurations, models, data, code or packages; each one is named."""
+    """The nodes of a run start with different configurations, models, data, code or packages. Names each difference."""
 
 
 def join_world(config: Config) -> None:
-    """Join torchrun's world, unless this rank has, and compare its nodes; collective.
+    """Join torchrun's world, unless this rank is in it, and compare the nodes; collective.
 
     Raises:
         NodesDiffer: on all ranks.
@@ -44,7 +44,7 @@ def join_world(config: Config) -> None:
 
 
 def compare(mine: Mapping[str, str] | None) -> None:
-    """Compare the facts of all nodes; collective. ``mine``: of the first rank of a node, None of its others."""
+    """Compare the facts of all nodes; collective. ``mine``: the facts on a node's first rank, None on others."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and (socket.gethostname(), mine))
     nodes = [node for node in everyone if node is not None]
@@ -66,16 +66,16 @@ def facts(config: Config) -> dict[str, str]:
             if path.suffix in (".json", ".safetensors"):
                 found[f"file {path}"] = fingerprint(path)
     sources = (*config.data.train, *config.evaluate.data)
-    # Rank 0 alone reads the data: another node need not have it.
+    # Only rank 0 reads the data: other nodes need not have it.
     return found | {f"data {s.path}": fingerprint(Path(s.path)) for s in sources if Path(s.path).is_file()}
 
 
 def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return a sentence for each fact in which nodes differ: what most have, and each node that has something else.
+    """Return a sentence for each fact in which nodes differ: the most common value, and each node with another value.
 
     Args:
-        nodes: the facts of each.
-        names: of the nodes.
+        nodes: the facts of each node.
+        names: the nodes' names.
     """
     lines = []
     for key in sorted(set().union(*nodes)):

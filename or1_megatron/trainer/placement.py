@@ -1,4 +1,4 @@
-"""Place engines on GPUs: on those of the trainer, or on the cluster's others."""
+"""Place engines on GPUs: on the trainer's, or on other GPUs of the cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankGpu:
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return one place per engine; None on CPU, where Ray chooses, and on other ranks than 0.
+    """Return each engine's node and GPUs; None on CPU, where Ray chooses, and on ranks other than 0.
 
     Collective over the trainer's ranks on GPUs; rank 0 is connected to Ray.
 

@@ -92,7 +92,7 @@ def check_room(planned: Plan) -> None:
 
 
 def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
-    """Check that the ranks of this machine, and the engines of a run on it alone, find their GPUs here.
+    """Check that this machine has GPUs for its ranks, and for separate engines if the run starts its own Ray.
 
     Args:
         gpus: how many this process sees.
@@ -147,7 +147,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
 
     Raises:
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
-        ConfigError: its run had another configuration, in more than a new stage may change.
+        ConfigError: that stage's run had another configuration, in more than a new stage may change.
         CheckpointDamaged, CheckpointUnreadable: with ``whole``.
     """
     number = config.run.stage

@@ -104,7 +104,7 @@ def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
 
 @contextmanager
 def stopping_in_order(stop: StopRequested) -> Iterator[None]:
-    """Have stop signals save and exit. Before this there is nothing to save, and they kill."""
+    """Make stop signals save and exit. Before this there is nothing to save, and signals kill."""
     stop.install()
     try:
         yield
@@ -134,7 +134,7 @@ def lead(
     heart: Heartbeat,
     started_s: float,
 ) -> int:
-    """Run rank 0, with everything that exists once, and return its exit status (``run.run_rank``).
+    """Run rank 0, with all parts that exist only once, and return its exit status (``run.run_rank``).
 
     Args:
         engines: they need not be up yet.
@@ -169,7 +169,7 @@ def lead(
 
 
 def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Find the checkpoint where the run begins, reading all of it; write the configuration."""
+    """Find the checkpoint where the run begins, and read all of it; write the configuration."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
     if warning := choose_layers(config.parallel, config.model.dtype).warning:
@@ -188,7 +188,7 @@ def start_sampling(
     stop: StopRequested,
     stack: ExitStack,
 ) -> RolloutsClient:
-    """Start the RolloutManager over the engines, which sleep from now on where they take turns with the trainer."""
+    """Start the RolloutManager over the engines. Engines that take turns with the trainer sleep from now on."""
     rollouts = RolloutsClient(
         engines, sized_rollout(config), config.verify, abilities, folder.run_id, stop=stop.requested
     )
@@ -210,7 +210,7 @@ def serve_policy(
     heart: Heartbeat,
     stack: ExitStack,
 ) -> SyncedPolicy:
-    """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
+    """Return the policy of all ranks, with its handoff to the engines, once the engines are ready."""
     reference = frozen_reference(config, mesh)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
@@ -234,7 +234,7 @@ def serve_policy(
 
 
 def run_console(config: Config, rollouts: RolloutsClient) -> RunConsole:
-    """Return the console of the run, which shows it from here on."""
+    """Return the console, which shows the run from now on."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy
     return RunConsole(

@@ -76,7 +76,7 @@ def run_rank(config: Config, rank: int) -> int:
 
 
 def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
-    """Run rank 0: first what may refuse the run, then what takes longest to start."""
+    """Run rank 0: first the checks that may refuse the run, then the slowest parts to start."""
     if not is_launched():
         plan_and_check(config)
     folder.create()
@@ -109,7 +109,7 @@ def plan_and_check(config: Config) -> None:
         from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
     planned = plan_start(config, "cuda" if torch.cuda.is_available() else "cpu")
     check_inputs(config, ranks_per_node(config.parallel.ranks), wait_s=10.0)
-    if planned.device == "cuda":  # of the host's memory the ranks hold some already
+    if planned.device == "cuda":  # on CPU the ranks already hold some of the memory
         check_room(planned)
 
 
@@ -150,10 +150,10 @@ def main() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with ``status``, after its other threads and what is registered for its end.
+    """End this process with ``status``, once its other threads have ended and its exit functions have run.
 
-    Python's own end is left out: there a daemon thread inside a wait of torch's, for an engine that has died, would
-    abort the process.
+    Python's own shutdown is skipped: in it, a daemon thread that waits in torch for a dead engine would abort the
+    process.
     """
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

@@ -36,7 +36,7 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
 
 
 def sized_rollout(config: Config) -> RolloutConfig:
-    """Return the section ``rollout``; where engines must leave room for the trainer, with the size of the KV cache."""
+    """Return the section ``rollout``, with the KV cache's size where engines must leave room for the trainer."""
     if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
         return config.rollout
     size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
@@ -44,7 +44,7 @@ def sized_rollout(config: Config) -> RolloutConfig:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether engines and trainer share GPUs and must take turns. On CPU nobody sleeps."""
+    """Return whether engines and trainer share GPUs and must take turns. On CPU engines never sleep."""
     return config.rollout.placement == "colocated" and torch.cuda.is_available()
 
 

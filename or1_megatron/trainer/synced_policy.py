@@ -48,7 +48,7 @@ class DeviceSharing:
     """What trainer and engines do to share their devices."""
 
     engines_sleep: bool
-    """They must not use the devices at the same time as the trainer."""
+    """The engines must not use the devices at the same time as the trainer."""
     trainer_offloads: bool
     """The trainer's state lies on the host while the engines sample."""
 
@@ -87,14 +87,14 @@ class SyncedPolicy(PolicyDriver):
     ) -> None:
         """
         Args:
-            lockstep: knows ``rank_verbs``.
-            engines: those of ``pool``.
+            lockstep: has the verbs of ``rank_verbs``.
+            engines: controls the engines of ``pool``.
             layout: for the probe's batch.
             sharing: the trainer has the devices now, and engines that sleep are asleep.
         """
         super().__init__(lockstep, saver)
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
-        self._known = list(pool.handles)  # to the manager
+        self._known = list(pool.handles)  # handles that the RolloutManager has
         self._sharing = sharing
         self._devices: Devices = "trainer"
         self._optimizer_restarts = False
@@ -108,7 +108,7 @@ class SyncedPolicy(PolicyDriver):
         self._probe_every = every
 
     def restart_optimizer(self) -> None:
-        """Restart the optimizer when the trainer has the devices next: now the engines may have them."""
+        """Restart the optimizer when the trainer next takes the devices: the engines may have them now."""
         self._optimizer_restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
@@ -116,12 +116,12 @@ class SyncedPolicy(PolicyDriver):
         engines and policy on the probe.
 
         Engines serve the new weights only when all of this has gone well. An engine that dies meanwhile is replaced,
-        and everything is done again; requests in flight wait.
+        and send and probe are done again; requests in flight wait.
 
         Raises:
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
             ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
-            HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed if it did before.
+            HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed after the first handoff.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -173,12 +173,12 @@ class SyncedPolicy(PolicyDriver):
             raise EngineStrayed(str(error)) from error
 
     def revive(self) -> None:
-        """Replace the engines that are gone, in the middle of a rollout, and bring all to the current weights.
+        """Replace the engines that are gone, in the middle of a rollout, and give all engines the current weights.
 
         Where engines sleep while the trainer has the devices, none may be decoding.
 
         Raises:
-            EngineError: an engine died too often. What ``hand_off`` raises.
+            EngineError: an engine died too often. Also what ``hand_off`` raises.
         """
         if self._replace_lost():
             self.hand_off(self._version)
@@ -204,7 +204,7 @@ class SyncedPolicy(PolicyDriver):
             self._optimizer_restarts = False
 
     def _give_devices(self) -> None:
-        """Offload what is left on the trainer's devices, and let the engines decode."""
+        """Offload the trainer's parameters, and let the engines decode."""
         if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "parameters")
         if self._sharing.engines_sleep:
@@ -219,23 +219,23 @@ class SyncedPolicy(PolicyDriver):
         self._devices = to
 
     def _replace_lost(self) -> bool:
-        """Replace the engines that are gone, if there are any: the next handoff meets the new ones."""
+        """Replace lost engines, and return whether there were any; the next handoff connects to the new ones."""
         if not self._pool.restart_lost(self._make_room):
             return False
         self._lockstep.call("leave_engines")
         if self._sharing.engines_sleep:
-            self._engines.sleep()  # the new ones are awake, and the others may be
+            self._engines.sleep()  # new engines are awake, and others may be
         self._pass_devices("neither")
         return True
 
     def _make_room(self) -> None:
-        """Offload the trainer where engines use its devices: one that starts needs the memory."""
+        """Offload the trainer where engines use its devices: an engine that starts needs the memory."""
         if self._sharing.engines_sleep:
             self._lockstep.call("offload", "optimizer", "gradients", "parameters")
 
 
 def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
-    """Make a sample of a sequence of which all tokens but the first are scored."""
+    """Make a sample of a sequence: all its tokens but the first are scored."""
     rest = token_ids[1:]
     return Sample(
         prompt_ids=token_ids[:1],

@@ -1,4 +1,4 @@
-"""The rows that decoder-only models of the Llama kind share, and the settings that none of them may have."""
+"""The rows that decoder-only models of the Llama kind share, and the settings that no such model may have."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ linear holds the norm's weight. The table and our checkpoints always use the nor
 
 
 def fused_names(name: str) -> Iterator[str]:
-    """Yield the other name that a norm's weight may have in Megatron; nothing for any other weight."""
+    """Yield the fused name that a norm's weight may have in Megatron; nothing for other weights."""
     for norm, linear in _NORM_AND_LINEAR:
         if f".{norm}" in name:
             yield name.replace(norm, linear)
 
 
 def unfused_name(name: str) -> str:
-    """Return a weight's name in the table: the norm's own for a norm that its linear holds."""
+    """Return a weight's name in the table: the norm's own if a linear holds the norm."""
     for norm, linear in _NORM_AND_LINEAR:
         name = name.replace(linear, norm)
     return name
@@ -79,7 +79,7 @@ QK_NORM: Final = tuple(
 
 
 def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Name the settings that no family of this kind computes."""
+    """Yield the settings that no Llama-like family computes."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
@@ -91,7 +91,7 @@ def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def switched_window_conflicts(hf: HFConfig) -> Iterator[str]:
-    """For families whose ``sliding_window`` counts only with ``use_sliding_window``."""
+    """Yield conflicts where ``sliding_window`` counts only with ``use_sliding_window``."""
     yield from decoder_conflicts(hf)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

@@ -38,8 +38,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read config.json of an HF folder.
 
     Raises:
-        ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs; and what
-            ``family_of`` raises.
+        ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs; or
+            ``family_of`` raises it.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -66,7 +66,7 @@ def family_of(hf: HFConfig) -> ModelFamily:
 
     Raises:
         ModelError: the architecture is unknown (the message lists the known ones), or the config has settings that are
-            not supported, such as quantised weights, a kind of RoPE scaling or a sliding window (it lists them all).
+            not supported, such as quantised weights, a kind of RoPE scaling or a sliding window (all are listed).
     """
     family = _named(hf)
     if conflicts := [*_quantised(hf), *rope_conflicts(hf), *family.conflicts(hf)]:

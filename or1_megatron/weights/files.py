@@ -52,7 +52,7 @@ class Header:
 
 
 def check_weight_files(folder: Path, hf: HFConfig) -> None:
-    """Check that every tensor that the config implies is there, whole, with its shape, and no other.
+    """Check that ``folder`` holds the tensors that the config implies, whole, in their shapes, and no others.
 
     Raises:
         ModelError: names the file, or the tensor with what was found and what was expected; also for a model of an
@@ -92,10 +92,10 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the model: those that its index names, or model.safetensors, as transformers and vLLM
-    read them. Other files, such as older shards or Mistral's consolidated.safetensors, are no part of the model.
+    read them; without both, all *.safetensors files but Mistral's consolidated ones. Other files are not read.
 
     Raises:
-        ModelError: a file is missing, or two readers would take different files.
+        ModelError: a file is missing, or transformers and vLLM would read different files.
     """
     index, whole = folder / INDEX, folder / _WHOLE
     if index.is_file():
@@ -123,7 +123,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _same_bytes(one: tuple[Path, StoredTensor, int], other: tuple[Path, StoredTensor, int]) -> bool:
-    """Compare two tensors of files: dtype, shape and bytes."""
+    """Return whether two tensors agree in dtype, shape, bytes."""
     if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
         return False
     with one[0].open("rb") as first, other[0].open("rb") as second:
@@ -142,7 +142,7 @@ def read_header(path: Path) -> Header:
     """Read the header of a safetensors file.
 
     Raises:
-        ModelError: the header cannot be read, or the file is shorter or longer than it says.
+        ModelError: the header cannot be read, or the file's size is not what the header says.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

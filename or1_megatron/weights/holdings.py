@@ -1,7 +1,7 @@
 """Computes which trainer rank holds which part of which HF tensor, by running the table's functions on row numbers.
 
 A layout operation and a cut move whole rows (axis 0) or take a range of columns (axis 1); the other axes stay as they
-are. So what they do to the numbers of a tensor's rows, they do to the tensor, and no formula is written twice.
+are. So their effect on row numbers is also their effect on the tensor, and no formula is written twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RankGrid:
     expert: int = 1
 
     def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
-        """Return all ranks that hold one shard; for an expert's shard, the ranks of that expert rank."""
+        """Return all ranks that hold one shard; for an expert's shard, only those with ``expert_rank``."""
         first = tensor_rank + self.tensor * self.replicas * stage
         stop = first + self.tensor * self.replicas
         if expert_rank is None:
@@ -89,10 +89,10 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> list[Piece]:
-    """Return what tensor-parallel rank ``rank`` of ``size`` holds of a row's HF tensors, in the order of its shard.
+    """Return the pieces of a row's HF tensors on tensor-parallel rank ``rank`` of ``size``, in its shard's order.
 
     Args:
-        shapes: of the HF tensors.
+        shapes: by HF name.
 
     Raises:
         ValueError: the row cannot be cut into ``size`` parts.
@@ -124,7 +124,7 @@ def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 
 def _runs(labels: Tensor, breaks: set[int]) -> list[tuple[int, int, int]]:
-    """Return (place, first label, length) of each run of consecutive labels; a label of ``breaks`` starts a new run."""
+    """Return (index, first label, length) of each run of consecutive labels; a label of ``breaks`` starts a new run."""
     if not len(labels):
         return []
     new = labels[1:] != labels[:-1] + 1

@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One HF tensor is the Megatron tensor; the subclasses fuse several, or cut padding. No tensor is cut for TP."""
+    """One HF tensor is the whole Megatron tensor, not cut for TP; subclasses fuse several, or drop padding."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
-        """Make the Megatron tensor of HF tensors, which come in the row's order."""
+        """Make the Megatron tensor from HF tensors, given in the row's order."""
         (part,) = parts
         return part
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys normed head by head, a head dimension of its own, no biases."""
+"""Qwen3, dense: queries and keys normed head by head, a separate head dimension, no biases."""
 
 from __future__ import annotations
 

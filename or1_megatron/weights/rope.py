@@ -24,7 +24,7 @@ _NEEDED: Final = {
 
 
 def rope_parameters(hf: HFConfig) -> dict[str, Any]:
-    """Return the parameters in one dictionary, from either of the places where HF configs keep them.
+    """Return the RoPE parameters, which HF configs keep in ``rope_scaling`` or ``rope_parameters``.
 
     ``rope_type`` and ``rope_theta`` are always there.
     """
@@ -34,7 +34,7 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
 
 
 def rope_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Yield a sentence for each RoPE setting of a model that is not supported."""
+    """Yield a sentence for each unsupported RoPE setting of a model."""
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if nested := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
@@ -56,7 +56,7 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
-    """Return ([D/2] fp32 frequencies in radians per token, factor on the rotated queries and on the rotated keys).
+    """Return ([D/2] fp32 frequencies in radians per token, factor on both rotated queries and rotated keys).
 
     Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands
     (arXiv 2407.21783 and its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
@@ -90,7 +90,7 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tenso
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """As llama3, with a blend that is linear in the pair's index; the returned factor sharpens attention."""
+    """Scale as ``_llama3``, but blend linearly in the pair's index; the returned factor sharpens attention."""
     positions, pairs = _original_positions(rope, hf), len(plain)
     factor = rope["factor"] or hf["max_position_embeddings"] / positions
 

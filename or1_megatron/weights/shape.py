@@ -65,7 +65,7 @@ class Shape:
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
-        """Weights of one layer, with all of its experts (``whole``) or those that compute one token."""
+        """Weights of one layer, with all its experts (``whole``) or only those that compute a token."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         every, experts = attention + 2 * self.hidden, self.experts
         if experts is None or layer not in experts.layers:

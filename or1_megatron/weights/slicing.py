@@ -25,7 +25,7 @@ class Cut(Enum):
 
 
 def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
-    """Return rank ``rank``'s part of ``whole``, of ``size`` parts.
+    """Return rank ``rank``'s part of ``whole`` over ``size`` ranks.
 
     Raises:
         ValueError: the axis is not divisible by ``size``.

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def per_expert(self) -> bool:
-        """Whether there is such a row for each expert."""
+        """Whether the row is repeated for each expert."""
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int | None = None) -> Row:
@@ -78,7 +78,7 @@ class ModelFamily:
     architecture: str
     """``architectures[0]`` of the HF config."""
     layers: tuple[Row, ...]
-    """The rows of a layer; what stands before and after the layers is the same in all families."""
+    """The rows of a layer; the rows before and after the layers are the same in all families."""
     conflicts: Callable[[HFConfig], Iterator[str]]
     """Yields a sentence for each setting of a config that this package does not compute."""
     qk_norm: bool = False

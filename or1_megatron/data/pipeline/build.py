@@ -1,4 +1,4 @@
-"""A whole build: the steps in order, each cached by its input, then the dataset; its state is in ``build.json``.
+"""A whole build: the steps in order, each cached by its input, then the dataset; the state is in ``build.json``.
 
 The dataset is in Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it.
 """
@@ -39,7 +39,7 @@ UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
 def build(recipe: Recipe, open_sampler: OpenSampler, say: Say) -> None:
-    """Run what has not been run, and write the dataset.
+    """Run the steps that are not finished, and write the dataset.
 
     Raises:
         DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
@@ -121,7 +121,7 @@ def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
 
 
 def newest_build(out: Path) -> list[Manifest]:
-    """Return the steps of the newest build in a folder, in order. Raises DataError without one."""
+    """Return the manifests of the newest build's steps, in order. Raises DataError without a build."""
     path = out / STATE
     try:
         return [Manifest(**step) for step in json.loads(path.read_text())["steps"]]
@@ -132,7 +132,7 @@ def newest_build(out: Path) -> list[Manifest]:
 
 
 def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
-    """Yield (step, exclusion) of all that the newest build left out, in the order of the steps and of the rows."""
+    """Yield (step, exclusion) for each row that the newest build left out, ordered by step, then by row."""
     for step in newest_build(out):
         for outcome in read_outcomes(step.paths(out)):
             if isinstance(outcome, Exclusion):
@@ -140,15 +140,15 @@ def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
 
 
 def kept(out: Path) -> Iterator[Candidate]:
-    """Yield what the newest build kept."""
+    """Yield the candidates that the newest build kept."""
     return read_candidates(newest_build(out)[-1].paths(out))
 
 
 def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
-    """Return (step, what it decided) of a problem: by id (its first digits will do) or by origin, as in file.jsonl:12.
+    """Return (step, its decision) for a problem, given by id (or its first digits) or by origin, as in file.jsonl:12.
 
-    One id can have several entries: an exact duplicate of the same source has the id of what it repeats. A problem that
-    was kept has "" for its step. Raises DataError when there is no such problem, or the digits are those of several.
+    One id can have several entries: an exact duplicate of the same source has the id of the original. A problem that
+    was kept has "" for its step. Raises DataError when there is no such problem, or the digits fit several.
     """
 
     def is_wanted(row: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""Decontamination: exclude problems of the given evaluation sets, whole or in large part."""
+"""Decontamination: exclude problems that equal or largely overlap a problem of the evaluation sets."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class _Evaluated:
 
 
 class Decontamination(PipelineStep[DecontaminationConfig]):
-    """Matches equal normalised texts, and texts that share enough of the n-grams of the shorter one.
+    """Matches equal normalised texts, and texts that share enough of the shorter text's n-grams.
 
-    The shorter text counts, so that a problem is found inside a longer statement, and a part of a problem too.
+    The share is of the shorter text, so that a problem inside a longer statement is found, and a part of a problem too.
     """
 
     name = "decontaminate"
 
     def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
-        """``unusable``: the file that lists the rows of the evaluation sets that cannot be used, if there are many."""
+        """``unusable``: the file that lists the unusable rows of the evaluation sets, if there are many."""
         super().__init__(config)
         self._unusable = unusable
         self._evaluated: list[_Evaluated] = []
@@ -69,7 +69,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
         return frozenset(" ".join(parts[start : start + size]) for start in range(len(parts) - size + 1))
 
     def _evidence(self, text: str) -> dict[str, Any] | None:
-        """Return what is shared with an evaluation problem: the text, or the largest part if that is large enough."""
+        """Return the evidence that a text matches an evaluation problem (that of largest overlap); else None."""
         if (equal := self._by_text.get(text_key(text))) is not None:
             return {"match": "normalised text", **_named(equal)}
         grams = self._grams(text)

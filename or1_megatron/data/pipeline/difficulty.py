@@ -1,4 +1,4 @@
-"""Difficulty: each model answers each problem N times; problems that every model solves always or never go."""
+"""Each model answers each problem N times; problems that every model solves always or never are excluded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from or1_verify.verifier_threads import judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):
-    """A result is the status of an answer's verdict; each answer is verified as it comes."""
+    """A result is the status of an answer's verdict; each answer is verified when it arrives."""
 
     name = "difficulty"
     only_counts = frozenset({"samples_math", "samples_code"})
@@ -75,7 +75,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
 
 
 def of_sixteen(failures: int, tries: int) -> int:
-    """Scale failures to 16 tries, as ``model_difficulty`` counts them; 0 and 16 only for none and all."""
+    """Scale failures to 16 tries, as in ``model_difficulty``; 0 and 16 mean that no try and that every try failed."""
     if failures in (0, tries):
         return DIFFICULTY_TRIES if failures else 0
     return min(max(round(failures * DIFFICULTY_TRIES / tries), 1), DIFFICULTY_TRIES - 1)

@@ -1,4 +1,4 @@
-"""Duplicates within a set and across the sets: the first one, in the order of the sources, stays."""
+"""Duplicates within a set and across sets: the first row, in the order of the sources, stays."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from or1_megatron.data.pipeline.text import (
 
 _SHINGLE_CHARS = 5
 _BANDS, _COLUMNS_PER_BAND = 32, 3
-"""A pair of Jaccard similarity 0.5 agrees in a band with probability 1 - (1 - 0.5^3)^32 = 0.986."""
+"""Two texts of Jaccard similarity 0.5 agree in some band with probability 1 - (1 - 0.5^3)^32 = 0.986."""
 _BATCH_ROWS = 2048
-_MOST_COMPARED = 8  # rows that one is compared with, those that share most bands; else templates would be quadratic
+_MOST_COMPARED = 8  # rows that a row is compared with; unlimited, N rows of one template would cost N^2
 
 Repeats = Mapping[int, tuple[int, float]]
 """Row -> (the earlier row that it repeats, similarity)."""
 
 
 class DuplicateStep[C: Section](PipelineStep[C]):
-    """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them.
+    """Base of the duplicate steps: ``_find`` finds the rows that repeat an earlier row, ``apply`` excludes them.
 
-    ``within``: compare only rows of one set, in a step of its own.
+    ``within``: compare only rows of the same set; the step's name says so.
     """
 
     reason: str
@@ -80,7 +80,7 @@ class DuplicateStep[C: Section](PipelineStep[C]):
 
 
 class ExactDuplicates(DuplicateStep[Section]):
-    """Statements that are equal once formatting, numbering and white space are taken off."""
+    """Statements that are equal once formatting, numbering and white space are removed."""
 
     name = "exact_duplicates"
     reason = "exact_duplicate"
@@ -101,9 +101,9 @@ class ExactDuplicates(DuplicateStep[Section]):
 class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     """MinHash finds rows that may be alike; the Jaccard similarity of their shingles decides.
 
-    Two statements with other numbers, or other words of those that turn a meaning (largest, smallest, odd, even, ...),
-    are different problems however alike they look. A row is compared with rows that stay, so of a chain of ever less
-    similar rows the ends may both stay.
+    Two statements that differ in a number, or in a word that decides the meaning (largest, smallest, odd, even, ...),
+    are different problems however alike they look. A row is compared only with rows that stay, so in a chain of similar
+    rows both ends may stay.
     """
 
     name = "near_duplicates"
@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare the rows of each group of likely duplicates, whose statements are held in memory."""
+        """Compare the rows of each group of likely duplicates; only their statements are held in memory."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         groups = _groups(keys)
@@ -149,7 +149,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
 
 
 def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
-    """Return band keys [rows, bands]. A math and a code problem are never the same: rows of other kinds share none."""
+    """Return band keys [rows, bands]. Rows of different kinds share no key: no math problem equals a code problem."""
     texts = [comparable(text) or text for text in statements]
     signed = signatures(texts, _SHINGLE_CHARS, _BANDS * _COLUMNS_PER_BAND)
     guarded = ("\0".join((*decisive(text), *kind)) for text, kind in zip(texts, zip(*kinds, strict=True), strict=True))
@@ -161,8 +161,8 @@ def _short_hash(text: str) -> int:
 
 
 def _groups(keys: UInt64Array) -> list[list[int]]:
-    """Return groups of rows that share keys, directly or through others: each in order, of two rows at least."""
-    above: dict[int, int] = {}  # an earlier row of the same group
+    """Return the groups of two or more rows that share keys, directly or through other rows; each is sorted."""
+    above: dict[int, int] = {}  # row -> an earlier row of its group
 
     def first(row: int) -> int:
         while (earlier := above.setdefault(row, row)) != row:
@@ -182,6 +182,6 @@ def _groups(keys: UInt64Array) -> list[list[int]]:
 
 
 def numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield (number among all rows, the named columns) of every row that goes on."""
+    """Yield (number from 0, the named columns) of each row that no step has dropped."""
     rows = (values for batch in read_columns(shards, columns) for values in zip(*batch, strict=True))
     return enumerate(rows)

@@ -1,4 +1,4 @@
-"""Duplicates by meaning, where a recipe asks for it: cosine similarity of a local model's embeddings."""
+"""Duplicates by meaning, where a recipe asks for them: cosine similarity of a local model's embeddings."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
 
 
 def first_alike(vectors: Float32Array, threshold: float) -> Repeats:
-    """Return row -> (the most similar earlier row that stays, cosine), where the threshold is reached.
+    """Return row -> (the most similar earlier row that stays, cosine) for rows that reach the threshold.
 
     Args:
-        vectors: of length 1, [rows, dimension].
+        vectors: [rows, dimension], each of length 1.
     """
     repeats: dict[int, tuple[int, float]] = {}
     staying, stay = np.empty_like(vectors), list[int]()
@@ -62,7 +62,7 @@ def first_alike(vectors: Float32Array, threshold: float) -> Repeats:
 
 
 def embed(folder: Path, texts: Sequence[str]) -> Float32Array:
-    """Return the mean-pooled hidden states of a local model, of length 1, [texts, dimension].
+    """Return the mean-pooled hidden states of a local model, scaled to length 1, [texts, dimension].
 
     Raises DataError when the model is not there or cannot be loaded.
     """

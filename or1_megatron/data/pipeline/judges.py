@@ -1,4 +1,4 @@
-"""Judges: several models vote, several times each, on how a problem is stated; with too few votes for it, it goes."""
+"""Judges: several models vote, several times each, on how a problem is stated; too few votes in favour exclude it."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
 SHARD_ROWS = 2000
-"""It bounds the memory, for the tests of a code problem can be megabytes, and the work that a killed step repeats."""
+"""Bounds the memory (a code problem's tests can be megabytes) and the work that a killed step repeats."""
 UNUSABLE = "unusable_row"
-"""The reason in the ledger of a row that is left out here."""
+"""The ledger's reason for a row that this step leaves out."""
 
 
 def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Manifest:
-    """Run the step. A row that is not of its layout is refused or excluded, as ``unusable`` says. Raises DataError."""
+    """Run the step. A row that does not fit its layout is refused or excluded (``unusable``). Raises DataError."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     folder = step_folder(0, NAME, settings, [source_digest(source) for source in sources])
     if (finished := finished_step(out, folder, say)) is not None:
@@ -41,7 +41,7 @@ def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: 
 
 
 def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[Outcome]:
-    """Yield the candidates of a source, and the exclusions of its unusable rows. Raises DataError without any row."""
+    """Yield the candidates of a source, and the exclusions of its unusable rows. Raises DataError if it has no row."""
     count, name = 0, _set_name(source)
     for origin, row in published_rows(source):
         count += 1
@@ -64,7 +64,7 @@ def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
 
 
 def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:
-    """Yield (origin, row) of the rows that ``select`` and ``limit`` choose; a RowError for one not of the layout."""
+    """Yield (origin, row) of the rows that ``select`` and ``limit`` choose; a RowError for a row of another layout."""
     layout, count = source.layout, 0
     for origin, row in read_rows(source.path, source.split, source.subset):
         if count == source.limit:
@@ -98,7 +98,7 @@ def _set_name(source: BuildSource) -> str:
 
 
 def _source_name(source: BuildSource, row: Published) -> str:
-    """Keep Skywork's own names; build others alike, train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
+    """Keep Skywork's own source names; make others train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
     set_name = _set_name(source)
     if source.layout == "skywork" or (source.layout == "auto" and row.source.startswith("train-")):
         return row.source
@@ -106,7 +106,7 @@ def _source_name(source: BuildSource, row: Published) -> str:
 
 
 def source_digest(source: BuildSource) -> str:
-    """Hash all bytes of the source; of a set on the hub its name, so that a new revision there is not noticed."""
+    """Return a hash of all bytes of the source; for a set on the hub its name, so a new revision goes unnoticed."""
     if is_hub_id(source.path):
         return f"hub:{source.path}"
     digest = hashlib.sha256()

@@ -18,18 +18,18 @@ class BuildSource(Section):
     path: Path
     """A .jsonl or .parquet file, a folder of them, or a Hugging Face hub id."""
     layout: LayoutName = "auto"
-    """Which columns it has; auto: as their names say."""
+    """Which columns the rows have; auto: found from their names."""
     name: str | None = None
-    """Stands in ``data_source``; the file's or folder's name if not given. Layouts with a source or difficulty of
-    their own add it, as in train-math-numinamath1.5_olympiads."""
+    """Part of ``data_source``; the file's or folder's name if not given. A layout with its own source or difficulty
+    adds that, as in train-math-numinamath1.5_olympiads."""
     split: str | None = None
     """The split of a folder or hub id, e.g. train."""
     subset: str | None = None
     """Configuration of a hub id."""
     select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}; others are left aside."""
+    """Takes only rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
     limit: Positive | None = None
-    """Only the first rows: for a trial."""
+    """Takes only this many rows, for a trial."""
 
 
 class VerifiedStepConfig(Section):
@@ -50,7 +50,7 @@ class EmbeddingConfig(Section):
 
 
 class DuplicatesConfig(Section):
-    """Near-duplicates by MinHash; our figures, the paper gives none."""
+    """Near-duplicates by MinHash; the figures are ours, the paper gives none."""
 
     threshold: Fraction = 0.5
     """Jaccard similarity of the statements' 5-character shingles."""
@@ -61,14 +61,14 @@ class DecontaminationConfig(Section):
     against: tuple[BuildSource, ...] = ()
     ngram_words: Positive = 8
     overlap: Fraction = 0.5
-    """Share of the n-grams of the shorter of the two texts that the other has too."""
+    """Share of the shorter text's n-grams that the other text must have too."""
 
 
 class SampledModel(AskedModelConfig):
     """A model that answers: an HF folder on our own engines, or an OpenAI-compatible endpoint."""
 
     name: str
-    """Its key in ``model_difficulty``, and of its results on disk."""
+    """The model's key in ``model_difficulty`` and in the names of result files."""
     hf: Path | None = None
     endpoint: str | None = None
     """E.g. http://host:8000/v1; its /chat/completions is asked."""
@@ -101,15 +101,15 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 
 class JudgesConfig(SampledStepConfig):
-    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32, on math alone."""
+    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32 in favour, only for math."""
 
     abilities: tuple[Literal["math", "code"], ...] = Field(default=("math",), min_length=1)
-    """Whose problems are judged; others pass."""
+    """Abilities whose problems are judged; others are kept."""
 
     votes: Positive = 16
     """Votes of each model per problem."""
     keep_at_least: Positive = 9
-    """Votes for the problem, of all models together."""
+    """Votes in favour that keep a problem, over all models."""
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
 
@@ -124,14 +124,14 @@ class JudgesConfig(SampledStepConfig):
 
 
 class Recipe(Section):
-    """A whole build. Steps whose section needs a model (difficulty, judges) are left out unless it is given."""
+    """A whole build. Steps that need a model (difficulty, judges) are left out unless their section is given."""
 
     out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
-    """Rows that are not of their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
+    """Rows that do not fit their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
     answers: VerifiedStepConfig | None = VerifiedStepConfig()
-    """Re-extract the answer from the worked solution, and keep agreements, and problems without a solution."""
+    """Extract the answer again from the worked solution; keep problems that agree or have no solution."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()
     code: VerifiedStepConfig | None = VerifiedStepConfig()

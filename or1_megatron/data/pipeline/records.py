@@ -29,7 +29,7 @@ class Candidate(Published):
     id: str
     origin: str
     set_name: str = ""
-    """The recipe's source that it is from; ``source`` may name a part of it."""
+    """The name of the recipe's source; ``source`` may name a part of that source."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -64,7 +64,7 @@ _AS_JSON = ("difficulty", "notes", "evidence")
 _SCHEMA = pa.schema(
     [
         (name, pa.list_(pa.string()) if name == "solutions" else pa.string())
-        for name in (*_NAMES, "reason", "evidence")  # the last two are null where the candidate goes on
+        for name in (*_NAMES, "reason", "evidence")  # the last two are null unless the candidate is excluded
     ]
 )
 
@@ -94,7 +94,7 @@ def read_outcomes(shards: Sequence[Path]) -> Iterator[Outcome]:
 
 
 def read_candidates(shards: Sequence[Path]) -> Iterator[Candidate]:
-    """Yield the rows that go on to the next step, in order."""
+    """Yield the rows that no step has dropped, in order."""
     for batch in _batches(shards, [*_NAMES, "reason"], 4096):
         yield from map(_candidate, _going_on(batch).drop_columns(["reason"]).to_pylist())
 

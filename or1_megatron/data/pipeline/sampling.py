@@ -1,7 +1,7 @@
-"""What the steps that sample models share: missing answers are asked for, and each result is stored when it comes.
+"""The common part of the steps that sample models: it asks for missing answers, and stores each result when it comes.
 
-Results are stored for good, by model and request settings: they stay valid whatever else of the recipe changes, and a
-killed or failed step resumes after the last one.
+Results are stored for good, by model and request settings: they stay valid whatever else in the recipe changes, and a
+killed or failed step resumes after the last result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from or1_verify.types import Message
 
 M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
-"""(model, sampling, longest prompt in tokens) to a sampler; its engines end with the context."""
+"""(model, sampling, longest prompt in tokens) -> a sampler, whose engines end with the context."""
 
 Answers = Iterator[tuple[Candidate, ChatCompletion]]
 
@@ -39,7 +39,7 @@ class ResultStore:
     """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: all that a result depends on beside the problem, such as sampling and prompt."""
+        """``request_settings``: all that a result depends on beside model and problem, such as sampling and prompt."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
@@ -71,10 +71,10 @@ class ResultStore:
 
 
 class ModelStep(PipelineStep[M]):
-    """Base of the steps that sample models: they say what to ask, what result an answer has, and what follows of it."""
+    """Base of the steps that sample models: a subclass defines the questions, an answer's result, and the decision."""
 
     only_counts: frozenset[str]
-    """Keys of the configuration on which the results do not depend, only what follows of them."""
+    """Keys of the configuration that change the decision about a problem, but not its results."""
 
     def __init__(self, config: M, results: Path, open_sampler: OpenSampler) -> None:
         super().__init__(config)
@@ -86,7 +86,7 @@ class ModelStep(PipelineStep[M]):
         return {**self._request_settings(), **decisive, "models": [_identity(model) for model in self._config.models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        """Sample what is missing of every model; where nothing is, its engines do not start.
+        """Sample each model's missing answers; the engines of a model start only if any are missing.
 
         Raises DataError when requests failed.
         """
@@ -114,26 +114,26 @@ class ModelStep(PipelineStep[M]):
             store.close()
 
     def _samples(self, row: Candidate) -> int:
-        """Return how often each model is asked about a problem; 0: it passes."""
+        """Return how often each model is asked about a problem; 0: it is kept unasked."""
         raise NotImplementedError
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
         raise NotImplementedError
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
-        """Yield the request and the result of each answer that has one."""
+        """Yield the request and the result of each answer that could be judged."""
         raise NotImplementedError
 
     def _check(self, model: str, rows: Iterator[Candidate], store: ResultStore) -> None:
-        """Raise DataError where a model's results are not to be trusted."""
+        """Raise DataError where a model's results cannot be trusted."""
         raise NotImplementedError
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Decide about a problem by each model's results."""
+        """Decide about a problem from each model's results."""
         raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
-        """Return what a result depends on beside problem and model."""
+        """Return the settings that a result depends on, beside problem and model."""
         return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
     def _given(self, row: Candidate, store: ResultStore) -> list[str]:
@@ -155,8 +155,8 @@ class ModelStep(PipelineStep[M]):
     ) -> None:
         """Store each result as it comes. A request that the model refuses for good has the result REFUSED.
 
-        Raises DataError, after the last answer, when other requests failed. When the model refuses everything, the
-        requests are wrong and not the problems: then nothing is stored.
+        Raises DataError after the last answer when other requests failed, or when the model refuses every request: then
+        the requests are wrong, not the problems, and nothing is stored.
         """
         waiting: dict[tuple[str, int], Candidate] = {}
         sent = 0
@@ -188,10 +188,10 @@ class ModelStep(PipelineStep[M]):
 
 
 def _key(row: Candidate) -> str:
-    """Return the key of a problem's results: another answer or other tests make it another problem."""
+    """Return the key of a problem's results, which changes when the answer or the tests change."""
     return f"{row.id}-{hashlib.sha256(row.ground_truth.encode()).hexdigest()[:8]}"
 
 
 def _identity(model: SampledModel) -> dict[str, Any]:
-    """Return what makes it another model: not how many engines or requests serve it."""
+    """Return the settings that identify a model, without its numbers of engines and requests."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})

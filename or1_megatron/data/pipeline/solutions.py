@@ -27,18 +27,18 @@ def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> Verifi
 
 
 class SolutionStep(PipelineStep[VerifiedStepConfig]):
-    """Judges the solutions of an ability's problems, one after another until one is right; other problems pass.
+    """Judges the solutions of each problem of one ability until one is right; problems of other abilities are kept.
 
-    Without a problem of that ability no verifier is made, and so no sandbox is needed.
+    Without a problem of that ability no verifier is made, so no sandbox is needed.
     """
 
     without_effect = frozenset({"workers"})
     ability: str
     needs_solution: bool
     tries: int
-    """How many solutions of a problem are judged at most."""
+    """The most solutions of a problem that are judged."""
     response: str
-    """A solution as a model would answer."""
+    """Format of a response that gives a solution."""
 
     def __init__(self, config: VerifiedStepConfig) -> None:
         super().__init__(config)
@@ -86,12 +86,12 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         """Raise DataError where a verdict that is not ``right`` says nothing about the solution."""
 
     def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
-        """Exclude a candidate none of whose solutions is right."""
+        """Exclude a candidate when every judged solution failed."""
         raise NotImplementedError
 
 
 class Answers(SolutionStep):
-    """Math: extracts the answer again from the first worked solution, and compares it with the given one."""
+    """Math: extracts the answer again from the first worked solution, and compares it with the ground truth."""
 
     name = "answers"
     ability = "math"
@@ -117,7 +117,7 @@ class Answers(SolutionStep):
 
 
 class CodeSolutions(SolutionStep):
-    """Code: the tests are complete, and a reference solution passes all of them in the sandbox."""
+    """Code: checks that the tests are complete, and that a reference solution passes them in the sandbox."""
 
     name = "code"
     ability = "code"

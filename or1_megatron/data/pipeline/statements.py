@@ -1,4 +1,4 @@
-"""Exclude by the statement alone: proofs, missing choices, links, figures, statements without an answer."""
+"""Exclude problems by their statements: proofs, missing choices, links, figures, statements without an answer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Statements(PipelineStep[Section]):
 
 
 def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
-    """Return (reason, evidence) to exclude a row; None for one that stays."""
+    """Return (reason, evidence) to exclude a row; None for a row that stays."""
     text = row.statement
     if len(text) < _MIN_CHARS:
         return "statement_too_short", {"chars": len(text), "expected_at_least": _MIN_CHARS}
@@ -79,7 +79,7 @@ def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """Return the answer, where there is just one; "" without any."""
+    """Return the only answer of a list of one; else the ground truth unchanged."""
     if not ground_truth:
         return ""
     try:

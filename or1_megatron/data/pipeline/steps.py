@@ -43,14 +43,14 @@ class PipelineStep[C: Section]:
         self._config = config
 
     def settings(self) -> Mapping[str, Any]:
-        """Return what else the result depends on, as JSON-able values."""
+        """Return the settings that the result depends on, JSON-able."""
         return self._config.model_dump(mode="json", exclude=set(self.without_effect))
 
     def prepare(self, shards: Sequence[Path]) -> None:
         """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """Return an outcome for each row; ``first`` is the number of the first among all rows of the input."""
+        """Return an outcome for each row; ``first`` is the number of the first row within the whole input."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class PipelineStep[C: Section]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The result of a finished step; written last, so a step without it is not finished."""
+    """The record of a finished step, written last: a step without a manifest is not finished."""
 
     step: str
     folder: str
@@ -68,7 +68,7 @@ class Manifest:
     rows_out: int
     reasons: Mapping[str, int]
     sources: Mapping[str, int]
-    """Rows that went on, by ``source``."""
+    """Rows that the step kept, by ``source``."""
     shards: Mapping[str, int]
     """File name to bytes."""
     seconds: float
@@ -105,7 +105,7 @@ def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:
 
 
 def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, say: Say) -> Manifest:
-    """Run a step on what the one before let through; a killed step resumes after its last finished shard."""
+    """Run a step on the rows that the step before kept; a killed step resumes after its last finished shard."""
     folder = step_folder(number, step.name, step.settings(), before.folder)
     if (finished := finished_step(out, folder, say)) is not None:
         return finished
@@ -140,7 +140,7 @@ def _rows_written(shard: Path) -> int:
 
 
 def finish_step(out: Path, folder: str, name: str, started_s: float, say: Say) -> Manifest:
-    """Count what is on disk and write the manifest."""
+    """Count the rows on disk and write the manifest."""
     paths = sorted((out / folder).glob("*.parquet"))
     reasons: Counter[str] = Counter()
     sources: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def _report(manifest: Manifest, how: str, say: Say) -> None:
 
 
 def refuse_empty(manifest: Manifest) -> None:
-    """Raise DataError when the step has left nothing."""
+    """Raise DataError when the step has kept no row."""
     if manifest.rows_out == 0:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items())) or "none"
         raise DataError(

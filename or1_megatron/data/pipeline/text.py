@@ -61,7 +61,7 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """Return ``plain`` text without commands ("find") and without how the answer is to be written."""
+    """Return ``plain`` text without commands ("find") and without words about the answer's form."""
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
         text = _BOILERPLATE.sub(" ", text)
@@ -70,12 +70,12 @@ def comparable(statement: str) -> str:
 
 
 def text_key(text: str) -> int:
-    """Return 64 bits of a text without its white space: equal for exact duplicates."""
+    """Return a 64-bit hash of a text without its spaces: equal for exact duplicates."""
     return int.from_bytes(hashlib.blake2b(text.replace(" ", "").encode(), digest_size=8).digest(), "big")
 
 
 def decisive(text: str) -> tuple[str, ...]:
-    """Return what must agree, in order, in two statements of one problem: numbers, and words that turn its meaning.
+    """Return what two statements of one problem share in order: numbers, and words that decide the meaning.
 
     The order counts: 3 red and 5 blue balls are not 5 red and 3 blue ones.
     """
@@ -89,7 +89,7 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str, chars: int) -> UInt64Array:
-    """Return the set of a text's runs of ``chars`` bytes, hashed; of a shorter text the one of all its bytes."""
+    """Return the sorted hashes of a text's different runs of ``chars`` bytes; a shorter text is one run."""
     return np.unique(_batch_shingles([text], chars)[0])
 
 
@@ -100,9 +100,9 @@ def jaccard(one: UInt64Array, other: UInt64Array) -> float:
 
 
 def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
-    """Return MinHash signatures [len(texts), size]: two rows agree in about the Jaccard share of their columns.
+    """Return MinHash signatures [len(texts), size]: two rows' share of equal columns is about their Jaccard similarity.
 
-    Each column has the smallest of a text's shingles under a permutation of its own, h -> a h + b modulo 2^32.
+    Each column has the smallest of a text's shingles under the column's own permutation, h -> a h + b modulo 2^32.
     """
     hashes, starts = _batch_shingles(texts, chars)
     low = (hashes >> np.uint64(32)).astype(np.uint32)
@@ -114,7 +114,7 @@ def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
 
 
 def band_keys(signed: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Array:
-    """Return keys [rows, bands]: equal in a band only for rows that agree in all its columns and in their guard."""
+    """Return keys [rows, bands]: two rows share a band's key only if its columns and their guards agree."""
     rows, size = signed.shape
     grouped = signed.reshape(rows, bands, size // bands).astype(np.uint64)
     keys = np.broadcast_to(guards[:, None], (rows, bands)) + np.arange(bands, dtype=np.uint64)
@@ -131,7 +131,7 @@ def mixed(values: UInt64Array) -> UInt64Array:
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hash of every shingle, where each text's begin); a shorter text is padded to one shingle."""
+    """Return (hash of every shingle, index of each text's first shingle); a short text is padded to one."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

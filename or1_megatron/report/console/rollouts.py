@@ -28,9 +28,9 @@ _STATUS_STYLES = {"right": "green", "wrong": "red", "truncated": "yellow", "no_a
 def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None, console: Console) -> int:
     """Print up to ``limit`` responses of a step (None: the newest kept) and return how many.
 
-    They are taken evenly over the step's rows, so that a few cover many of its prompts. ``status`` selects those with
-    this verdict. The folder of an evaluation (``or1 eval``) has no steps: all its responses count.
-    Raises FileNotFoundError if the run, its rollouts or those of the step (the nearest is named) do not exist,
+    They are taken evenly over the step's rows, so that a few cover many of its prompts. ``status`` selects responses
+    with this verdict. The folder of an evaluation (``or1 eval``) has no steps: all its responses count.
+    Raises FileNotFoundError if the run, its rollouts or the step's rollouts do not exist (the nearest step is named),
     ValueError for an unknown status.
     """
     if status is not None and status not in get_args(VerdictStatus):
@@ -100,7 +100,7 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 
 def _indented(title: str, text: str) -> str:
-    """Return the text under its title. Every line is indented, so that none looks like a line of ours."""
+    """Return the text under its title. Every line is indented, so that none looks like this program's own."""
     return title + "".join(f"\n    {line}" for line in (_printable(text).splitlines() or [""]))
 
 

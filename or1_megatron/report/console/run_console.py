@@ -93,7 +93,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show the verb in the bar. ``step``: rollout steps done so far; the update counts its own step already."""
+        """Show the verb in the bar. ``step``: rollout steps done so far; from ``hand_off`` on, the current one too."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
@@ -105,7 +105,7 @@ class RunConsole:
         """Ignore: the step's metrics say enough."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line. Metrics without a rollout (step 0) have none."""
+        """Print the step's line. Metrics without a rollout (step 0) get no line."""
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from or1_megatron.rl.loop_arguments import LoopResult
 
 _BRIEF_SHARE = 0.001
-"""Verbs that take less than this share of a run have one line of the table together."""
+"""Verbs that take less than this share of a run share one line of the table."""
 
 _EVALUATED = (
     ("accuracy", "accuracy", "accuracy", fraction),

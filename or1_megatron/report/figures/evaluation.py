@@ -10,9 +10,9 @@ from or1_megatron.report.figures.style import as_svg, panels, styled
 
 @styled
 def draw_evaluation(results: Mapping[str, Any]) -> str:
-    """Return the SVG. A panel says so if the response lengths are unknown.
+    """Return the SVG. If the response lengths are unknown, the panels say so.
 
-    Bars have the same width, since the bins of lengths hold about as many responses each; their edges stand below.
+    Bars have the same width, since each bin of lengths holds about as many responses; the bins' edges stand below.
     """
     bins, budgets = results["outcome"]["by_length"], results["outcome"]["by_budget"]
     figure, (lengths, curve) = panels(2)

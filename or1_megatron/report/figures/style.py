@@ -32,11 +32,11 @@ styled = matplotlib.rc_context(
         "ytick.color": GREY,
     }
 )
-"""The decorator of a function that draws: it calls ``panels``, and at the end ``as_svg``."""
+"""The decorator of functions that draw; they call ``panels`` first and ``as_svg`` last."""
 
 
 def panels(count: int, width: float = 5.0, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """Return a figure with so many panels, two in a row, of ``width`` by ``height`` inches."""
+    """Return a figure with ``count`` panels, two in a row, each ``width`` by ``height`` inches."""
     columns, rows = min(count, 2), -(-count // 2)
     figure = Figure((columns * width, rows * height), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]

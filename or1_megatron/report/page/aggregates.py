@@ -19,7 +19,7 @@ NOT_SEEN = len(PASS_RATES)
 
 
 def histograms(rows: pd.DataFrame, limits: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return for each stage of the kept rollouts: response lengths by outcome, and truncated responses per group.
+    """Return for each stage with kept rollouts: response lengths by outcome, and truncated responses per group.
 
     Args:
         limits: T of each stage, by its name.
@@ -55,11 +55,11 @@ def truncation_histogram(rows: pd.DataFrame) -> list[int]:
 
 
 def migration(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return how pass rates of problems move between periods: the stages, or the halves of a run of one stage.
+    """Return how pass rates of problems move between periods: the stages, or the halves of a one-stage run.
 
-    The result has ``periods`` (names), ``bins`` [periods][problems] (places in PASS_RATES, or NOT_SEEN), and ``tables``
+    The result has ``periods`` (names), ``bins`` [periods][problems] (index in PASS_RATES, or NOT_SEEN), and ``tables``
     {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}: counts of problems by their bins in periods i and j. None: only one period.
-    Problems are in the order of the column's categories.
+    Problems are in the order of ``problem``'s categories.
     """
     periods = _periods(rows)
     if len(periods) < 2:

@@ -1,7 +1,7 @@
-"""Data inside a page: columns and JSON, compressed and in base64, so that no content can end its element.
+"""Data inside a page: columns and JSON, compressed and in base64, so that no content can end its HTML element.
 
 A packet is the gzip of: the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
-length]), and the columns, little endian, those of the widest numbers first. ``web/data.js`` reads it.
+length]), and the columns, little endian, the widest numbers first. ``web/data.js`` reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ALIGNMENT = 8
 def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> str:
     """Return the packet in base64.
 
-    Columns are uint8, uint16, int32, uint32 or float32. The last keeps the digits of float16, which compress to half
-    the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
+    Columns are uint8, uint16, int32, uint32 or float32. A float32 column keeps float16's digits, which compress
+    to half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes] = []

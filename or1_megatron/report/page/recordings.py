@@ -21,7 +21,7 @@ from or1_megatron.runtime.run_folder import RunFolder, find_run
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that has begun. ``first_step``: its first in the metrics."""
+    """A stage that has begun. ``first_step``: its first step in the metrics."""
 
     name: str
     first_step: int
@@ -42,7 +42,7 @@ class Recording:
     summary: Mapping[str, Any]
     entropy_target: float | None
     model: Path | None
-    """The HF folder of the model that it started from, as its configuration names it."""
+    """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
         if (run / "responses.jsonl").is_file() and not RunFolder(run).config.exists():
             raise FileNotFoundError(f"{run} holds an evaluation; or1 eval has written its figure and results there")
         find_run(run)
-        if not any(run.samefile(other) for other in folders):  # a pattern of the shell and a name may be the same
+        if not any(run.samefile(other) for other in folders):  # a shell pattern and a name may give one run twice
             folders.append(run)
     recordings = [read_recording(run, label) for run, label in zip(folders, labels(folders), strict=True)]
     if not any(recording.metrics or len(recording.rows) for recording in recordings):
@@ -93,7 +93,7 @@ def read_recording(run: Path, label: str) -> Recording:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' paths from where they part: a/one and a/two become one and two, a/run and b/run stay."""
+    """Return the folders' paths without the common part: a/one and a/two become one and two, a/run and b/run stay."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [os.path.relpath(path, common) for path in paths]

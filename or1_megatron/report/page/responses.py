@@ -21,7 +21,7 @@ _TOKENS = {"log_probs": "log_prob", "log_prob_differences": "difference", "entro
 
 
 def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None) -> dict[int, str]:
-    """Return for each of these rows, by its index, a packet of what ``web/response.js`` shows."""
+    """Return by row index the packet of each response, for ``web/response.js``."""
     columns = [*_TEXTS, "response_token_ids", *_TOKENS]
     packed: dict[int, str] = {}
     for number, of_file in rows.groupby("file"):

@@ -16,7 +16,7 @@ from or1_megatron.runtime.rollout_store import SCHEMA, open_rollouts
 BATCH_ROWS: Final = 256
 """Rows read at a time; a response may have 32,000 tokens."""
 WORDS: Final = ("stage", "problem", "source", "status")
-"""Columns of few different words."""
+"""Columns with few different values."""
 
 _TAKEN = {name: name for name in ("step", "stage", "source", "status", "reward", "advantage", "truncated", "kept")}
 _TAKEN |= {"problem_id": "problem", "sample_index": "sample"}
@@ -29,7 +29,7 @@ def read_table(files: Sequence[Path], notes: list[str]) -> pd.DataFrame:
 
     Columns: step, stage, problem, source, status, sample, reward, advantage, truncated, kept; tokens, prompt_tokens,
     seconds; log_prob, entropy and difference (absolute, of log_prob_differences), means over the response's tokens, nan
-    where there are none; and where the text is: file (place in ``files``) and place (row of the file).
+    where there are none; and where the text is: file (index in ``files``) and place (row of the file).
 
     A file that cannot be read is left out and named in ``notes``.
     """
@@ -44,13 +44,13 @@ def read_table(files: Sequence[Path], notes: list[str]) -> pd.DataFrame:
 
 
 def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the tables of several runs as one, with the column ``run`` (place in ``tables``)."""
+    """Return the tables of several runs as one, with the column ``run`` (index in ``tables``)."""
     whole = pd.concat([table.assign(run=number) for number, table in enumerate(tables)], ignore_index=True)
     return whole.astype(dict.fromkeys(WORDS, "category"))
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return all rows of a file, or raise: a file is taken whole or not at all."""
+    """Return all rows of a file, or raise if any part cannot be read."""
     wanted = [*_TAKEN, *_TIMES, *_LISTS]
     with open_rollouts(path) as file:
         if missing := [name for name in wanted if name not in file.schema_arrow.names]:

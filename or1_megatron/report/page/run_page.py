@@ -50,7 +50,7 @@ _NAMED_RUNS = 3
 
 @dataclass(frozen=True)
 class Written:
-    """The size of a page. It lists ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
+    """A written page. It lists ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
 
     size_bytes: int
     rows: int
@@ -68,11 +68,11 @@ def write_report(
     texts: int = TEXTS,
     most_rows: int = ROWS,
 ) -> Written:
-    """Draw ``runs`` to ``out``.
+    """Write the page of ``runs`` to ``out``.
 
     Args:
         ids: responses to show in full beside ``texts`` chosen ones (``selection.named``).
-        tokenizer: an HF folder; None: the run's export, else the model that it started from.
+        tokenizer: an HF folder; None: the run's export, else the model that the run started from.
 
     Raises:
         FileNotFoundError: a path is not a run folder.
@@ -100,7 +100,7 @@ def write_report(
 
 
 def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
-    """Return the packet of all but the responses: what the first paint needs."""
+    """Return the packet of everything but the responses, which the first paint needs."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -131,7 +131,7 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
 
 
 def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
-    """Return by metric [places among the run's steps, values there (six digits; null: not finite)]. A metric that was
+    """Return by metric [indices of the run's steps, values there (six digits; null: not finite)]. A metric that was
     never measured is left out."""
     series: dict[str, Any] = {}
     for name in names:
@@ -192,7 +192,7 @@ def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Sequence
 
 
 def _asset(name: str) -> str:
-    """Return the text of a file of ``web/``; one of ``vendor/`` begins with its license, as a comment."""
+    """Return the text of a file of ``web/``; a file of ``vendor/`` gets its license before it, as a comment."""
     text = (_WEB / name).read_text(encoding="utf-8")
     if not name.startswith("vendor/"):
         return text

@@ -9,7 +9,7 @@ import pandas as pd
 from or1_verify.errors import UserError
 
 _PARTS = 12
-"""Parts of a run, by its steps, from which responses are chosen alike."""
+"""Parts into which a run's steps are cut, to choose evenly from each."""
 
 
 class UnknownRollout(UserError, ValueError):
@@ -28,10 +28,10 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
 
 
 def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
-    """Return the index of the rows that ``ids`` name, in their order, each once.
+    """Return the index of the rows that ``ids`` name, in the order of ``ids``, each once.
 
-    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be its first digits. Raises UnknownRollout with
-    the steps that there are.
+    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be its first digits. Raises UnknownRollout,
+    with the problem's steps if it has any.
     """
     wanted: dict[int, None] = {}
     for name in ids:
@@ -52,8 +52,8 @@ def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
 
 
 def thinned(rows: pd.DataFrame, limit: int, always: Sequence[int]) -> pd.DataFrame:
-    """Return all rows, or if they are more than ``limit`` those of every n-th step of each run. The newest step stays,
-    and so does what ``always`` has the index of.
+    """Return all rows or, above ``limit`` rows, only those of every n-th step of each run. The newest step stays, and
+    so do the rows that ``always`` lists.
     """
     if len(rows) <= limit:
         return rows

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
 _LONGEST = 4
-"""Tokens that may share a character: UTF-8 has up to four bytes of one."""
+"""The most tokens that share a character: UTF-8 takes up to four bytes."""
 _BROKEN = "\ufffd"
-"""What decodes from a part of a character."""
+"""The text of an incomplete character."""
 
 
 class TokenTexts:
@@ -32,13 +32,13 @@ class TokenTexts:
         self._decode = lru_cache(1 << 16)(lambda *ids: tokenizer.decode(ids, skip_special_tokens=False))
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, NDArray[np.uint16]]:
-        """Return (text, [n] the UTF-16 units of each token's text, as a browser counts them).
+        """Return (text, [n] the number of UTF-16 units of each token's text, which browsers count).
 
         A character whose bytes several tokens share belongs to the last of them; the others have 0. Bytes that are not
         UTF-8 become U+FFFD.
         """
         texts: list[str] = []
-        first = 0  # of the tokens whose text is still missing
+        first = 0  # index of the first token without text
         for place in range(len(token_ids)):
             before = token_ids[max(first - 1, 0) : first]  # some tokenizers drop a space at the beginning of a text
             text = self._decode(*before, *token_ids[first : place + 1])[len(self._decode(*before)) :]

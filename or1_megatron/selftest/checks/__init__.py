@@ -1,1 +1,1 @@
-"""The checks: a function for each, which gets a ``Context``, and beside it what its ranks run."""
+"""The checks: for each a function that gets a ``Context``, and the function that its ranks run."""

@@ -69,7 +69,7 @@ class CheckpointRank:
 
 
 def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Save after two updates; go on; save again after four; note the results of six, and be killed, like all ranks."""
+    """Save after two and after four updates; note the results of all six; then kill this rank, as every rank does."""
     rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]

@@ -1,5 +1,5 @@
 """Devices and links: memory bandwidth, the rate of a matrix product, copies to the host and to other devices,
-all-reduce. On CPU, processes stand for devices, and nothing is known of what to expect."""
+all-reduce. On CPU, processes stand for devices, and no rate is expected."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SHARE: Final = {
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
 }
-"""What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
+"""The share of its datasheet that a healthy device reaches; below, look at clocks, slots and topology."""
 
 
 def expected_rate(gpu: str, rate: str) -> float | None:
-    """Return what is expected of a GPU, in units of 1e9 per second; None if no hardware file knows it.
+    """Return a GPU's expected rate, in units of 1e9 per second; None if no hardware file knows the GPU.
 
     Args:
         gpu: its name; "" for a CPU.
@@ -57,7 +57,7 @@ def devices(context: Context) -> None:
 
 
 def one_device(context: Context, index: int, name: str, size: int) -> None:
-    """Measure one device by itself; ``name`` is the GPU's, "" for the CPU."""
+    """Measure one device by itself; ``name`` is the GPU's name, "" for the CPU."""
     what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
     if name:
         torch.cuda.set_device(index)
@@ -74,7 +74,7 @@ def one_device(context: Context, index: int, name: str, size: int) -> None:
 
 
 def all_reduce(context: Context, gpu: str, size: int) -> None:
-    """Sum over all devices, NCCL on GPUs and gloo on CPU: right, and how fast."""
+    """Check and time a sum over all devices, by NCCL on GPUs and gloo on CPU."""
     ranks = context.machine.devices
     summed = on_ranks(f"{__name__}:one_rank", {"size": size}, ranks, "the all-reduce")
     context.require("all-reduce: the sum is right", summed["right"])

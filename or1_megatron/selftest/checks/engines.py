@@ -1,7 +1,7 @@
 """Engines beside a trainer: handoffs by every transport that the placement allows, sampling, and sleep.
 
 Every handoff ends with the comparison of checksums (the sender makes it) and the log-prob probe. The ranks start
-engines as a run does; before each handoff the weights change, so that old ones cannot pass for new ones.
+engines as a run does; before each handoff the weights change, so that old weights cannot pass for new.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EngineRank:
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
 
     def hand_off(self, sender: Any) -> None:
-        """Scale every parameter, which makes another model than the engines have, and send it as the next version."""
+        """Scale every parameter, so that the policy differs from the engines', and send it as the next version."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)
@@ -118,7 +118,7 @@ class EngineRank:
         return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
     def over(self, transport: str) -> float:
-        """Hand off twice over one transport and probe both; the second time nobody has to meet first."""
+        """Hand off twice over one transport, the second time already connected; return the largest difference."""
         sender = self.sender(transport)
         largest = 0.0
         for _ in range(2):
@@ -128,7 +128,7 @@ class EngineRank:
         return largest
 
     def sampled(self) -> dict[str, float]:
-        """Have the engines sample; return how many tokens, and the largest difference of a log-prob of theirs."""
+        """Have the engines sample; return the number of tokens and the largest log-prob difference from the policy."""
         drawn: list[Any] = [draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None]
         dist.broadcast_object_list(drawn, src=0, group=self.mesh.control)
         samples, of_engines = drawn[0]
@@ -139,7 +139,7 @@ class EngineRank:
         """Let the engines sleep, look at the memory, wake them with new weights.
 
         Args:
-            held: bytes of this rank's device that its engine took when it started.
+            held: bytes that the engine on this rank's device took when it started.
         """
         sender = self.sender(transport)
         self.hand_off(sender)
@@ -160,7 +160,7 @@ class EngineRank:
         }
 
     def _together(self, call: Callable[[Any], None]) -> None:
-        """Make rank 0's call while the others wait."""
+        """Make the call on rank 0; other ranks wait."""
         if self.engines is not None:
             call(self.engines)
         dist.barrier(group=self.mesh.control)
@@ -201,7 +201,7 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
             start_ray(None, _RUN)
             stack.callback(stop_ray)
         free = free_bytes()
-        places = engine_places(config)  # on GPUs, where engines have places, collective: all ranks have looked by then
+        places = engine_places(config)  # collective on GPUs: all ranks have read ``free`` before engines start
         if lead:
             cpu, model = not torch.cuda.is_available(), config.model
             rest = (ENGINE_TOKENS, _RUN, cpu, places)

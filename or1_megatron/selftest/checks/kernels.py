@@ -1,4 +1,4 @@
-"""The fused head: against float64 on all logits; on a GPU the workspace of a call at a 32B's size, too."""
+"""The fused head: compared with float64 on all logits; on a GPU also the workspace of a call at a 32B model's size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from or1_megatron.selftest.one_check import Context
 TOKENS: Final = 32768
 VOCABULARY: Final = 152064
 WORKSPACE_BYTES: Final = {"recompute": 350e6, "one_pass": 2.6e9}
-"""The largest workspace of a call, by the head's mode."""
+"""The largest allowed workspace of a call, by the head's mode."""
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
@@ -60,7 +60,7 @@ def normal_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> HeadCase:
-    """Return random normal inputs and logits, whose dot products fp32 does round; ``shift`` moves all logits."""
+    """Return a case of random normal inputs, whose dot products fp32 has to round; ``shift`` moves all logits."""
     options: Any = {"generator": torch.Generator(device).manual_seed(tokens + vocabulary), "device": device}
     x = torch.randn(tokens, hidden, **options)
     weight = torch.randn(vocabulary + padding, hidden, **options) / hidden**0.5 * 2
@@ -90,7 +90,7 @@ def kernels(context: Context) -> None:
 
 
 def against_float64(context: Context, epilogue: str) -> None:
-    """Compare all cases, in both modes, with float64; in fp32 relative to what rounding explains (``fp32_bounds``)."""
+    """Compare both modes with float64: all cases in fp32, relative to ``fp32_bounds``, and one case in bf16."""
     device = "cuda" if context.machine.cuda else "cpu"
     for mode in WORKSPACE_BYTES:
         cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
@@ -124,7 +124,7 @@ def run_head(
 
     Args:
         shard: ``weight`` has this shard's rows.
-        into_main_grad: the weight's gradient goes to ``main_grad``, on top of ones.
+        into_main_grad: the weight's gradient is added to ones in ``main_grad``.
     """
     x = case.hidden.clone().requires_grad_()
     w: Any = case.weight.clone().requires_grad_()
@@ -156,9 +156,9 @@ def head_loss(
 
 
 def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
-    """Return the largest difference from float64 of a log-prob or entropy, for fp32 as a share of ``fp32_bounds``; and
-    of the gradients, relative to their norms, where logits of size 1e4 have not lost more before the head has done
-    anything. A gradient of a padded row, or a probability above 1, counts as infinite."""
+    """Return the largest difference from float64 of a log-prob or entropy (in fp32: over ``fp32_bounds``), and of the
+    gradients, relative to their norms: 0 where logits of size 1e4 lose more than that before the head begins. A
+    gradient of a padded row, or a probability above 1, counts as infinite."""
     true, ours = oracle(case), run_head(case, epilogue, into_main_grad=True)
     if ours.of_weight[case.true_vocab_size :].any() or float(ours.log_probs.max()) > 0.0:
         return float("inf"), float("inf")
@@ -180,8 +180,8 @@ def relative(ours: Tensor, true: Tensor) -> float:
 def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[float, float]:
     """Return how far rounding in fp32 may move log-probs and entropies. ``hidden`` is [T, H], ``weight`` [V, H].
 
-    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and rounding errors as good
-    as independent (Higham and Mary, 2019), whatever the order of its sums. 64 more roundings stand for the temperature,
+    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and rounding errors nearly
+    independent (Higham and Mary, 2019), whatever the order of its sums. 64 more roundings stand for the temperature,
     exp, and sums over the vocabulary in trees. If each logit moves by at most d, a log-prob moves by at most 2 d and an
     entropy by d sum p |log p + H|.
     """
@@ -195,10 +195,10 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 
 
 def workspace_bytes(mode: str) -> int:
-    """Return what forward and backward allocate beside inputs, gradients and main_grad, at the full size but for H.
+    """Return the bytes that forward + backward allocate beside inputs, gradients and main_grad, at full size except H.
 
-    A pass that is not counted goes before: it compiles, and makes cuBLAS allocate what it keeps for good, a workspace
-    (32 MiB on Hopper) for each thread that multiplies, autograd's among them.
+    An uncounted pass comes first: it compiles, and makes cuBLAS allocate a permanent workspace (32 MiB on Hopper) for
+    each thread that multiplies, autograd's among them.
     """
     options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
     hidden = torch.randn(TOKENS, 256, **options).requires_grad_()

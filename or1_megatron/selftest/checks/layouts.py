@@ -1,4 +1,4 @@
-"""What every layout computes beside transformers + torch: the check of the self-test, and ``or1 check-parity``.
+"""Compares every layout's results with transformers + torch: the self-test's check, and ``or1 check-parity``.
 
 The ranks (``parallel.check_parity``) are started once, as many as the largest layout takes.
 """
@@ -42,22 +42,22 @@ TOLERANCE: Final = {
 }
 """Largest tolerated difference of each kind (``parallel.parity.Deviation``), unless rounding explains a larger one.
 
-In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded weights. What three steps move is less
-than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
+In bfloat16 rounding causes the difference: the reference computes in fp32 on the rounded weights. Three steps move less
+than bf16 can show, so ``parameters`` is left out; losses and norms show only that an update takes a gradient."""
 _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
-"""A difference may be so many times what rounding alone makes of one in transformers: other sums, in other orders. In a
-deep model that is more than ``TOLERANCE``."""
+"""A difference may be this many times the one that rounding alone causes in transformers: sums and orders differ. In a
+deep model this is more than ``TOLERANCE``."""
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
-"""A task's number of sequences, their most tokens, the seed, and the arguments of ``probe_objective``."""
+"""A task's number of sequences, the longest in tokens, the seed, and the arguments of ``probe_objective``."""
 
 
 def layouts(context: Context) -> None:
-    """Compare every layout that the devices allow, on a random model. In bf16 on a GPU its layers are Transformer
-    Engine's where that is installed, as in a run."""
+    """Compare every layout that the devices allow, on a random model. In bf16 on a GPU the model has Transformer
+    Engine's layers where that is installed, as in a run."""
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
     names = layouts_for(machine.cuda, machine.devices)
-    # A GPU's products sum in another order at other sizes, so that fp32's last bits differ more than on CPU. On CPU:
+    # On a GPU the order of a product's sums depends on its size, so fp32's last bits differ more than on CPU. On CPU:
     # four rows, two of them with two sequences.
     sequences, longest, tolerance = (16, 256, 3.0) if machine.cuda else (6, 48, 1.0)
     both = (ModelConfig(hf=model, dtype="float32"), ModelConfig(hf=model, dtype="bfloat16"))
@@ -86,7 +86,7 @@ def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
-    """Return each kind of parallelism (EP for a model with experts), two combinations, and two with longer rows.
+    """Return a layout per kind of parallelism (EP for a model with experts), two combinations, and two of longer rows.
 
     ``longest`` is in tokens.
     """
@@ -101,13 +101,13 @@ def task_of(
     leave_out: Callable[[str], None] = lambda sentence: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return what ranks measure (``measure_on_ranks``).
+    """Return the task for ``measure_on_ranks``.
 
     Args:
-        layouts: what to measure (``parallel_layouts.parse_layout``); one that the model does not allow is an error.
-            Empty: ``default_layouts``, of which those that the model does not allow are left out.
+        layouts: as for ``parallel_layouts.parse_layout``; a layout that the model does not allow is an error.
+            Empty: those of ``default_layouts`` that the model allows.
         leave_out: is called with a sentence for each layout that is left out.
-        settings: in the place of ``DEFAULTS``.
+        settings: replace those of ``DEFAULTS``.
 
     Raises:
         LayoutError, ModelError: a layout cannot work; the model cannot be read.
@@ -134,10 +134,10 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
         tolerance: multiplies ``TOLERANCE``.
 
     Returns:
-        The ranks' exit status, and for each task a row (``measure_on_ranks``) per layout that was measured before they
-        ended, with ``beyond``: a sentence for each difference that exceeds its bound.
+        The ranks' exit status, and for each task a row (``measure_on_ranks``) per layout that was measured before the
+        ranks ended, with ``beyond``: a sentence for each difference that exceeds its bound.
     """
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
     cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
     ranks = max((case.parallel.ranks for case in cases), default=1)
     status, rows = run_function(f"{__name__}:one_rank", {"tasks": tasks}, ranks, "the comparison")
@@ -153,7 +153,7 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
 
 
 def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Measure under torchrun; rank 0 notes the numbers of each layout when it has them."""
+    """Measure under torchrun; rank 0 notes each layout's numbers as soon as they are measured."""
     from or1_megatron.parallel.check_parity import measure_on_ranks
 
     torch.set_num_threads(1)

@@ -67,7 +67,7 @@ def machine(context: Context) -> None:
 
 
 def packages(context: Context) -> None:
-    """Compare Python and the packages with the tested versions, and see that vLLM and torch fit.
+    """Compare Python and the packages with the tested versions, and look for Triton.
 
     pip does not install this package on a Python that is too old.
     """
@@ -137,7 +137,7 @@ def gpus(context: Context) -> None:
 
 
 def transformer_engine(context: Context) -> None:
-    """Import Transformer Engine's PyTorch part, in another process: Megatron and this program go on without it."""
+    """Import Transformer Engine's PyTorch part, in another process: Megatron and this program work without it."""
     version, slower = installed("transformer-engine"), "our own, slower layers are used"
     if version is None:
         context.find("Transformer Engine", "not installed", slower)
@@ -209,7 +209,7 @@ def ports(context: Context) -> None:
 
 
 def _problem_of(command: Sequence[str]) -> str:
-    """Run a command; return its last line of output, or how it ended, when it fails; empty when it succeeds."""
+    """Run a command; if it fails, return its last line of output or how it ended, else ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

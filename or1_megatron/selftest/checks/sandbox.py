@@ -45,7 +45,7 @@ def sandbox(context: Context) -> None:
 
 
 def why_refused(error: SandboxUnavailable) -> str:
-    """Return the reason alone, of one tier."""
+    """Return the reason without the message's beginning."""
     return str(error).partition("Tried: ")[2] or str(error)
 
 
@@ -58,7 +58,7 @@ def one_tier(context: Context, tier: str, opened: Sandbox) -> None:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret = Path(folder, "secret")
         secret.write_text("secret")
-        Path(folder).chmod(0o755)  # not the file's permissions, but the sandbox is to refuse it
+        Path(folder).chmod(0o755)  # the sandbox must refuse it, not the file's permissions
         secret.chmod(0o644)
         prying = opened.run(_python(_HOSTILE, str(secret), str(server.getsockname()[1])))
         words = prying.output.decode(errors="replace").split("\n")

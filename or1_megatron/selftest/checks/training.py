@@ -39,7 +39,7 @@ def short_run(context: Context, placement: str) -> None:
 def note(context: Context, run: Path, steps: int, bound: float) -> None:
     """Note what a run's metrics say. ``bound``: as ``safety.mismatch_mean``, nats."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "mismatch/mean_abs" in row]  # the first row is of the start
+    trained = [row for row in rows if "mismatch/mean_abs" in row]  # the first row is from before training
     context.require("steps", len(trained), at_least=steps)
     finite = all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     context.require("every metric is finite", finite)

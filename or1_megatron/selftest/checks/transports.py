@@ -1,8 +1,8 @@
-"""The handoff's transports between bare processes: every byte compared, GB/s, against a copy on the device.
+"""The handoff's transports between bare processes: compares every byte, and the GB/s with a copy on the device.
 
 Random bf16 tensors, cut over the trainer ranks by rows, are packed, sealed, sent, compared and copied out, without
-vLLM. On one GPU all ranks share it: ``cuda_ipc`` alone. With several: ``nccl``, every rank on a GPU of its own, and
-``nccl+cuda_ipc``, an engine rank beside every trainer rank.
+vLLM. On one GPU, which all ranks share, only ``cuda_ipc`` works. With several also ``nccl``, every rank on its own
+GPU, and ``nccl+cuda_ipc``, an engine rank beside every trainer rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = 1024
 
 
 def rows_of(tensor: int, start: int, stop: int, device: str) -> torch.Tensor:
-    """What tensor ``tensor`` holds there: the same for whoever asks."""
+    """Return rows ``start`` to ``stop`` of tensor ``tensor``: the same on every rank."""
     generator = torch.Generator(device).manual_seed(1000 * tensor + start)
     return torch.randn(stop - start, COLUMNS, generator=generator, device=device).to(torch.bfloat16)
 
@@ -65,7 +65,7 @@ def device_of(rank: int, trainers: int, transport: str) -> str:
 
 
 def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
-    """Send or receive as one rank. Rank 0 notes the seconds of each handoff; one that receives wrong bytes fails."""
+    """Send or receive as one rank. Rank 0 notes the seconds of each handoff; a rank that receives wrong bytes fails."""
     transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
     world, rows, rank = trainers + engines, settings["rows"], int(os.environ["RANK"])
     device = device_of(rank, trainers, transport)
@@ -112,7 +112,7 @@ def transports(context: Context) -> None:
     context.measure("copy on the device", copy_gb_per_s(here, here, size), "GB/s")
     for kind in transports_for(cuda, devices):
         ranks = max(1, devices // 2) if kind == "nccl" or not cuda else devices
-        store = open_store("127.0.0.1", DEADLINE_S)  # not torchrun's: a handoff's has an address that others can join
+        store = open_store("127.0.0.1", DEADLINE_S)  # not torchrun's: other processes can join this one
         settings: dict[str, Any] = {"transport": kind, "trainers": ranks, "engines": ranks, "port": store.port}
         settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes}
         _, *seconds = on_ranks(f"{__name__}:one_rank", settings, 2 * ranks, kind)
