@@ -55,22 +55,17 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
-def test_a_run_goes_on_after_a_death(
-    victim: str, small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+def test_a_run_goes_on_after_its_launcher_has_died(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """The launcher's death counts, too: nobody is left then to tell its ranks."""
-    run = tmp_path / victim
+    """Nobody is left to tell its ranks (test_keeps_running kills those)."""
+    run = tmp_path / "run"
     config = small_config(run)
     training = train(config, hold_after=1)
     training.wait_for_checkpoint(run, 1)
-    if victim == "rank":
-        training.rank(1).kill()
-    else:
-        training.process.kill()
+    training.process.kill()
     status, output = training.finish()
     assert status != 0
-    assert victim == "launcher" or ("rank 1" in output and "SIGKILL" in output), output[-3000:]
     assert training.survivors() == []
     status, output = train(config).finish()
     assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]

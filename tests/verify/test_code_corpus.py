@@ -55,8 +55,11 @@ def misjudged(tier: SandboxTier, cases: list[Case]) -> list[tuple[str, ...]]:
 
 
 def of_tier(tier: SandboxTier) -> list[Case]:
-    """The cases that a tier can run."""
-    return [case for case in CASES if tier == "bubblewrap" or case[1] == "wrong" or not case[2].startswith(NEEDS)]
+    """All cases; for landlock the wrong ones, and every fourth of the right ones that it can run."""
+    if tier == "bubblewrap":
+        return CASES
+    right = [case for case in CASES if case[1] == "right" and not case[2].startswith(NEEDS)]
+    return [case for case in CASES if case[1] == "wrong"] + right[::4]
 
 
 def test_the_corpus_is_usable() -> None:
