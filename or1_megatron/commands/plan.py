@@ -13,7 +13,6 @@ from rich.console import Console
 from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import Overrides, config_file, note, shape_folder
 from or1_megatron.errors import USER_ERROR
-from or1_megatron.runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from or1_megatron.config.hardware import Hardware
@@ -28,7 +27,6 @@ def plan(
         str | None,
         typer.Option(metavar="NAME|FILE", help="Hardware: h800, h100, h200, a100, a800, cpu, or a hardware file."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs for --search. Unset: those of CONFIG.")] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Take the response lengths of this past run. Unset: the recipe's."),
@@ -36,10 +34,6 @@ def plan(
     shape: Annotated[
         Path | None, typer.Option(metavar="NAME|FOLDER", help="Plan for this model shape; reads no data.")
     ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Find the layouts that fit, and rank them by hours.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --search writes the best layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what CONFIG will need and how long it will take. Starts nothing.
@@ -47,11 +41,7 @@ def plan(
     Exits with status 2 if it does not fit in memory, or on the disk of this machine.
     """
     with explained():
-        given = _asked(config, overrides or (), gpu, lengths, shape)
-        if search:
-            _search_layouts(given, gpus, out, as_json)
-        else:
-            _show(given, as_json)
+        _show(_asked(config, overrides or (), gpu, lengths, shape), as_json)
 
 
 def _asked(
@@ -111,30 +101,3 @@ def _show(given: PlanRequest, as_json: bool) -> None:
             note(f"does not fit: {line}")
     if lacks:
         raise typer.Exit(USER_ERROR)
-
-
-def _search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_json: bool) -> None:
-    """Print the layouts that fit, fastest first, and write the best to ``out``."""
-    from or1_megatron.config.load import ConfigError
-    from or1_megatron.plan.search import layout_yaml, search
-    from or1_megatron.plan.step_time import Machine
-    from or1_megatron.plan.tables import ranking
-    from or1_megatron.weights.families import read_hf_config
-    from or1_megatron.weights.shape import Shape
-
-    if given.device == "cpu":
-        raise ConfigError("--search is for GPUs; name them with --gpu")
-    shape = Shape.of(read_hf_config(given.folder or given.config.model.hf))
-    machine = Machine.of(given.hardware, shape, given.device)
-    layouts = search(given.config, machine, given.lengths, gpus)
-    count = gpus or given.config.parallel.ranks
-    if not layouts:
-        raise ConfigError(f"no layout on {count} GPUs fits; take more or larger GPUs")
-    if as_json:
-        print(json.dumps([{"hours": one.time.hours, "change": dict(one.change)} for one in layouts], indent=2))
-    else:
-        Console().print(ranking(layouts))
-    if out is not None:
-        title = f"{given.config.model.hf.name} on {count} x {given.hardware.title}"
-        write_atomically(out, layout_yaml(layouts[0], title), "the layout")
-        note(f"wrote {out}")

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from or1_megatron.plan.request import PlanRequest
 from or1_megatron.plan.run_time import RunTime
-from or1_megatron.plan.search import RankedLayout
 from or1_megatron.sizing.memory import PHASES
 from or1_megatron.sizing.plan_tables import pairs
 from or1_megatron.sizing.run_plan import Plan
@@ -68,13 +67,3 @@ def as_dict(plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
         "gpu_hours": time.gpu_hours,
         "binds": time.binds,
     }
-
-
-def ranking(layouts: Sequence[RankedLayout]) -> Table:
-    """Return the layouts of a search, fastest first."""
-    table = Table(title="Layouts that fit, fastest first", title_justify="left", box=None, padding=(0, 2))
-    for heading in ("hours", "trainer", "engines", "binds"):
-        table.add_column(heading, justify="right" if heading == "hours" else "left")
-    for layout in layouts:
-        table.add_row(f"{layout.time.hours:,.0f}", layout.trainer, layout.engines, layout.time.binds)
-    return table

@@ -127,8 +127,6 @@ def memory_short(config: Config, shape: Shape, device: Device, there: int) -> st
     lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
     lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
     lighter.append("or start all the same with cluster.check_memory=false")
-    if device == "cuda":
-        lighter.append("`or1 plan CONFIG --search` lists the layouts that fit")
     return "\n".join([*lines, "; ".join(lighter)])
 
 

@@ -1,4 +1,4 @@
-"""``or1 plan`` as its user sees it: JSON, tables, a search, refusals; lengths and hardware.
+"""``or1 plan`` as its user sees it: JSON, tables, refusals; lengths and hardware.
 
 Not proven here: that the times are right (test_engines and test_update_time have the formulas).
 """
@@ -19,9 +19,6 @@ from or1_megatron.config.hardware import Fit, hardware_of, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.plan.lengths import Moment, RecipeLengths, read_lengths
-from or1_megatron.plan.search import search
-from or1_megatron.plan.step_time import Machine
-from or1_megatron.sizing.memory import memory_short
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -73,23 +70,6 @@ def test_what_does_not_fit_says_what_would_save_most() -> None:
     assert "does not fit: the run needs about" in stderr and "parallel.recompute=full saves" in stderr
     stdout, _ = run(*options, "--json", code=2)
     assert json.loads(stdout)["fits"] is False and "a GPU has 74.51 GiB" in json.loads(stdout)["lacks"][0]
-
-
-def test_search_finds_layouts_that_fit(tmp_path: Path) -> None:
-    machine = Machine.of(read_hardware("h800"), SEVEN_B, "cuda")
-    config = load_config(named("recipe")["or1_7b"], SMALL)
-    found = search(config, machine, RecipeLengths(), 16)
-    hours = [layout.time.hours for layout in found]
-    assert found and hours == sorted(hours)
-    for made in (layout.config for layout in found):
-        assert made.parallel.ranks == 16 and not memory_short(made, SEVEN_B, "cuda", int(80e9))
-        assert made.rollout.engines * made.rollout.tensor_parallel == 16
-    written = tmp_path / "best.yaml"
-    run("or1_7b", "--gpu", "h800", "--gpus", "16", "--search", "--out", str(written), *SMALL_OPTIONS)
-    best = load_config(written, [f"run.dir={tmp_path}", "model.hf=m", "data.train=[{path: a.jsonl}]", SMALL[0]])
-    assert {key: getattr(getattr(best, key.split(".")[0]), key.split(".")[1]) for key in found[0].change} == found[
-        0
-    ].change
 
 
 @pytest.mark.parametrize(
