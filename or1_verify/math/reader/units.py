@@ -119,7 +119,8 @@ NEUTRAL = _words(
     "possibility possibilities outcome choice option color colour month decade century centuries yen rupee peso",
     "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
     "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
-    "poster magazine newspaper email message call visit job task project shift",
+    "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
+    "unordered real exact positive",
 )
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
@@ -127,9 +128,58 @@ LEAD_INS = _words(
     "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
     "answer final value values result solution solutions number option point points set interval range function",
     "equation expression maximum minimum max min sum total ratio probability area volume length width height perimeter",
-    "radius distance angle cost price speed age exactly equal equals",
+    "radius distance angle cost price speed age exactly equal equals correct ans then finally conclusion our my this",
 )
 JOINERS = frozenset({"and", "or"})
+
+_LANGUAGES = """
+answer respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답
+result resultado ergebnis résultat 结果
+final finale 最终 最后
+correct 正确 正确的
+solution solución lösung 解
+the la el los las le les das die der
+is es est ist lautet 是 为 は
+and und et 和 以及 与 と
+or oder ou 或 或者 または
+hence 故 因此 したがって
+so also 所以
+total insgesamt 共 一共 总共 共有 一共有 总共有
+yes ja oui sí はい
+no nein non いいえ
+option 选 选项 选择
+meters metros mètres 米 м
+centimeters zentimeter centímetros centimètres 厘米 см
+kilometers kilómetros kilomètres 千米 公里 км
+millimeters 毫米
+liters litros litres 升
+kilograms 千克 公斤
+grams gramos grammes 克
+tons 吨
+hours horas stunden heures 小时 時間
+minutes minutos minuten 分钟
+seconds segundos sekunden secondes 秒
+days días tage jours 天 日
+weeks semanas wochen semaines 周
+years años jahre 年 岁 歳
+degrees grados grad degrés 度
+dollars dólares 美元
+yuan 人民币 元 円
+points puntos punkte 分
+ways formas maneras möglichkeiten façons 通り
+square_cm 平方厘米
+square_m 平方米
+cubic_cm 立方厘米
+cubic_m 立方米
+- です 个 種 种 只 本 人 件 条 枚 次 张 块 颗 棵 头 辆 页 名 位 支 双 個 项 개 명
+"""
+SPOKEN = {
+    word: english.replace("_", " ").strip("-")
+    for english, *words in map(str.split, _LANGUAGES.strip().splitlines())
+    for word in words
+}
+"""Words of other languages that may stand beside a value: what they say in English, "" for counting words."""
+YES_NO = dict.fromkeys("是 是的 对 对的 正确 正确的".split(), "Yes") | dict.fromkeys("否 不 不是 错 错误".split(), "No")
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
 _COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
