@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
@@ -150,8 +151,7 @@ def _stem(word: str) -> str:
 
 
 def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
-    pairs = [bool(side.brackets) for side in (gold, answer) if isinstance(side, Several)]
-    if isinstance(gold, Several) and isinstance(answer, Several) and pairs[0] == pairs[1]:
+    if isinstance(gold, Several) and isinstance(answer, Several) and gold.brackets and answer.brackets:
         return _same_several(gold, answer)  # two pairs: points or intervals, by the same rule
     names = names_of(gold), names_of(answer)
     if names[0] and names[1] and names[0] != names[1]:
@@ -409,7 +409,8 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
-        return False
+        lists = [_numerals(side) for side in (gold, answer)]
+        return lists[0] is not None and lists[0] == lists[1]
     if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
@@ -429,6 +430,13 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         if bare.joined_by == "or" or any(isinstance(item, Relation) for item in bare.items):
             return False  # alternatives are no point
     return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
+
+
+def _numerals(group: Several) -> list[Fraction] | None:
+    """Return the values of a long list of bare numbers, lowest first; None for any other."""
+    trees = [item.tree for item in group.items if isinstance(item, Quantity) and item == Quantity(item.tree)]
+    values = [value for tree in trees if is_numeral(tree) and (value := rational(tree)) is not None]
+    return sorted(values) if len(values) == len(group.items) and group.brackets in ("", "{}") else None
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:

@@ -18,6 +18,7 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
+from or1_verify.math.reader.spread import spread
 from or1_verify.math.reader.tree import Node, number_node, operations, symbols
 from or1_verify.math.reader.value import rational, real
 
@@ -49,6 +50,7 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
         return spans if spans is None or not reading.without else _punctured(reading.without)
     if isinstance(reading, Union):
         return _joined([_part(part) for part in reading.parts])
+    reading = spread(reading)
     if isinstance(reading, Several):
         if reading.brackets in ("()", "[]", "(]", "[)"):
             return _bracketed(reading)
