@@ -1,26 +1,29 @@
 """Finds the answer that a response without a box claims (``verify.math.without_box: claimed``).
 
-A claim is the last sentence: a phrase that says what the answer is, and the value behind it; or the value alone, with
-words round it that change nothing. What hedges, denies or asks claims nothing.
+A claim is the last sentence: a phrase that says what the answer is, with nothing before it but words of a list, and the
+value behind it; or the value alone, with words round it that change nothing. What hedges, denies or asks claims
+nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.units import LEAD_INS
+from or1_verify.math.reader.decoration import in_english
+from or1_verify.math.reader.units import LEAD_INS, NAMING, SPOKEN, UNITS, change_nothing
 
 _PHRASE = re.compile(
-    r"(?:\bthe\s+)?(?:\bfinal\s+|\bcorrect\s+)*\banswer\s*(?:(?:\s+is\b|\s+equals)(?!')\s*[:=]?|[:=])"
-    r"|(?:所以|因此|故)?(?:最终|最后|正确)?(?:的)?(?:答案|结果)\s*(?:是|为)?\s*[:：]?|答え\s*[はが]?\s*[:：]?"
-    r"|\bla (?:respuesta|réponse)(?: (?:final|finale))?\s*(?:es|est)?\s*:?|\bdie antwort\s*(?:ist|lautet)?\s*:?"
-    r"|(?:\bокончательный )?\bответ\s*:",
+    r"\b(?:answer|result|option|choice)\b(?: to (?:the|this) (?:problem|question))?\s*"
+    r"(?:(?:is\b|equals\b)(?!')(?: option\b)?\s*[:=]?|[:=])",
     re.IGNORECASE,
 )
 _AFTERWARDS = re.compile(r"I hope it is correct\.?\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!。！])\s+|\n+")
 _EMPHASIS = re.compile(r"\*\*|__|`")
-_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
+_WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}\b")
+_VERB = re.compile(r"[^\d=<>]*\b(?:is|are|equals|get|have|so|thus|hence|therefore)\b[\s,:]*|[^\d=<>:]*[:=]\s*(?=\S)", re.IGNORECASE)
+_BEFORE = frozenset("a an the exactly only total of".split())
+_FRAMES = NAMING | set(UNITS) | set("them conclude find obtain as consequently".split())
 
 
 def claimed_answer(text: str) -> str | None:
@@ -28,7 +31,9 @@ def claimed_answer(text: str) -> str | None:
 
     A text that claims two values claims none, so a guess behind the answer, or a correction, earns nothing.
     """
-    sentences = [part.strip() for part in _SENTENCE_END.split(_AFTERWARDS.sub("", text).strip()) if part.strip()]
+    text = re.sub(r"\\text\{ (.*?) \}", r"\1", in_english(_AFTERWARDS.sub("", text).strip().replace("：", ":")))
+    text = _WORD.sub(lambda match: SPOKEN.get(match[0].lower(), match[0]), text)
+    sentences = [part.strip() for part in _SENTENCE_END.split(text) if part.strip(" .。")]
     if not sentences or sentences[-1].endswith(("?", "？")):
         return None
     values = [_behind_phrase(sentence) for sentence in sentences]
@@ -41,25 +46,39 @@ def claimed_answer(text: str) -> str | None:
     # ``6*7 = 42`` claims 42, what its chain of equations comes to.
     if any(claim not in (None, "", last) and claim.rpartition("=")[2].strip() != last for claim in claims):
         return None
-    return last or None
+    return last if last and not last.startswith("~") else None
 
 
 def _behind_phrase(sentence: str) -> str | None:
-    """Return what stands behind the last phrase of a sentence, "" if nothing does; None without a phrase."""
-    phrases = list(_PHRASE.finditer(_EMPHASIS.sub("", sentence)))
-    return _plain(_EMPHASIS.sub("", sentence)[phrases[-1].end() :]) if phrases else None
+    """Return what stands behind the last phrase of a sentence, "" if nothing does; None without a phrase.
+
+    Where other words than those of the list stand before it, the sentence is returned whole, and is no value.
+    """
+    sentence = _EMPHASIS.sub("", sentence)
+    phrases = list(_PHRASE.finditer(sentence))
+    if not phrases:
+        return None
+    before = map(str.lower, _WORD.findall(sentence[: phrases[-1].start()]))
+    return _plain(sentence[phrases[-1].end() :]) if change_nothing(before, _FRAMES) else sentence
 
 
 def _alone(sentence: str) -> str | None:
-    """Return the value of a sentence that holds nothing else but words that change nothing."""
+    """Return the value of a sentence that holds nothing else but words that change nothing, and a verb."""
     bold = re.findall(r"\*\*(.+?)\*\*", sentence)
-    words = _WORD.findall(sentence if len(bold) != 1 else sentence.replace(f"**{bold[0]}**", ""))
-    if not all(word.lower() in LEAD_INS | {"them"} for word in words):
+    around = sentence.replace(f"**{bold[0]}**", "") if len(bold) == 1 else sentence
+    words = [word.lower() for word in _WORD.findall(around)]
+    verb = _VERB.match(around)
+    if not change_nothing(words, _FRAMES):
         return None
-    value = bold[0] if len(bold) == 1 else sentence
+    value = bold[0] if len(bold) == 1 else sentence[verb.end() :] if verb and "=" not in verb[0] else sentence
+    named = _WORD.findall(re.split(r"[\d=:]", value if verb else around)[0])
+    if not all(word.lower() in _BEFORE for word in named):  # "page 17"
+        return None
     return _plain(value) if re.search(r"\d", value) else None
 
 
 def _plain(value: str) -> str:
     """Strip emphasis, dollar signs and the end of a sentence."""
-    return re.sub(r"^[\s#>-]*(?=\s)|[.。!！\s]+$", "", _EMPHASIS.sub("", value)).strip().strip("$").strip()
+    value = re.sub(r"^[\s#>-]*(?=\s)|[.。!！\s]+$", "", _EMPHASIS.sub("", value)).strip().strip("$").strip()
+    shown = re.fullmatch(r"\\[(\[](.*)\\[)\]]", value)
+    return shown[1].strip() if shown else value

@@ -45,9 +45,11 @@ from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node, symbols
+from or1_verify.math.reader.units import LEAD_INS
 from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
+_LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
@@ -143,7 +145,10 @@ def _word_key(text: str) -> tuple[str, ...]:
 
 
 def _content(words: list[str]) -> list[str]:
-    return [_stem(word) for word in words if word not in ("a", "an", "the", "on")] or words
+    """Return the words without articles, and without "the function is" or "f is" in front."""
+    verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
+    said = words[verb + 1 :] if verb and all(word in LEAD_INS or _LETTER.fullmatch(word) for word in words[:verb]) else words
+    return [_stem(word) for word in said if word not in ("a", "an", "the", "on")] or words
 
 
 def _stem(word: str) -> str:
@@ -351,6 +356,8 @@ def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
 
 def _same_matrix(gold: Reading, answer: Reading) -> bool:
     rows = [_rows(side) for side in (gold, answer)]
+    if not (isinstance(gold, Matrix) and isinstance(answer, Matrix)):  # a vector is a row or a column
+        rows = [tuple(zip(*side, strict=True)) if side and len(side) == 1 else side for side in rows]
     if rows[0] is None or rows[1] is None or [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
         return False
     pairs = zip(sum(rows[0], ()), sum(rows[1], ()), strict=True)
@@ -360,9 +367,12 @@ def _same_matrix(gold: Reading, answer: Reading) -> bool:
 def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
     if isinstance(side, Matrix):
         return side.rows
-    if isinstance(side, Several) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
+    if not (isinstance(side, Several) and side.brackets in ("()", "[]")):
+        return None
+    if all(isinstance(item, Quantity) for item in side.items):
         return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
-    return None
+    rows = [_rows(item) for item in side.items]
+    return None if None in rows else tuple(tuple(cell for (cell,) in row) for row in rows if row)  # [[1, 2], [3, 4]]
 
 
 def _same_ratio(gold: Reading, answer: Reading) -> bool:

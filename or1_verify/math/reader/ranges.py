@@ -247,6 +247,8 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     """Return all numbers but the given ones, which are values or sets."""
+    group = spread(Several(points))
+    points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.tree, p.tree, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
     return _combined(parts, lambda line, sets: line.difference(*sets))
 

@@ -95,7 +95,15 @@ _FAMILY = re.compile(
     r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
 )
 _HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
-_ALL_BUT = re.compile(r"^«all» +«reals?»(?: +«numbers?»)?(?: +x)? +«except»(?: +«for»)?(?: +x *=)?(.+)$", re.IGNORECASE)
+_ALL_BUT = re.compile(
+    r"^«?(?:all|every|any)»? «?reals?»?(?: «?numbers?»?)?(?: x)? «?(?:except|but|excluding|other»? «?than)»?(?: «?for»?)?"
+    r"(.+)$",
+    re.IGNORECASE,
+)
+_ALL_THAT = re.compile(
+    r"^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|with|for)»?| x)*(?= x *(?:\\ne |\\[lg]e |[<>]))",
+    re.IGNORECASE,
+)
 _BOUNDED = re.compile(
     r"^«[Aa]ll» +«reals?»(?: +«numbers?»)?(?: +x)?(?: +«that»)?(?: +«are»)? +«(less|greater)» +«than»"
     r"( +«or» +«equal» +«to»)? +([^«»,;:<>=()\[\]]+)$"
@@ -149,7 +157,8 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _FAMILY.sub(_family, text)
     text = _BOUNDED.sub(_half_line, text)
     text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
-    return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
+    text = _ALL_THAT.sub("", text).strip()
+    return _ALL_BUT.sub(lambda match: rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match[1])}\}}", text)
 
 
 def _family(match: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 _TABLE = """
@@ -130,9 +131,18 @@ LEAD_INS = _words(
     "equation expression maximum minimum max min sum total ratio probability area volume length width height perimeter",
     "radius distance angle cost price speed age exactly equal equals correct ans then finally conclusion our my this",
 )
+NAMING = LEAD_INS | NEUTRAL
+
+
+def change_nothing(words: Iterable[str], known: frozenset[str] = NEUTRAL) -> bool:
+    """Whether words beside a value are all among those that change nothing."""
+    return all({word, word.removesuffix("s")} & known for word in words)
+
+
 JOINERS = frozenset({"and", "or"})
 
 _LANGUAGES = """
+answer: 故选 应选
 answer respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답
 result resultado ergebnis résultat 结果
 final finale 最终 最后
