@@ -79,6 +79,6 @@ def _alone(sentence: str) -> str | None:
 
 def _plain(value: str) -> str:
     """Strip emphasis, dollar signs and the end of a sentence."""
-    value = re.sub(r"^[\s#>-]*(?=\s)|[.。!！\s]+$", "", _EMPHASIS.sub("", value)).strip().strip("$").strip()
+    value = re.sub(r"^[\s#>:-]*(?=\s)|[.。!！\s]+$", "", _EMPHASIS.sub("", value)).strip().strip("$").strip()
     shown = re.fullmatch(r"\\[(\[](.*)\\[)\]]", value)
     return shown[1].strip() if shown else value
