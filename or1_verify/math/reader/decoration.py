@@ -47,7 +47,7 @@ def undecorated(raw: str, typed: bool) -> str:
         text = wrapped["claimed"] or wrapped["shown"] or wrapped["marked"]
     if not text.isascii():
         whole = re.sub(r"\\text\s*\{|[{}\s.]", "", text)
-        text = YES_NO.get(whole) or in_english(text)
+        text = YES_NO.get(whole) or re.sub(r"\(\s*\\text\{  \}\s*\)", "", in_english(text))
     text = _REMARK.sub(r" \\text{\1}", text)
     for pattern, written in _TYPED:
         text = re.sub(pattern, written, text)

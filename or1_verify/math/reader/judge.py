@@ -19,7 +19,7 @@ from or1_verify.math.reader.records import Reading
 from or1_verify.math.reader.rounding import as_rounded
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
 
-_MAX_CHARS = 4000
+_MAX_CHARS = 8000
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")

@@ -21,7 +21,7 @@ SameValue = Callable[[str, str], bool]
 _BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?|(\d{1,2})( ?[ap]m)")
 _CHOICE = re.compile(
-    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H]) ?[).:])(.*)"
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H]) ?(?:[).:]|-(?= (?:an? )?«)))(.*)"
     r"|([A-H]) ?(\([^(),]*\))"
 )
 _SECOND_CHOICE = re.compile(

@@ -58,11 +58,12 @@ _NAMED = re.compile(
 )
 """The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
 _POINT = re.compile(r"[A-Z](?:_(?:\w|\{\w+\}))?'*")
+_NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vmatrix"})
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
 _NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
-_SENTENCE = re.compile(r"(?:an?|the|[a-z] ?(?:\([a-z]\) ?)?(?:is|are))(?: [a-z]{2,})+")
+_SENTENCE = re.compile(r"(?:an?|the|(?:it|[a-z](?: ?\([a-z]\))?) (?:is|are))(?: an?)?(?: [a-z]{2,})+")
 _SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
 _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
 
@@ -128,12 +129,14 @@ def _read(items: list[Token]) -> Reading:
     if separators:
         return _relation(parts, separators)
     parts, separators = split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    if separators == [":"] and (point := _point([*parts[0], *parts[1]])):
+        return point
     if separators == [":"] and parts[0] and parts[1] and not without_lead_in(parts[0], keep=0):
         return _read(parts[1])  # "the answer is: 5"
     if separators:
         return _ratio(parts)
     items = without_lead_in(items)
-    if known := _environment(items) or _transposed(items) or _point(items) or _bracketed(items):
+    if known := _transposed(items) or _environment(items) or _point(items) or _bracketed(items):
         return known
     return read_quantity(items)
 
@@ -287,7 +290,7 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    if set(operators) == {"="} and (told or (_NAMED.match(spelled[0]) and change_nothing(words, NAMING))):
+    if set(operators) == {"="} and (told or (_NAMED.match(spelled[0]) and change_nothing(words, _NAMES | NAMING))):
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)

@@ -244,7 +244,11 @@ def _argument(text: str, start: int) -> int | None:
 def _words(content: str) -> str:
     """Mark runs of two or more letters as words, and one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
-    content = re.sub(r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ][A-Za-zÀ-ӿ'.-]*[A-Za-zÀ-ӿ](?![A-Za-z»])", r" «\g<0>» ", content)
+    content = re.sub(
+        r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ][A-Za-zÀ-ӿ'.-]*[A-Za-zÀ-ӿ](?![A-Za-z»])",
+        lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ",
+        content,
+    )
     return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 
@@ -313,7 +317,7 @@ def _of_match(match: re.Match[str], spaced: bool) -> list[Token]:
         word = match["word"].strip().lower()
         if word in FUNCTIONS | {"mod"} and word not in ("max", "min"):
             return [Token("command", word, spaced)]
-        return [Token("word", part, spaced) for part in SPOKEN.get(word, word).split() or [word]]
+        return [Token("word", word, spaced)]
     if match["repeating"] or match["elided"]:
         return [Token("number", text, spaced)]
     if kind == "letters":

@@ -149,7 +149,7 @@ final finale 最终 最后
 correct 正确 正确的
 solution solución lösung 解
 the la el los las le les das die der
-is es est ist lautet 是 为 は
+is es est ist lautet é è 是 为 は
 and und et 和 以及 与 と
 or oder ou 或 或者 または
 hence 故 因此 したがって
