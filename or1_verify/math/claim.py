@@ -21,7 +21,9 @@ _AFTERWARDS = re.compile(r"I hope it is correct\.?\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!。！])\s+|\n+")
 _EMPHASIS = re.compile(r"\*\*|__|`")
 _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}\b|[^\W\d_a-zA-Zα-ωΑ-Ω]")
-_VERB = re.compile(r"[^\d=<>]*\b(?:is|are|equals|get|have|so|thus|hence|therefore)\b[\s,:]*|[^\d=<>:]*[:=]\s*(?=\S)", re.IGNORECASE)
+_VERB = re.compile(
+    r"[^\d=<>]*\b(?:is|are|equals|get|have|so|thus|hence|therefore)\b[\s,:]*|[^\d=<>:]*[:=]\s*(?=\S)", re.IGNORECASE
+)
 _BEFORE = frozenset("a an the exactly only total of".split())
 _FRAMES = NAMING | set(UNITS) | set("them conclude find obtain as consequently".split())
 

@@ -199,7 +199,9 @@ def _problem_answer(row: Columns) -> Published:
 def _math(row: Columns) -> Published:
     solution = row.text("solution")
     if not is_answered_once(solution):
-        detail = f"column 'solution': found several boxes that are no one list, in {solution[-200:]!r}; expected one answer"
+        detail = (
+            f"column 'solution': found several boxes that are no one list, in {solution[-200:]!r}; expected one answer"
+        )
         raise RowError(row.origin, "several boxes in the solution", detail)
     return _solved(row, last_box(solution) or "")
 

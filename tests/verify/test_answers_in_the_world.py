@@ -146,7 +146,7 @@ def test_whether_a_claim_counts(without_box: str, status: str) -> None:
     ("text", "content"),
     [
         (r"$\boxed{2}$ and $\boxed{3}$", "2, 3"),
-        (r"\boxed{2} or \boxed{3}", "3"),
+        (r"\boxed{2} or \boxed{3}", "2, 3"),
         (r"\boxed{2}. Therefore \boxed{3}", "3"),
         (r"\boxed{3}, \boxed{3}", "3"),
         (r"\fbox{7}", "7"),

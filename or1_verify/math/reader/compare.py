@@ -147,7 +147,11 @@ def _word_key(text: str) -> tuple[str, ...]:
 def _content(words: list[str]) -> list[str]:
     """Return the words without articles, and without "the function is" or "f is" in front."""
     verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
-    said = words[verb + 1 :] if verb and all(word in LEAD_INS or _LETTER.fullmatch(word) for word in words[:verb]) else words
+    said = (
+        words[verb + 1 :]
+        if verb and all(word in LEAD_INS or _LETTER.fullmatch(word) for word in words[:verb])
+        else words
+    )
     return [_stem(word) for word in said if word not in ("a", "an", "the", "on", "function")] or words
 
 

@@ -15,8 +15,11 @@ _ENVIRONMENT = re.compile(
     r"\\end\s*\{\1\2\}\s*$",
     re.DOTALL,
 )
-_WRAPPED = re.compile(r"^\s*(?:\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])(?P<claimed>.+)"
-    r"|\\\[(?P<shown>.+)\\\]|(?P<mark>\*\*|__|`)(?P<marked>.+)(?P=mark))\s*$", re.DOTALL)
+_WRAPPED = re.compile(
+    r"^\s*(?:\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])(?P<claimed>.+)"
+    r"|\\\[(?P<shown>.+)\\\]|(?P<mark>\*\*|__|`)(?P<marked>.+)(?P=mark))\s*$",
+    re.DOTALL,
+)
 _REMARK = re.compile(
     r"(?<=[\d}])\s*\\?[,; ]?\s*(?:\\text\w*\s*\{\s*)?\(\s*(?:\\text\w*\s*\{\s*)?"
     r"((?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,})\s*\}?\s*\)\s*\}?\s*$"
