@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.decoration import in_english
-from or1_verify.math.reader.units import LEAD_INS, NAMING, SPOKEN, UNITS, change_nothing
+from or1_verify.math.reader.units import NAMING, UNITS, WITHOUT_SPACES, change_nothing
 
+_NOUN = "answer|result|option|choice|respuesta|resposta|risposta|antwort|réponse|ответ|答案|答|答え|结果|정답|답"
 _PHRASE = re.compile(
-    r"\b(?:answer|result|option|choice)\b(?: to (?:the|this) (?:problem|question))?\s*"
-    r"(?:(?:is\b|equals\b)(?!')(?: option\b)?\s*[:=]?|[:=])",
+    rf"\b(?:{_NOUN})\b(?: to (?:the|this) (?:problem|question))?\s*"
+    r"(?:(?:is|equals|es|é|è|est|ist|lautet|是|为|は)\b(?!')(?: option\b)?\s*[:=]?|[:=])|选\s*:?",
     re.IGNORECASE,
 )
 _AFTERWARDS = re.compile(r"I hope it is correct\.?\s*$")
@@ -24,8 +24,8 @@ _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}\b|[^\W\d_a-zA-Zα-ωΑ-Ω]")
 _VERB = re.compile(
     r"[^\d=<>]*\b(?:is|are|equals|get|have|so|thus|hence|therefore)\b[\s,:]*|[^\d=<>:]*[:=]\s*(?=\S)", re.IGNORECASE
 )
-_BEFORE = frozenset("a an the exactly only total of".split())
-_FRAMES = NAMING | set(UNITS) | set("them conclude find obtain as consequently".split())
+_BEFORE = frozenset({"a", "an", "the", "exactly", "only", "total", "of"})
+_FRAMES = NAMING | {*UNITS, "them", "conclude", "find", "obtain", "as", "consequently"}
 
 
 def claimed_answer(text: str) -> str | None:
@@ -33,8 +33,7 @@ def claimed_answer(text: str) -> str | None:
 
     A text that claims two values claims none, so a guess behind the answer, or a correction, earns nothing.
     """
-    text = re.sub(r"\\text\{ (.*?) \}", r"\1", in_english(_AFTERWARDS.sub("", text).strip().replace("：", ":")))
-    text = _WORD.sub(lambda match: SPOKEN.get(match[0].lower(), match[0]), text)
+    text = WITHOUT_SPACES.sub(r" \g<0> ", _AFTERWARDS.sub("", text).strip().replace("：", ":"))
     sentences = [part.strip() for part in _SENTENCE_END.split(text) if part.strip(" .。")]
     if not sentences or sentences[-1].endswith(("?", "？")):
         return None

@@ -1,6 +1,6 @@
 r"""Takes off what surrounds an answer and says nothing: sizes, environments of one row, remarks, frames of a sentence.
 
-It also writes other languages in English, and what is typed without LaTeX in LaTeX: ``x**2``, ``!=``, ``C(n, 2)``.
+It also marks words of languages without spaces, and writes what is typed without LaTeX in LaTeX: ``x**2``, ``!=``, ``C(n, 2)``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from or1_verify.math.reader.units import SPOKEN, YES_NO
+from or1_verify.math.reader.units import SPOKEN, WITHOUT_SPACES, YES_NO
 
 _ENVIRONMENT = re.compile(
     r"^\s*\\begin\s*\{(aligned|align|gathered|gather|equation|split|array)(\*?)\}((?:(?!\\\\|\\begin|\\end).)*)"
@@ -22,9 +22,8 @@ _WRAPPED = re.compile(
 )
 _REMARK = re.compile(
     r"(?<=[\d}])\s*\\?[,; ]?\s*(?:\\text\w*\s*\{\s*)?\(\s*(?:\\text\w*\s*\{\s*)?"
-    r"((?:[A-Za-z]{2,}\s+)*[A-Za-z]{2,})\s*\}?\s*\)\s*\}?\s*$"
+    r"((?:[A-Za-z]{2,}\s+)*(?:[A-Za-z]{2,}|«[^»]*»))\s*\}?\s*\)\s*\}?\s*$"
 )
-_NO_SPACES = re.compile("|".join(sorted((word for word in SPOKEN if word > "\u3000"), key=len, reverse=True)))
 _TYPED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\*\*\s*\(([^()]*)\)", r"^{\1}"),
     (r"\*\*\s*(-?\w+(?:\.\d+)?)", r"^{\1}"),
@@ -50,16 +49,11 @@ def undecorated(raw: str, typed: bool) -> str:
         text = wrapped["claimed"] or wrapped["shown"] or wrapped["marked"]
     if not text.isascii():
         whole = re.sub(r"\\text\s*\{|[{}\s.]", "", text)
-        text = YES_NO.get(whole) or re.sub(r"\(\s*\\text\{  \}\s*\)", "", in_english(text))
+        text = YES_NO.get(whole) or WITHOUT_SPACES.sub(lambda match: f" «{SPOKEN.get(match[0], match[0])}» ", text)
     text = _REMARK.sub(r" \\text{\1}", text)
     for pattern, written in _TYPED:
         text = re.sub(pattern, written, text)
     return re.sub(r"\^\s*(\d{2,})(?![\d.])", r"^{\1}", text) if typed else text
-
-
-def in_english(text: str) -> str:
-    """Write the words of languages without blanks between words in English."""
-    return _NO_SPACES.sub(lambda match: rf" \text{{ {SPOKEN[match[0]]} }} ", text)
 
 
 def _chosen(match: re.Match[str]) -> str:

@@ -95,18 +95,11 @@ _FAMILY = re.compile(
     r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
 )
 _HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
-_ALL_BUT = re.compile(
-    r"^«?(?:all|every|any)»? «?reals?»?(?: «?numbers?»?)?(?: x)? «?(?:except|but|excluding|other»? «?than)»?(?: «?for»?)?"
-    r"(.+)$",
+_ALL = re.compile(
+    r"^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|are|is|with|for)»?| x)* "
+    r"(?:«?(?:(?P<but>except|but|excluding|other»? «?than)|(?P<less>less)|(?P<more>greater))»?(?: «?(?:than|for)»?)?"
+    r"(?P<equal> «or» «equal» «to»)? |(?=x *(?:\\ne |\\[lg]e |[<>])))(?P<rest>.+)$",
     re.IGNORECASE,
-)
-_ALL_THAT = re.compile(
-    r"^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|with|for)»?| x)*(?= x *(?:\\ne |\\[lg]e |[<>]))",
-    re.IGNORECASE,
-)
-_BOUNDED = re.compile(
-    r"^«[Aa]ll» +«reals?»(?: +«numbers?»)?(?: +x)?(?: +«that»)?(?: +«are»)? +«(less|greater)» +«than»"
-    r"( +«or» +«equal» +«to»)? +([^«»,;:<>=()\[\]]+)$"
 )
 _SIGNED_INTEGER = re.compile(
     r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)"
@@ -155,10 +148,8 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"(?<!\.)\s*\.$", "", text)
     text = _FAMILY.sub(_family, text)
-    text = _BOUNDED.sub(_half_line, text)
     text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
-    text = _ALL_THAT.sub("", text).strip()
-    return _ALL_BUT.sub(lambda match: rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match[1])}\}}", text)
+    return _ALL.sub(_of_all, text)
 
 
 def _family(match: re.Match[str]) -> str:
@@ -167,12 +158,13 @@ def _family(match: re.Match[str]) -> str:
     return rf"{name}{match[2]}, {match[3]} \in \mathbb{{{match[4]}}}"
 
 
-def _half_line(match: re.Match[str]) -> str:
-    """Write "all real numbers less than 0" as an interval."""
-    below, closed = match[1] == "less", bool(match[2])
-    if below:
-        return rf"(-\infty , {match[3]}{']' if closed else ')'}"
-    return rf"{'[' if closed else '('}{match[3]}, \infty )"
+def _of_all(match: re.Match[str]) -> str:
+    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" without "all"."""
+    if match["but"]:
+        return rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match['rest'])}\}}"
+    if match["less"]:
+        return rf"(-\infty , {match['rest']}{']' if match['equal'] else ')'}"
+    return rf"{'[' if match['equal'] else '('}{match['rest']}, \infty )" if match["more"] else match["rest"]
 
 
 def _arc(match: re.Match[str]) -> str:
@@ -241,14 +233,13 @@ def _argument(text: str, start: int) -> int | None:
     return end
 
 
+_WORD = re.compile(r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ](?:[A-Za-zÀ-ӿ'.-]*[A-Za-zÀ-ӿ])(?![A-Za-z»])")
+
+
 def _words(content: str) -> str:
     """Mark runs of two or more letters as words, and one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
-    content = re.sub(
-        r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ][A-Za-zÀ-ӿ'.-]*[A-Za-zÀ-ӿ](?![A-Za-z»])",
-        lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ",
-        content,
-    )
+    content = _WORD.sub(lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ", content)
     return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 
 _TABLE = """
-length 1 m meter meters metre metres
-length 1/100 cm centimeter centimeters centimetre centimetres
-length 1/1000 mm millimeter millimeters millimetre millimetres
+length 1 m meter meters metre metres metros mètres 米 м
+length 1/100 cm centimeter centimeters centimetre centimetres zentimeter centímetros centimètres 厘米 см
+length 1/1000 mm millimeter millimeters millimetre millimetres 毫米
 length 1/10 dm decimeter decimeters
-length 1000 km kilometer kilometers kilometre kilometres
+length 1000 km kilometer kilometers kilometre kilometres kilómetros kilomètres 千米 公里 км
 length 0.0254 inch inches in
 length 0.3048 ft foot feet
 length 0.9144 yd yard yards
 length 1609.344 mile miles mi
-time 1 s sec secs second seconds
-time 60 min mins minute minutes
-time 3600 h hr hrs hour hours
-time 86400 day days
-time 604800 week weeks
-mass 1 g gram grams
-mass 1000 kg kilogram kilograms
+time 1 s sec secs second seconds segundos sekunden secondes 秒
+time 60 min mins minute minutes minutos minuten 分钟
+time 3600 h hr hrs hour hours horas stunden heures 小时 時間
+time 86400 day days días tage jours 天 日
+time 604800 week weeks semanas wochen semaines 周
+mass 1 g gram grams gramos gramm grammes 克
+mass 1000 kg kilogram kilograms 千克 公斤
 mass 1/1000 mg milligram milligrams
-mass 1000000 ton tons tonne tonnes
-volume 1 l L liter liters litre litres
+mass 1000000 ton tons tonne tonnes 吨
+volume 1 l L liter liters litre litres litros 升
 volume 1/1000 ml mL milliliter milliliters
-dollar 1 dollar dollars usd
+dollar 1 dollar dollars usd dólares 美元
 dollar 1/100 cent cents
-angle 1 degree degrees deg
+angle 1 degree degrees deg grados grad degrés 度
 angle 1/60 arcminute arcminutes
 angle 1/3600 arcsecond arcseconds
-yuan 1 yuan rmb
+yuan 1 yuan rmb 人民币 元 円
 yuan 1/10 jiao
 yuan 1/100 fen
 euro 1 € euro euros eur
@@ -50,7 +51,7 @@ frequency 1 hz hertz
 frequency 1000 khz kilohertz
 amount 1 mol mols mole moles
 gallon 1 gal gals gallon gallons
-year 1 yr yrs year years
+year 1 yr yrs year years años jahre 年 岁 歳
 """
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
 """Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
@@ -67,7 +68,7 @@ MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
     name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)
 }
 MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
-POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+POWER_WORDS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -121,11 +122,17 @@ NEUTRAL = _words(
     "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
     "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
-    "unordered real exact positive",
+    "unordered real exact positive maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本 人 件 条 枚 次",
+    "张 块 颗 棵 头 辆 页 名 位 支 双 個 개 명",
 )
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
-LEAD_INS = _words(
+_ABROAD = _words(
+    "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果 final finale 最终 最后",
+    "solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故 因此 所以 したがって 正确 正确的 total insgesamt",
+    "共 一共 总共 共有 一共有 总共有 选 选项 项",
+)
+LEAD_INS = _ABROAD | _words(
     "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
     "answer final value values result solution solutions number option point points set interval range function",
     "equation expression maximum minimum max min sum total ratio probability area volume length width height perimeter",
@@ -140,56 +147,21 @@ def change_nothing(words: Iterable[str], known: frozenset[str] = NEUTRAL) -> boo
 
 
 JOINERS = frozenset({"and", "or"})
-
-_LANGUAGES = """
-answer: 故选 应选
-answer respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답
-result resultado ergebnis résultat 结果
-final finale 最终 最后
-correct 正确 正确的
-solution solución lösung 解
-the la el los las le les das die der
-is es est ist lautet é è 是 为 は
-and und et 和 以及 与 と
-or oder ou 或 或者 または
-hence 故 因此 したがって
-so also 所以
-total insgesamt 共 一共 总共 共有 一共有 总共有
-yes ja oui sí はい
-no nein non いいえ
-option 选 选项 选择
-meters metros mètres 米 м
-centimeters zentimeter centímetros centimètres 厘米 см
-kilometers kilómetros kilomètres 千米 公里 км
-millimeters 毫米
-liters litros litres 升
-kilograms 千克 公斤
-grams gramos grammes 克
-tons 吨
-hours horas stunden heures 小时 時間
-minutes minutos minuten 分钟
-seconds segundos sekunden secondes 秒
-days días tage jours 天 日
-weeks semanas wochen semaines 周
-years años jahre 年 岁 歳
-degrees grados grad degrés 度
-dollars dólares 美元
-yuan 人民币 元 円
-points puntos punkte 分
-ways formas maneras möglichkeiten façons 通り
-square_cm 平方厘米
-square_m 平方米
-cubic_cm 立方厘米
-cubic_m 立方米
-- です 个 種 种 只 本 人 件 条 枚 次 张 块 颗 棵 头 辆 页 名 位 支 双 個 项 개 명
-"""
-SPOKEN = {
-    word: english.replace("_", " ").strip("-")
-    for english, *words in map(str.split, _LANGUAGES.strip().splitlines())
-    for word in words
-}
-"""Words of other languages that may stand beside a value: what they say in English, "" for counting words."""
-YES_NO = dict.fromkeys("是 是的 对 对的 正确 正确的".split(), "Yes") | dict.fromkeys("否 不 不是 错 错误".split(), "No")
+SPOKEN = (
+    dict.fromkeys(_words("und et y 和 以及 与 と"), "and")
+    | dict.fromkeys(_words("oder ou 或 或者 または"), "or")
+    | dict.fromkeys(_words("ja oui sí はい"), "yes")
+    | dict.fromkeys(_words("nein non いいえ"), "no")
+)
+"""Words of other languages for those that a rule knows."""
+YES_NO = dict.fromkeys(_words("是 是的 对 对的 正确 正确的"), "Yes") | dict.fromkeys(_words("否 不 不是 错 错误"), "No")
+"""What these say when they are a whole answer: 是 is "is" before a value."""
+WITHOUT_SPACES = re.compile(
+    "|".join(
+        sorted((word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"), key=len, reverse=True)
+    )
+)
+"""The words of these lists in languages that put no space between words."""
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
 _COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
@@ -197,7 +169,7 @@ KNOWN_WORDS = frozenset(
     {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _IN_TEXT_ONLY}
     | set(NUMBER_WORDS)
     | HEDGES
-    | LEAD_INS
+    | (LEAD_INS - _ABROAD)
     | JOINERS
     | QUALIFIERS
     | set(_COMMON.split())
