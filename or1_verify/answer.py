@@ -8,7 +8,7 @@ THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 _BOX = re.compile(
     r"(?:(?P<bare>\\boxed|\x08oxed|(?<![A-Za-z\\])b?oxed(?=\{))|\\(?:fbox|framebox|bbox)(?:\s*\[[^\]]*\])*"
-    r"|\\f?colorbox(?:\s*\{\w+\})+(?=\s*\{))(?![A-Za-z])\s*"
+    r"|\\(?:fcolorbox\s*\{\w+\}|colorbox)\s*\{\w+\})(?![A-Za-z])\s*"
 )
 _BARE = re.compile(r"[^\s${][^$\n]*")
 _JOINED = "(?:and|or|und|oder|et|ou|y|o|also|either|maybe|perhaps|possibly)"

@@ -314,7 +314,8 @@ def _transposed(items: list[Token]) -> Matrix | None:
     inner = _read(items[:start])
     if isinstance(inner, Matrix):
         return Matrix(tuple(zip(*inner.rows, strict=True)))
-    trees = [item.tree for item in inner.items if isinstance(item, Quantity)] if isinstance(inner, Several) else []
+    vector = isinstance(inner, Several) and inner.brackets in ("()", "[]")
+    trees = [item.tree for item in inner.items if isinstance(item, Quantity)] if vector else []
     return Matrix(tuple((tree,) for tree in trees)) if trees else None
 
 

@@ -122,7 +122,7 @@ NEUTRAL = _words(
     "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
     "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
-    "unordered real exact positive maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本 人 件 条 枚 次",
+    "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本 人 件 条 枚 次",
     "张 块 颗 棵 头 辆 页 名 位 支 双 個 개 명",
 )
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
@@ -130,7 +130,7 @@ NEUTRAL = _words(
 _ABROAD = _words(
     "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果 final finale 最终 最后",
     "solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故 因此 所以 したがって 正确 正确的 total insgesamt",
-    "共 一共 总共 共有 一共有 总共有 选 选项 项",
+    "共 一共 总共 共有 一共有 总共有 选 选项 项 por lo tanto donc also",
 )
 LEAD_INS = _ABROAD | _words(
     "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
@@ -148,7 +148,7 @@ def change_nothing(words: Iterable[str], known: frozenset[str] = NEUTRAL) -> boo
 
 JOINERS = frozenset({"and", "or"})
 SPOKEN = (
-    dict.fromkeys(_words("und et y 和 以及 与 と"), "and")
+    dict.fromkeys(_words("und et 和 以及 与 と"), "and")
     | dict.fromkeys(_words("oder ou 或 或者 または"), "or")
     | dict.fromkeys(_words("ja oui sí はい"), "yes")
     | dict.fromkeys(_words("nein non いいえ"), "no")
@@ -156,11 +156,8 @@ SPOKEN = (
 """Words of other languages for those that a rule knows."""
 YES_NO = dict.fromkeys(_words("是 是的 对 对的 正确 正确的"), "Yes") | dict.fromkeys(_words("否 不 不是 错 错误"), "No")
 """What these say when they are a whole answer: 是 is "is" before a value."""
-WITHOUT_SPACES = re.compile(
-    "|".join(
-        sorted((word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"), key=len, reverse=True)
-    )
-)
+_DENSE = [word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"]
+WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
 """The words of these lists in languages that put no space between words."""
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
@@ -173,6 +170,6 @@ KNOWN_WORDS = frozenset(
     | JOINERS
     | QUALIFIERS
     | set(_COMMON.split())
-    | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way"}
+    | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way", "them", "each"}
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""
