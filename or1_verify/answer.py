@@ -67,25 +67,18 @@ def is_answered_once(text: str) -> bool:
 
 def _last_boxes(text: str) -> list[str]:
     """Return the contents of the last box, or of the last ones that are one list, each behind its name."""
-    found = list(_BOX.finditer(text))
-    if not found:
-        return []
-    contents, names, first = [_boxed(text, found[-1])[0]], [_name(text, found[-1])], found[-1].start()
-    for box in reversed(found[:-1]):
-        earlier, end = _boxed(text, box)
-        if end is None or end > first or not _BETWEEN.fullmatch(text[end:first]):
+    found: list[tuple[str, str]] = []
+    first = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        content, end = _boxed(text, box)
+        if found and (end is None or end > first or not _BETWEEN.fullmatch(text[end:first])):
             break
-        contents.insert(0, earlier)
-        names.insert(0, _name(text, box))
         first = box.start()
-    if len(set(contents)) == 1 or not all(contents):
-        return contents[-1:]
-    return [name + content for name, content in zip(names, contents, strict=True)]
-
-
-def _name(text: str, box: re.Match[str]) -> str:
-    named = _NAMED.search(text, max(0, box.start() - 20), box.start())
-    return named[1] if named else ""
+        named = _NAMED.search(text, max(0, first - 20), first)
+        found.insert(0, (named[1] if named else "", content))
+    contents = [content for _, content in found]
+    joined = len(set(contents)) > 1 and all(contents)
+    return [name + content for name, content in found] if joined else contents[-1:]
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:

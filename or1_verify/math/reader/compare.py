@@ -206,14 +206,20 @@ def _residue(reading: Reading) -> Reading:
 
 
 def _same_relation(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Several) or isinstance(answer, Several):
-        return _same_several(gold, answer)
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_relations(gold, answer)
-    if isinstance(gold, Relation):
-        return any(compare(value, answer) for value in _values(gold, as_gold=True))
-    assert isinstance(answer, Relation)
-    return any(compare(gold, value) for value in _values_for(gold, answer))
+    relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
+    assert isinstance(relation, Relation)
+    values = _values(relation, as_gold=True) if relation is gold else _values_for(gold, relation)
+    if isinstance(other, Several):
+        if (chained := chain(relation)) and _same_several(
+            *((chained, other) if relation is gold else (other, chained))
+        ):
+            return True
+        if relation.operators == ("in",) and other.brackets == "":
+            return False  # an interval needs its brackets
+        values = [value for value in values if not isinstance(value, Relation)]
+    return any(compare(value, other) if relation is gold else compare(other, value) for value in values)
 
 
 def _same_relations(gold: Relation, answer: Relation) -> bool:
@@ -263,7 +269,7 @@ def _difference(relation: Relation) -> Node:
 
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
-    left, right = _ascending(gold), _ascending(answer)
+    left, right = gold.ascending(), answer.ascending()
     if left is None or right is None or left[0] != right[0]:
         return False
     if _all_same(left[1], right[1]):
@@ -272,14 +278,6 @@ def _same_order(gold: Relation, answer: Relation) -> bool:
         return False
     ordered = [Relation(("=",), tuple(sides), ("", "")) for sides in (left[1], right[1])]
     return proportional(_difference(ordered[0]), _difference(ordered[1]), positive=True)
-
-
-def _ascending(relation: Relation) -> tuple[list[str], list[Reading]] | None:
-    if set(relation.operators) <= {"<", "<="}:
-        return list(relation.operators), list(relation.sides)
-    if set(relation.operators) <= {">", ">="}:
-        return [operator.replace(">", "<") for operator in reversed(relation.operators)], list(reversed(relation.sides))
-    return None
 
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
@@ -408,18 +406,6 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_several(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Relation) and isinstance(answer, Several):
-        if (chained := chain(gold)) and _same_several(chained, answer):
-            return True
-        if gold.operators == ("in",) and answer.brackets == "":
-            return False  # an interval needs its brackets
-        return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
-    if isinstance(answer, Relation) and isinstance(gold, Several):
-        if (chained := chain(answer)) and _same_several(gold, chained):
-            return True
-        if answer.operators == ("in",) and gold.brackets == "":
-            return False
-        return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:

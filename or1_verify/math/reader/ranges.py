@@ -263,15 +263,11 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     if relation.operators == ("!=",):
         point = relation.sides[1] if relation.heads[0] else relation.sides[0]
         return _punctured((point,)) if any(relation.heads) else None
-    if not relation.is_inequality:
+    ordered = relation.ascending()
+    if ordered is None or (len(sides) == 3 and not relation.heads[1]):  # 1 < 2x < 4 says nothing of x between 1 and 4
         return None
-    operators = list(relation.operators)
-    if operators[0].startswith(">"):
-        sides, operators = sides[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
-    if any(operator.startswith(">") for operator in operators):
-        return None
-    named = len(sides) != 3 or bool(relation.heads[1])  # 1 < 2x < 4 says nothing of x between 1 and 4
-    return _ascending(sides, [operator == "<=" for operator in operators]) if named else None
+    ascending = [side.tree for side in ordered[1] if isinstance(side, Quantity)]
+    return _ascending(ascending, [operator == "<=" for operator in ordered[0]])
 
 
 def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:

@@ -114,6 +114,10 @@ def _read(items: list[Token]) -> Reading:
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
+            if operator == "setminus" and isinstance(sides[0], NumberSet):
+                other = sides[1]
+                listed = isinstance(other, Several) and other.brackets == "{}"
+                return NumberSet(sides[0].name, other.items if listed and isinstance(other, Several) else (other,))
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -245,16 +249,7 @@ def _number_set(items: list[Token]) -> Reading | None:
     text = spelling(items)
     if text in ("\\emptyset ", "\\{\\}"):
         return Empty()
-    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
-        if match[3]:
-            start = next(index for index, token in enumerate(items) if token.text == "setminus")
-            inside = items[start + 1 :]
-            if not match[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
-                parts, _ = split(inside[1:-1], _separates)
-                return NumberSet(match[1], tuple(_read(part) for part in parts))
-            if match[1] == "R" and not match[2]:
-                return NumberSet("R", (_read(inside),))
-            raise Unreadable("a set difference")
+    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)", text):
         return NumberSet(match[1] + re.sub(r"[{}^_]", "", match[2]))
     return None
 

@@ -7,59 +7,38 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 _TABLE = """
-length 1 m meter meters metre metres metros mètres 米 м
-length 1/100 cm centimeter centimeters centimetre centimetres zentimeter centímetros centimètres 厘米 см
-length 1/1000 mm millimeter millimeters millimetre millimetres 毫米
-length 1/10 dm decimeter decimeters
-length 1000 km kilometer kilometers kilometre kilometres kilómetros kilomètres 千米 公里 км
-length 0.0254 inch inches in
-length 0.3048 ft foot feet
-length 0.9144 yd yard yards
-length 1609.344 mile miles mi
-time 1 s sec secs second seconds segundos sekunden secondes 秒
-time 60 min mins minute minutes minutos minuten 分钟
-time 3600 h hr hrs hour hours horas stunden heures 小时 時間
-time 86400 day days días tage jours 天 日
-time 604800 week weeks semanas wochen semaines 周
-mass 1 g gram grams gramos gramm grammes 克
-mass 1000 kg kilogram kilograms 千克 公斤
-mass 1/1000 mg milligram milligrams
-mass 1000000 ton tons tonne tonnes 吨
-volume 1 l L liter liters litre litres litros 升
-volume 1/1000 ml mL milliliter milliliters
-dollar 1 dollar dollars usd dólares 美元
-dollar 1/100 cent cents
-angle 1 degree degrees deg grados grad degrés 度
-angle 1/60 arcminute arcminutes
-angle 1/3600 arcsecond arcseconds
-yuan 1 yuan rmb 人民币 元 円
-yuan 1/10 jiao
-yuan 1/100 fen
-euro 1 € euro euros eur
-pound 1 £ pounds
-length^1/time^-1 1397/3125 mph
-length^1/time^-1 5/18 kph kmh kmph
-any 1 unit units
-force 1 n newton newtons
-force 1000 kn kilonewton kilonewtons
-energy 1 j joule joules
-energy 1000 kj kilojoule kilojoules
-power 1 w watt watts
-power 1000 kw kilowatt kilowatts
-voltage 1 v volt volts
-frequency 1 hz hertz
-frequency 1000 khz kilohertz
-amount 1 mol mols mole moles
-gallon 1 gal gals gallon gallons
-year 1 yr yrs year years años jahre 年 岁 歳
+length 1 m meter metre metro mètre 米 м; 1/100 cm centimeter centimetre zentimeter centímetro centimètre 厘米 см
+length 1/1000 mm millimeter millimetre 毫米; 1/10 dm decimeter; 1000 km kilometer kilometre kilómetro kilomètre 千米 公里 км
+length 0.0254 inch inches in; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
+time 1 s sec second segundo sekunden seconde 秒; 60 min minute minuto minuten 分钟
+time 3600 h hr hour hora stunden heure 小时 時間; 86400 day día tage jour 天 日; 604800 week semana wochen semaine 周
+mass 1 g gram gramo gramm gramme 克; 1000 kg kilogram 千克 公斤; 1/1000 mg milligram; 1000000 ton tonne 吨
+volume 1 l L liter litre litro 升; 1/1000 ml mL milliliter
+dollar 1 dollar usd dólar dólares 美元; 1/100 cent
+angle 1 degree deg grado grad degré 度; 1/60 arcminute; 1/3600 arcsecond
+yuan 1 yuan rmb 人民币 元 円; 1/10 jiao; 1/100 fen
+euro 1 € euro eur
+pound 1 £ pound
+length^1/time^-1 1397/3125 mph; 5/18 kph kmh kmph
+any 1 unit
+force 1 n newton; 1000 kn kilonewton
+energy 1 j joule; 1000 kj kilojoule
+power 1 w watt; 1000 kw kilowatt
+voltage 1 v volt
+frequency 1 hz hertz; 1000 khz kilohertz
+amount 1 mol mole
+gallon 1 gal gallon
+year 1 yr year año jahre 年 岁 歳
 """
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
 """Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
 
 UNITS = {
-    name: (dimension, Fraction(size))
-    for dimension, size, *names in map(str.split, _TABLE.strip().splitlines())
+    spelling: (dimension, Fraction(size))
+    for dimension, _, units in (line.partition(" ") for line in _TABLE.strip().splitlines())
+    for size, *names in map(str.split, units.split(";"))
     for name in names
+    for spelling in ((name, f"{name}s") if len(name) > 2 or name in ("hr", "yr") else (name,))
 }
 """Word to (dimension, size in the dimension's base unit)."""
 
@@ -90,16 +69,13 @@ def _words(*groups: str) -> frozenset[str]:
 
 
 HEDGES = _words(
-    "not no never neither nor wrong incorrect false none undefined except unless",  # denials
-    "between least most more less fewer greater above below under over than up from to",  # bounds
-    "about around approximately approx roughly nearly almost unknown maybe perhaps possibly either if any other",
-    "times twice half double triple squared cubed factorial percent pct percents",  # another value
-    "negative minus plus root power infinite infinitely",
-    "true yes",
+    "not no never neither nor none wrong incorrect false undefined unknown except unless maybe perhaps possibly either if any",
+    "between least most more less fewer greater above below under over than up from to about around approx roughly nearly",
+    "almost approximately times twice half double triple squared cubed percent pct negative minus plus root true yes other",
     *NUMBER_WORDS,
     *MULTIPLIERS,
 )
-"""Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
+"""Words that change the meaning of a number beside them, of a gold too: with one of them nothing is read as a number."""
 
 NEUTRAL = _words(
     "in total altogether all overall exactly each per of the a an way kind type set group people person student",
@@ -128,8 +104,8 @@ NEUTRAL = _words(
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
 _ABROAD = _words(
-    "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果 final finale 最终 最后",
-    "solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故 因此 所以 したがって 正确 正确的 total insgesamt",
+    "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果 finale 最终 最后 insgesamt",
+    "solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故 因此 所以 したがって 正确 正确的",
     "共 一共 总共 共有 一共有 总共有 选 选项 项 por lo tanto donc also",
 )
 LEAD_INS = _ABROAD | _words(
