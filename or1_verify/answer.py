@@ -59,7 +59,7 @@ def last_box(text: str) -> str | None:
 
 
 def is_answered_once(text: str) -> bool:
-    """Whether all boxes of a text are one answer: the last box or list, and others that hold the same or a part of it."""
+    """Whether all boxes of a text are one answer: others hold what the last box or list does, or a part of it."""
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)

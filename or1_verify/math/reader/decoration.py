@@ -1,6 +1,6 @@
 r"""Takes off what surrounds an answer and says nothing: sizes, environments of one row, remarks, frames of a sentence.
 
-It also marks words of languages without spaces, and writes what is typed without LaTeX in LaTeX: ``x**2``, ``!=``, ``C(n, 2)``.
+It also marks the words of languages without spaces, and writes in LaTeX what is typed without: ``x**2``, ``C(n, 2)``.
 """
 
 from __future__ import annotations

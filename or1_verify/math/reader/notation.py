@@ -21,12 +21,12 @@ SameValue = Callable[[str, str], bool]
 _BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?|(\d{1,2})( ?[ap]m)")
 _CHOICE = re.compile(
-    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H]) ?(?:[).:]|-(?= (?:an? )?«)))(.*)"
-    r"|([A-H]) ?(\([^(),]*\))"
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])"
+    r"|([A-H]) ?(?:[).:]|-(?= (?:an? )?«)))(.*)|([A-H]) ?(\([^(),]*\))"
 )
 _SECOND_CHOICE = re.compile(
-    r"\b[A-H]\b|(?i:^[\W_]*(?:is|was|can|could|may|might|false)\b|\b(?:or|and|not|no|nor|neither|wrong|incorrect|maybe|perhaps"
-    r"|possibly|probably|rejected|fails|unless)\b)"
+    r"\b[A-H]\b|(?i:^[\W_]*(?:is|was|can|could|may|might|false)\b"
+    r"|\b(?:or|and|not?|nor|neither|wrong|incorrect|maybe|perhaps|possibly|probably|rejected|fails|unless)\b)"
 )
 _BARE_LETTER = re.compile(r"[A-H]")
 _MONTH = (

@@ -114,10 +114,10 @@ def _read(items: list[Token]) -> Reading:
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
-            if operator == "setminus" and isinstance(sides[0], NumberSet):
-                other = sides[1]
-                listed = isinstance(other, Several) and other.brackets == "{}"
-                return NumberSet(sides[0].name, other.items if listed and isinstance(other, Several) else (other,))
+            if operator == "setminus" and isinstance(left := sides[0], NumberSet):
+                without = sides[1]
+                members = without.items if isinstance(without, Several) and without.brackets == "{}" else (without,)
+                return NumberSet(left.name, members)
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -309,9 +309,10 @@ def _transposed(items: list[Token]) -> Matrix | None:
     inner = _read(items[:start])
     if isinstance(inner, Matrix):
         return Matrix(tuple(zip(*inner.rows, strict=True)))
-    vector = isinstance(inner, Several) and inner.brackets in ("()", "[]")
-    trees = [item.tree for item in inner.items if isinstance(item, Quantity)] if vector else []
-    return Matrix(tuple((tree,) for tree in trees)) if trees else None
+    if not (isinstance(inner, Several) and inner.brackets in ("()", "[]")):
+        return None
+    rows = tuple((item.tree,) for item in inner.items if isinstance(item, Quantity))
+    return Matrix(rows) if len(rows) == len(inner.items) else None
 
 
 def _point(items: list[Token]) -> Relation | None:

@@ -24,7 +24,8 @@ class Unreadable(Or1Error):
 
 _COMMANDS = (
     "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
-    "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi 𝛑 pi 𝝅 pi"
+    "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi "
+    "𝛑 pi 𝝅 pi"
 )
 """Signs, and the commands that say the same."""
 _UNICODE = {
@@ -159,7 +160,7 @@ def _family(match: re.Match[str]) -> str:
 
 
 def _of_all(match: re.Match[str]) -> str:
-    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" without "all"."""
+    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" bare."""
     if match["but"]:
         return rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match['rest'])}\}}"
     if match["less"]:
@@ -280,10 +281,13 @@ FUNCTION_FAMILIES = (
     frozenset({"abs", "floor", "ceil", "cbrt"}),
 )
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
-_NAMES = {name: name for name in (*FUNCTIONS, "sqrt", "mod", "bmod", "pmod", "pi", "infty")}
-_NAMES |= {name: name for name in "alpha beta gamma delta theta lambda omega sigma phi psi".split()}
-_NAMES |= {"inf": "infty", "infinity": "infty", "Infinity": "infty", "Pi": "pi", "union": "cup", "Abs": "abs"}
-_NAMES |= {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "Floor": "floor", "ceiling": "ceil", "Ceil": "ceil"}
+_TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
+_ALSO = (
+    "inf infty infinity infty Infinity infty Pi pi union cup Abs abs asin arcsin acos arccos atan arctan Floor floor "
+    "ceiling ceil Ceil ceil"
+)
+_NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())} | {run: name for run, name in batched(_ALSO.split(), 2)}
+"""The macro by the bare run of letters that is read as one."""
 
 
 def tokens(cleaned: str) -> list[Token]:

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 _TABLE = """
-length 1 m meter metre metro mètre 米 м; 1/100 cm centimeter centimetre zentimeter centímetro centimètre 厘米 см
-length 1/1000 mm millimeter millimetre 毫米; 1/10 dm decimeter; 1000 km kilometer kilometre kilómetro kilomètre 千米 公里 км
+length 1 m meter metre metro mètre 米 м; 1/1000 mm millimeter millimetre 毫米; 1/10 dm decimeter
+length 1/100 cm centimeter centimetre zentimeter centímetro centimètre 厘米 см
+length 1000 km kilometer kilometre kilómetro kilomètre 千米 公里 км
 length 0.0254 inch inches in; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
 time 1 s sec second segundo sekunden seconde 秒; 60 min minute minuto minuten 分钟
-time 3600 h hr hour hora stunden heure 小时 時間; 86400 day día tage jour 天 日; 604800 week semana wochen semaine 周
+time 3600 h hr hour hora stunden heure 小时 時間; 86400 day día tage jour 天 日
+time 604800 week semana wochen semaine 周
 mass 1 g gram gramo gramm gramme 克; 1000 kg kilogram 千克 公斤; 1/1000 mg milligram; 1000000 ton tonne 吨
 volume 1 l L liter litre litro 升; 1/1000 ml mL milliliter
 dollar 1 dollar usd dólar dólares 美元; 1/100 cent
@@ -69,13 +71,14 @@ def _words(*groups: str) -> frozenset[str]:
 
 
 HEDGES = _words(
-    "not no never neither nor none wrong incorrect false undefined unknown except unless maybe perhaps possibly either if any",
-    "between least most more less fewer greater above below under over than up from to about around approx roughly nearly",
-    "almost approximately times twice half double triple squared cubed percent pct negative minus plus root true yes other",
+    "not no never neither nor none wrong incorrect false undefined unknown except unless maybe perhaps possibly",
+    "either if any between least most more less fewer greater above below under over than up from to about around",
+    "approx roughly nearly almost approximately times twice half double triple squared cubed percent pct negative",
+    "minus plus root true yes other",
     *NUMBER_WORDS,
     *MULTIPLIERS,
 )
-"""Words that change the meaning of a number beside them, of a gold too: with one of them nothing is read as a number."""
+"""Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
 NEUTRAL = _words(
     "in total altogether all overall exactly each per of the a an way kind type set group people person student",
@@ -98,15 +101,15 @@ NEUTRAL = _words(
     "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
     "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
-    "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本 人 件 条 枚 次",
-    "张 块 颗 棵 头 辆 页 名 位 支 双 個 개 명",
+    "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本",
+    "人 件 条 枚 次 张 块 颗 棵 头 辆 页 名 位 支 双 個 개 명",
 )
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
 _ABROAD = _words(
-    "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果 finale 最终 最后 insgesamt",
-    "solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故 因此 所以 したがって 正确 正确的",
-    "共 一共 总共 共有 一共有 总共有 选 选项 项 por lo tanto donc also",
+    "respuesta antwort réponse resposta risposta ответ 答案 答 答え 正解 정답 답 resultado ergebnis résultat 结果",
+    "finale 最终 最后 insgesamt solución lösung 解 la el los las le les das die der es est ist lautet é è 是 为 は 故",
+    "因此 所以 したがって 正确 正确的 共 一共 总共 共有 一共有 总共有 选 选项 项 por lo tanto donc also",
 )
 LEAD_INS = _ABROAD | _words(
     "the a an it its that we there so thus hence therefore and of only day is are equals have get exist exists",
