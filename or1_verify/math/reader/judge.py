@@ -20,7 +20,7 @@ from or1_verify.math.reader.rounding import as_rounded
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
 
 _MAX_CHARS = 2000
-_LIST = re.compile(r"[-\d\s,;.{}\\/$]{1,8000}")
+_LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 """A list of numbers may be longer."""
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
