@@ -121,9 +121,6 @@ def _same_set(gold: Reading, answer: Reading) -> bool:
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
     ranges = [conditioned(side) if isinstance(side, SetBuilder) else counted_on(side) for side in sides]
-    unread = any(span is None and not isinstance(side, SetBuilder) for span, side in zip(ranges, sides, strict=True))
-    if unread and any(isinstance(side, SetBuilder) and side.domain not in ("", "R") for side in sides):
-        return False  # integers by a condition, and what is no set by one
     if ranges[0] is None or ranges[1] is None:
         raise Unreadable("a set by a condition that is no range")
     domains = {side.domain for side in sides if isinstance(side, SetBuilder)}

@@ -19,7 +19,7 @@ from or1_verify.math.reader.records import (
     Union,
 )
 from or1_verify.math.reader.spread import spread
-from or1_verify.math.reader.tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
@@ -134,19 +134,9 @@ def names_of(reading: Reading) -> frozenset[str]:
 
 def same_ranges(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
     return len(left) == len(right) and all(
-        a.low_closed == b.low_closed
-        and a.high_closed == b.high_closed
-        and _same(a.low, b.low)
-        and _same(a.high, b.high)
+        a.low_closed == b.low_closed and a.high_closed == b.high_closed and same(a.low, b.low) and same(a.high, b.high)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def _same(left: Node, right: Node) -> bool:
-    infinite = [real(node) for node in (left, right)]
-    if any(value is not None and abs(value) == float("inf") for value in infinite):
-        return infinite[0] == infinite[1]
-    return same(left, right)
 
 
 def _position(tree: Node) -> float:
@@ -186,12 +176,12 @@ def _combined(
     if len(known) < len(parts) or any(real(end) is None for end in given):
         return None
     for end in sorted((*given, _INFINITY), key=_position):
-        if not _same(ends[-1], end):
+        if not same(ends[-1], end):
             ends.append(end)
     for spans in known:
         numbers: set[int] = set()
         for span in spans:
-            low, high = (next(k for k, other in enumerate(ends) if _same(other, end)) for end in (span.low, span.high))
+            low, high = (next(k for k, other in enumerate(ends) if same(other, end)) for end in (span.low, span.high))
             numbers.update(range(2 * low + (not span.low_closed), 2 * high + span.high_closed))
         sets.append(numbers)
     runs: list[list[int]] = []
@@ -209,8 +199,6 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
     if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
         return None
     low, high = (item.tree for item in group.items if isinstance(item, Quantity))
-    if {"pm", "mp"} & {*operations(low), *operations(high)}:
-        return None  # points
     ends = real(low), real(high)
     if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
         return None
