@@ -19,15 +19,14 @@ def spread(reading: Reading) -> Reading:
         return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
         return pairs
-    if isinstance(reading, Relation) and reading.operators in (("=",), ("in",), ("!=",)):
+    if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
         inner = spread(reading.sides[1])
         if (
             isinstance(inner, Several)
             and inner.brackets in ("", "{}")
             and (inner.brackets == "" or reading.operators == ("in",))
         ):
-            operators = ("!=",) if reading.operators == ("!=",) else ("=",)
-            items = tuple(Relation(operators, (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
+            items = tuple(Relation(("=",), (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
             return Several(items)
     if isinstance(reading, Several) and reading.brackets == "()" and (points := _signed_points(reading)):
         return points
