@@ -7,10 +7,16 @@ import re
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 _BOX = re.compile(
-    r"(?:(?P<bare>\\boxed|\x08oxed|(?<![A-Za-z\\])b?oxed(?=\{))|\\fbox|\\framebox|\\colorbox\s*\{\w+\})(?![A-Za-z])\s*"
+    r"(?:(?P<bare>\\boxed|\x08oxed|(?<![A-Za-z\\])b?oxed(?=\{))|\\(?:fbox|framebox|bbox)(?:\s*\[[^\]]*\])*"
+    r"|\\(?:fcolorbox\s*\{\w+\}|colorbox)\s*\{\w+\})(?![A-Za-z])\s*"
 )
 _BARE = re.compile(r"[^\s${][^$\n]*")
-_BETWEEN = re.compile(r"(?:[\s$,;]|\\[,;()\[\]]|\\text\s*\{\s*and\s*\}|\band\b|和)*")
+_JOINED = "(?:and|or|und|oder|et|ou|y|o|also|either|maybe|perhaps|possibly)"
+_NAME = r"[A-Za-z](?:_\w)?\s*="
+_BETWEEN = re.compile(
+    rf"(?:[\s$,;&/|]|\\[,;()\[\]]|\\q?quad|\\text\s*\{{\s*{_JOINED}\s*\}}|\b{_JOINED}\b|[和或与と、]|或者|{_NAME})*"
+)
+_NAMED = re.compile(rf"(?<![A-Za-z\\])({_NAME})[\s$]*$")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -44,24 +50,35 @@ def left_open(prompt: str) -> str:
 def last_box(text: str) -> str | None:
     r"""Return what the last box holds, braces balanced and white space trimmed; "" when that box is broken.
 
-    Boxes are ``\boxed``, ``\fbox`` and ``\framebox`` with braces, and ``\boxed`` before a value without any. Several
-    boxes at the end with nothing but commas and "and" between them are one list. None: there is no box at all. A last
-    box that is empty or never closes is an answer that cannot be read, so an earlier box does not stand in for it.
+    Boxes are ``\boxed``, ``\fbox`` and the like with braces, and ``\boxed`` before a value without any. Several boxes
+    with nothing but commas, "and", "or" and names (``x =``) between them are one list. None: there is no box at all. A
+    last box that is empty or never closes is an answer that cannot be read, so an earlier box does not stand in for it.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    content, _ = _boxed(text, boxes[-1])
-    contents, first = [content], boxes[-1].start()
-    for box in reversed(boxes[:-1]):
-        earlier, end = _boxed(text, box)
-        if end is None or end > first or not _BETWEEN.fullmatch(text[end:first]):
+    contents = _last_boxes(text)
+    return ", ".join(contents) if contents else None
+
+
+def is_answered_once(text: str) -> bool:
+    """Whether all boxes of a text are one answer: others hold what the last box or list does, or a part of it."""
+    last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
+    contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
+    return all(content in last or _BOX.search(content) for content in contents)
+
+
+def _last_boxes(text: str) -> list[str]:
+    """Return the contents of the last box, or of the last ones that are one list, each behind its name."""
+    found: list[tuple[str, str]] = []
+    first = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        content, end = _boxed(text, box)
+        if found and (end is None or end > first or not _BETWEEN.fullmatch(text[end:first])):
             break
-        contents.insert(0, earlier)
         first = box.start()
-    if len(set(contents)) == 1 or not all(contents):
-        return content
-    return ", ".join(contents)
+        named = _NAMED.search(text, max(0, first - 20), first)
+        found.insert(0, (named[1] if named else "", content))
+    contents = [content for _, content in found]
+    joined = len(set(contents)) > 1 and all(contents)
+    return [name + content for name, content in found] if joined else contents[-1:]
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:

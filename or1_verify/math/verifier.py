@@ -24,7 +24,7 @@ from or1_verify.types import Problem, Verdict, VerdictStatus
 _UNBOXED_CHARS = 2000
 """Without a box the claim is looked for in the last characters only."""
 
-_BOX_CHARS = 4000
+_BOX_CHARS = 8000
 """A longer box is wrong; the golds of the data have a few hundred characters at most."""
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'

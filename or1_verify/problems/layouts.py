@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from or1_verify.answer import last_box
+from or1_verify.answer import is_answered_once, last_box
 from or1_verify.problems.rows import MISSING, RowError, check_no_image, parse_row, shown
 from or1_verify.problems.wording import (
     BEGINS_WITH,
@@ -197,7 +197,13 @@ def _problem_answer(row: Columns) -> Published:
 
 
 def _math(row: Columns) -> Published:
-    return _solved(row, last_box(row.text("solution")) or "")
+    solution = row.text("solution")
+    if not is_answered_once(solution):
+        detail = (
+            f"column 'solution': found several boxes that are no one list, in {solution[-200:]!r}; expected one answer"
+        )
+        raise RowError(row.origin, "several boxes in the solution", detail)
+    return _solved(row, last_box(solution) or "")
 
 
 def _solved(row: Columns, gold: str, **more: Any) -> Published:

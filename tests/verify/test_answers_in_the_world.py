@@ -6,14 +6,16 @@ The labels are thought out by hand. That these kinds are all there are is not sh
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
-from or1_verify import verify
 from or1_verify.answer import last_box
 from or1_verify.config import MathConfig, VerifyConfig
 from or1_verify.math.claim import claimed_answer
 from or1_verify.math.verifier import MathVerifier
+from or1_verify.problems.layouts import read_published
+from or1_verify.problems.rows import RowError
 from or1_verify.types import Message, Problem
 
 RIGHT = [
@@ -59,6 +61,46 @@ RIGHT = [
     (r"17", "答案：17"),
     (r"17", r"17\text{个}"),
     (r"\text{No}", "否"),
+    (r"17", r"\text{Die Antwort ist } 17"),
+    (r"17", "17（个）"),
+    (r"17 \text{ cm}^2", "17平方厘米"),
+    (r"17 \text{ hours}", r"17 \text{ Stunden}"),
+    (r"4, 6", r"4 \text{ und } 6"),
+    (r"\text{Yes}", r"\text{Sí}"),
+    # points, vectors, matrices
+    (r"Q(4,-6)", "(4,-6)"),
+    (r"(4,-6)", "Q = (4,-6)"),
+    (r"Q(4,-6)", "Q: (4,-6)"),
+    (r"\mu=3, Q(\pm 4, 0)", r"Q(\pm 4, 0), \mu=3"),
+    (r"B(1,0), D(0,2)", "D(0,2), B(1,0)"),
+    (r"C(4,7)", "(4,7)"),
+    (r"\begin{pmatrix} 4 \\ -6 \end{pmatrix}", "(4,-6)^T"),
+    (r"\begin{pmatrix} 4 \\ -6 \end{pmatrix}", r"\begin{pmatrix} 4 & -6 \end{pmatrix}^{\top}"),
+    (r"\begin{pmatrix} 4 \\ -6 \end{pmatrix}", "[4,-6]"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "[[1,2],[3,4]]"),
+    # all reals but
+    (r"x \ne -2, 5", r"\mathbb{R} \setminus \{-2, 5\}"),
+    (r"x \ne \pm 5", r"(-\infty,-5) \cup (-5,5) \cup (5,\infty)"),
+    (r"\mathbb{R} \setminus \{5\}", "all reals but 5"),
+    (r"x \ne -2, 5", r"\text{all real numbers except } x=-2 \text{ and } x=5"),
+    (r"x > 5", r"\text{all real } x > 5"),
+    # sentences
+    (r"\text{odd}", r"f(x) \text{ is odd}"),
+    (r"\text{The function is odd}", r"\text{odd}"),
+    (r"\text{ellipse}", "an ellipse"),
+    # more of the above
+    (r"17", r"\implies 17"),
+    (r"17", r"17 \Box"),
+    (r"17", "**17**"),
+    (r"17", r"\text{Therefore, } 17"),
+    (r"17", r"\text{Number of ways} = 17"),
+    (r"17", r"17 \text{ different ways}"),
+    (r"e^7", r"\exp(7)"),
+    (r"\lceil \frac{y+1}{2} \rceil", "ceil((y+1)/2)"),
+    (r"y \bmod 7", r"y \text{ mod } 7"),
+    (r"3 \times 10^{-12}", "3×10⁻¹²"),
+    (r"B, D", r"\text{(B) and (D)}"),
+    (", ".join(map(str, range(1, 900))), ", ".join(map(str, range(899, 0, -1)))),
 ]
 WRONG = [
     *((r"17", rf"17 \text{{ {words}}}") for words in ("halves", "sevenths", "misses", "is rejected", "squares of it")),
@@ -84,21 +126,58 @@ WRONG = [
     (r"7,\! 250", "7, 250"),
     (r"\{2,4,6\}", r"\{2,4\} \cup \{6,8\}"),
     (r"A, C, D", "A, C"),
+    (r"A, C, D", r"A, C \text{ or } D"),
+    *(
+        (r"17", text)
+        for text in ("17以上", "不是17", "第17个", "17倍", r"17\text{ Drittel}", r"\text{casi } 17", "17...")
+    ),
+    (r"17", r"17 \text{ oder } 18"),
+    (r"C", r"\text{(C) is false}"),
+    (r"C", "C - 1"),
+    (r"12,345,678", "(12,345,678)"),
+    (r"(1,234)", "1234"),
+    (r"8:40", r"\frac15"),
+    (r"(4,-6)", "Q(-6,4)"),
+    (r"Q(4,-6)", "R(4,-6)"),
+    (r"B(1,0), D(0,2)", "B(0,2), D(1,0)"),
+    (r"C(4,7)", "C(2,9)"),
+    (r"(4,-6)", "(-6,4)^T"),
+    (r"\{4,-6\}", "(4,-6)^T"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "[[1,3],[2,4]]"),
+    (r"\begin{pmatrix} 4 \\ -6 \end{pmatrix}", r"\begin{pmatrix} 4 & -6 \end{pmatrix}"),
+    (r"x \ne -2, 5", r"x \ne -2 \text{ or } x \ne 5"),
+    (r"x \ne 5", r"\text{all integers } x \ne 5"),
+    (r"x \ne 5", r"\text{all real numbers except possibly } 5"),
+    (r"\text{odd}", r"f \text{ is not odd}"),
+    (r"\text{odd}", r"\text{the function is odd or even}"),
+    (r"17", r"\text{Half of the number of ways} = 17"),
+    (r"17", r"\text{So, } 17, 18"),
+    (r"(1+\sqrt2)^{900}", r"(1+\sqrt2)^{900} + (1-\sqrt2)^{900}"),
+    (r"\cosh 400", r"\sinh 400"),
+    (", ".join(map(str, range(1, 900))), ", ".join(map(str, range(899)))),
 ]
 
 
-def judged(gold: str, answer: str) -> str:
-    return verify("math", json.dumps([gold]), rf"</think> So it is $\boxed{{{answer}}}$.").status
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    made = MathVerifier(20.0)
+    yield made
+    made.close()
+
+
+def judged(verifier: MathVerifier, gold: str, answer: str) -> str:
+    problem = Problem("p", "here", "math", (Message("user", "?"),), json.dumps([gold]), {}, "here:1")
+    return verifier.verify(problem, rf"</think> So it is $\boxed{{{answer}}}$.", truncated=False).status
 
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_right_in_another_form(gold: str, answer: str) -> None:
-    assert judged(gold, answer) == "right"
+def test_right_in_another_form(verifier: MathVerifier, gold: str, answer: str) -> None:
+    assert judged(verifier, gold, answer) == "right"
 
 
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_another_answer_is_not_right(gold: str, answer: str) -> None:
-    assert judged(gold, answer) != "right"
+def test_another_answer_is_not_right(verifier: MathVerifier, gold: str, answer: str) -> None:
+    assert judged(verifier, gold, answer) != "right"
 
 
 @pytest.mark.parametrize(
@@ -114,13 +193,25 @@ def test_another_answer_is_not_right(gold: str, answer: str) -> None:
         ("The answer is 17 or 18.", "17 or 18"),  # judged as it stands: a list, which is not 17
         ("The answer is not 17.", "not 17"),
         ("17 is not the answer.", None),
-        ("It is about 17.", None),
+        ("It is about 17.", "about 17"),
         ("Page 17", None),
         ("Could it be 17?", None),
         ("The answer is 17?", None),
         ("The answer is 17. Or the answer is 18.", None),
         ("The answer is 17. No, wait.", None),
         ("The answer isn't 17.", None),
+        ("So there are 17 ways.", "17 ways"),
+        ("La respuesta final es 17.", "17"),
+        ("したがって、答えは **17** です。", "17  です"),
+        ("故选：B。", "B"),
+        ("Perhaps the answer is 17.", None),
+        ("Suppose the answer is 17.", None),
+        ("The wrong answer is 17.", None),
+        ("The square of the answer is 17.", None),
+        ("-answer = 17", None),
+        ("答案不是17", None),
+        ("Equation 17", None),
+        ("The answer is ~17", None),
         ("1. 16\n2. 17", None),
         ("9 + 8 = 17\n17", "17"),
         ("", None),
@@ -146,7 +237,11 @@ def test_whether_a_claim_counts(without_box: str, status: str) -> None:
     ("text", "content"),
     [
         (r"$\boxed{2}$ and $\boxed{3}$", "2, 3"),
-        (r"\boxed{2} or \boxed{3}", "3"),
+        (r"\boxed{2} or \boxed{3}", "2, 3"),
+        (r"$x=\boxed{2}$ or $x=\boxed{3}$", "x=2, x=3"),
+        (r"maybe \boxed{2}, maybe \boxed{3}", "2, 3"),
+        (r"\fcolorbox{red}{white}{7}", "7"),
+        (r"\framebox[2em]{7}", "7"),
         (r"\boxed{2}. Therefore \boxed{3}", "3"),
         (r"\boxed{3}, \boxed{3}", "3"),
         (r"\fbox{7}", "7"),
@@ -156,3 +251,22 @@ def test_whether_a_claim_counts(without_box: str, status: str) -> None:
 )
 def test_boxes(text: str, content: str) -> None:
     assert last_box(text) == content
+
+
+@pytest.mark.parametrize(
+    ("solution", "golds"),
+    [
+        (r"So $x=\boxed{-2}$ or $x=\boxed{1}$.", ["x=-2, x=1"]),
+        (r"Lengths \boxed{3} and \boxed{7}.", ["3, 7"]),
+        (r"First \boxed{7}. As said, \boxed{7}.", ["7"]),
+        (r"Then \boxed{3}. Hence \boxed{7}.", None),
+        (r"Then \boxed{2}. Hence \boxed{12}.", None),
+    ],
+)
+def test_a_solution_of_several_boxes_is_one_list_or_unusable(solution: str, golds: list[str] | None) -> None:
+    row = {"problem": "?", "solution": solution}
+    if golds is None:
+        with pytest.raises(RowError, match="several boxes"):
+            read_published(row, "math", "here:1")
+    else:
+        assert json.loads(read_published(row, "math", "here:1").ground_truth) == golds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
@@ -44,9 +45,11 @@ from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node, symbols
+from or1_verify.math.reader.units import LEAD_INS
 from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
+_LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
@@ -118,9 +121,6 @@ def _same_set(gold: Reading, answer: Reading) -> bool:
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
     ranges = [conditioned(side) if isinstance(side, SetBuilder) else counted_on(side) for side in sides]
-    unread = any(span is None and not isinstance(side, SetBuilder) for span, side in zip(ranges, sides, strict=True))
-    if unread and any(isinstance(side, SetBuilder) and side.domain not in ("", "R") for side in sides):
-        return False  # integers by a condition, and what is no set by one
     if ranges[0] is None or ranges[1] is None:
         raise Unreadable("a set by a condition that is no range")
     domains = {side.domain for side in sides if isinstance(side, SetBuilder)}
@@ -142,7 +142,14 @@ def _word_key(text: str) -> tuple[str, ...]:
 
 
 def _content(words: list[str]) -> list[str]:
-    return [_stem(word) for word in words if word not in ("a", "an", "the", "on")] or words
+    """Return the words without articles, and without "the function is" or "f is" in front."""
+    verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
+    said = (
+        words[verb + 1 :]
+        if verb and all(word in LEAD_INS or _LETTER.fullmatch(word) for word in words[:verb])
+        else words
+    )
+    return [_stem(word) for word in said if word not in ("a", "an", "the", "on", "function")] or words
 
 
 def _stem(word: str) -> str:
@@ -150,8 +157,7 @@ def _stem(word: str) -> str:
 
 
 def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
-    pairs = [bool(side.brackets) for side in (gold, answer) if isinstance(side, Several)]
-    if isinstance(gold, Several) and isinstance(answer, Several) and pairs[0] == pairs[1]:
+    if isinstance(gold, Several) and isinstance(answer, Several) and gold.brackets and answer.brackets:
         return _same_several(gold, answer)  # two pairs: points or intervals, by the same rule
     names = names_of(gold), names_of(answer)
     if names[0] and names[1] and names[0] != names[1]:
@@ -197,14 +203,20 @@ def _residue(reading: Reading) -> Reading:
 
 
 def _same_relation(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Several) or isinstance(answer, Several):
-        return _same_several(gold, answer)
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_relations(gold, answer)
-    if isinstance(gold, Relation):
-        return any(compare(value, answer) for value in _values(gold, as_gold=True))
-    assert isinstance(answer, Relation)
-    return any(compare(gold, value) for value in _values_for(gold, answer))
+    relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
+    assert isinstance(relation, Relation)
+    values = _values(relation, as_gold=True) if relation is gold else _values_for(gold, relation)
+    if isinstance(other, Several):
+        if (chained := chain(relation)) and _same_several(
+            *((chained, other) if relation is gold else (other, chained))
+        ):
+            return True
+        if relation.operators == ("in",) and other.brackets == "":
+            return False  # an interval needs its brackets
+        values = [value for value in values if not isinstance(value, Relation)]
+    return any(compare(value, other) if relation is gold else compare(other, value) for value in values)
 
 
 def _same_relations(gold: Relation, answer: Relation) -> bool:
@@ -254,7 +266,7 @@ def _difference(relation: Relation) -> Node:
 
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
-    left, right = _ascending(gold), _ascending(answer)
+    left, right = gold.ascending(), answer.ascending()
     if left is None or right is None or left[0] != right[0]:
         return False
     if _all_same(left[1], right[1]):
@@ -263,14 +275,6 @@ def _same_order(gold: Relation, answer: Relation) -> bool:
         return False
     ordered = [Relation(("=",), tuple(sides), ("", "")) for sides in (left[1], right[1])]
     return proportional(_difference(ordered[0]), _difference(ordered[1]), positive=True)
-
-
-def _ascending(relation: Relation) -> tuple[list[str], list[Reading]] | None:
-    if set(relation.operators) <= {"<", "<="}:
-        return list(relation.operators), list(relation.sides)
-    if set(relation.operators) <= {">", ">="}:
-        return [operator.replace(">", "<") for operator in reversed(relation.operators)], list(reversed(relation.sides))
-    return None
 
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
@@ -351,6 +355,8 @@ def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
 
 def _same_matrix(gold: Reading, answer: Reading) -> bool:
     rows = [_rows(side) for side in (gold, answer)]
+    if not (isinstance(gold, Matrix) and isinstance(answer, Matrix)):  # a vector is a row or a column
+        rows = [tuple(zip(*side, strict=True)) if side and len(side) == 1 else side for side in rows]
     if rows[0] is None or rows[1] is None or [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
         return False
     pairs = zip(sum(rows[0], ()), sum(rows[1], ()), strict=True)
@@ -360,9 +366,12 @@ def _same_matrix(gold: Reading, answer: Reading) -> bool:
 def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
     if isinstance(side, Matrix):
         return side.rows
-    if isinstance(side, Several) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
+    if not (isinstance(side, Several) and side.brackets in ("()", "[]")):
+        return None
+    if all(isinstance(item, Quantity) for item in side.items):
         return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
-    return None
+    rows = [_rows(item) for item in side.items]
+    return None if None in rows else tuple(tuple(cell for (cell,) in row) for row in rows if row)  # [[1, 2], [3, 4]]
 
 
 def _same_ratio(gold: Reading, answer: Reading) -> bool:
@@ -394,22 +403,11 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_several(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Relation) and isinstance(answer, Several):
-        if (chained := chain(gold)) and _same_several(chained, answer):
-            return True
-        if gold.operators == ("in",) and answer.brackets == "":
-            return False  # an interval needs its brackets
-        return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
-    if isinstance(answer, Relation) and isinstance(gold, Several):
-        if (chained := chain(answer)) and _same_several(gold, chained):
-            return True
-        if answer.operators == ("in",) and gold.brackets == "":
-            return False
-        return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
-        return False
+        lists = [_numerals(side) for side in (gold, answer)]
+        return lists[0] is not None and lists[0] == lists[1]
     if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
@@ -429,6 +427,13 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         if bare.joined_by == "or" or any(isinstance(item, Relation) for item in bare.items):
             return False  # alternatives are no point
     return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
+
+
+def _numerals(group: Several) -> list[Fraction] | None:
+    """Return the values of a long list of bare numbers, lowest first; None for any other."""
+    trees = [item.tree for item in group.items if isinstance(item, Quantity) and item == Quantity(item.tree)]
+    values = [value for tree in trees if is_numeral(tree) and (value := rational(tree)) is not None]
+    return sorted(values) if len(values) == len(group.items) and group.brackets in ("", "{}") else None
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:

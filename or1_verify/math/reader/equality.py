@@ -16,8 +16,6 @@ import mpmath
 from or1_verify.math.reader.tree import Node, number_node, operations, symbols
 from or1_verify.math.reader.value import TooLarge, Undefined, evaluate, rational
 
-_DIGITS = (60, 300)
-_MOST_DIGITS = 10_000
 _POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "0.57729", "2.66514")
 
 
@@ -71,22 +69,19 @@ def same(left: Node, right: Node) -> bool:
 
 def same_constant(left: Node, right: Node) -> bool:
     """Compare two constants, by twice the digits of the largest number in them: a root of 4^500 - 1 is not 2^500."""
-    largest = 2 * max(_longest(left), _longest(right)) + 60
-    if largest > _MOST_DIGITS:
-        raise TooLarge
-    for digits in (_DIGITS[0], max(_DIGITS[1], largest)):
+    digits = 60
+    for _ in range(2):
         with mpmath.workdps(digits + 10):
             if not _close(evaluate(left, {}), evaluate(right, {}), digits):
                 return False
+            digits = max(300, 2 * max(_longest(left), _longest(right)) + 60)
     return True
 
 
 def _longest(tree: Node) -> int:
-    """Return the decimal digits of the longest rational number in a tree, powers worked out."""
-    value = rational(tree)
-    if value is not None:
-        return int(max(value.numerator.bit_length(), value.denominator.bit_length()) * 0.302) + 1
-    return max(map(_longest, tree.args), default=0)
+    """Return how many digits the largest or smallest part of a constant has before, or zeros behind, its point."""
+    value = abs(evaluate(tree, {}))
+    return max([int(abs(mpmath.log10(value))) if value else 0, *map(_longest, tree.args)])
 
 
 def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:

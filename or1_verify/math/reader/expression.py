@@ -360,6 +360,10 @@ class _Parser:
                 argument = self.extend(argument)
         else:
             argument = Node("neg", (self.extend(self.factor()),)) if self.take("-") else self.extend(self.factor())
+        if name == "exp":
+            return Node("pow", (Node("sym", name="e"), argument))
+        if name == "cbrt":
+            return Node("root", (argument, number_node(3)))
         return Node(name, (argument,) if base is None else (argument, base))
 
     def extend(self, argument: Node) -> Node:

@@ -20,9 +20,12 @@ from or1_verify.math.reader.rounding import as_rounded
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
 
 _MAX_CHARS = 2000
+_LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
+"""A list of numbers may be longer."""
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
+_IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:\)|\]|\\\})[\s$.]*")
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
@@ -35,7 +38,7 @@ def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
 
     ``rounding``: an exact answer is right where it rounds to a decimal gold (``reader.rounding``).
     """
-    if max(len(gold), len(answer)) > _MAX_CHARS:
+    if any(len(side) > _MAX_CHARS and not _LIST.fullmatch(side) for side in (gold, answer)):
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
     gold, answer = alike(gold, answer)
     if (said := notation.ordinals(gold, answer)) is not None:
@@ -115,7 +118,10 @@ def _reading(text: str, commas_group: bool) -> Reading:
 
 
 def _comma_readings(text: str) -> tuple[bool, ...]:
-    return (True, False) if re.search(r"\d,\d{3}", text) else (True,)
+    """Return how commas are to be read: in brackets of its own, ``(1,234)`` is no number."""
+    if not re.search(r"\d,\d{3}", text):
+        return (True,)
+    return (False,) if _IN_BRACKETS.fullmatch(text) else (True, False)
 
 
 def _gold_readings(gold: str, answer: str) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import combinations
 
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import Reading, Relation, Several
@@ -20,10 +21,13 @@ SameValue = Callable[[str, str], bool]
 _BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?|(\d{1,2})( ?[ap]m)")
 _CHOICE = re.compile(
-    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H]) ?[).:])(.*)"
-    r"|([A-H]) ?(\([^()]*\))"
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])"
+    r"|([A-H]) ?(?:[).:]|-(?= (?:an? )?«)))(.*)|([A-H]) ?(\([^(),]*\))"
 )
-_SECOND_CHOICE = re.compile(r"\b[A-H]\b|(?i:\b(?:or|and|not|no|nor|neither)\b)")
+_SECOND_CHOICE = re.compile(
+    r"\b[A-H]\b|(?i:^[\W_]*(?:is|was|can|could|may|might|false)\b"
+    r"|\b(?:or|and|not?|nor|neither|wrong|incorrect|maybe|perhaps|possibly|probably|rejected|fails|unless)\b)"
+)
 _BARE_LETTER = re.compile(r"[A-H]")
 _MONTH = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
@@ -37,7 +41,7 @@ _CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
 _NUMBERED = re.compile(r"(\d{1,3}) ?(?:st|nd|rd|th)(?: ([a-z]{3,}))?")
 _ORDINAL_WORD = re.compile(r"([a-z]+)(?: ([a-z]{3,}))?")
 _ROMAN_BEHIND = re.compile(r"([a-z]{3,}) ([ivx]+)")
-_LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
+_RISING = {"".join(letters) for n in range(2, 9) for letters in combinations("ABCDEFGH", n)}
 
 
 def based(cleaned: str) -> tuple[str, int] | None:
@@ -68,14 +72,16 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
     both = [_TIME.fullmatch(re.sub(r" ?([ap])\.? ?m\.?$", r"\1m", plain(text))) for text in (gold, answer)]
     if not (both[0] and both[1]):
-        return False if both[0] and _is_clock(both[0]) and re.fullmatch(r"\d+ ?: ?\d+", answer) else None
+        return False if both[0] and _is_clock(both[0]) and plain(gold) not in plain(answer) else None
     ours, theirs = (_clock(match) for match in both if match)
     return ours == theirs or (None in (ours[0], theirs[0]) and ours[1] == theirs[1])
 
 
 def _is_clock(match: re.Match[str]) -> bool:
     """Whether ``10:30`` can be no ratio, which would be in its lowest terms and without a zero in front."""
-    return match[2] is not None and (match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1)
+    if match[2] is None or int(match[1]) > 24:
+        return False
+    return match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1
 
 
 def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
@@ -129,11 +135,11 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare several letters, a gold in rising order: ``ABD``, ``A, B, D``. An answer may have them in any order."""
-    texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
-    if not all(_LETTERS.fullmatch(text) for text in texts):
+    bare = [re.sub(r"\(\s*([A-H])\s*\)", r"\1", text) for text in (gold, answer)]
+    texts = [re.sub(r"«?\band\b»?|[\\{}«»,;\s]", "", text) for text in bare]
+    if texts[0] not in _RISING or not re.fullmatch("(?:[A-H]|or)+", texts[1]):
         return None
-    ours, theirs = (re.findall("[A-H]", text) for text in texts)
-    return ours == sorted(theirs) if ours == sorted(set(ours)) else None
+    return texts[0] == "".join(sorted(texts[1]))
 
 
 _OTHER_PLACES = frozenset({"last", "root", "power", "from"})

@@ -63,9 +63,6 @@ def scaled(tree: Node, factor: Fraction) -> Node:
 
 def read_quantity(items: list[Token]) -> Quantity:
     """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
-    items = without_lead_in(items)
-    if len(items) > 1 and items[0].text == ":":
-        items = items[1:]
     negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
     items = items[1:] if negative else items
     unit: tuple[str, Fraction] | None = None

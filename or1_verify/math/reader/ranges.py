@@ -18,7 +18,8 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
-from or1_verify.math.reader.tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.spread import spread
+from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
@@ -49,6 +50,7 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
         return spans if spans is None or not reading.without else _punctured(reading.without)
     if isinstance(reading, Union):
         return _joined([_part(part) for part in reading.parts])
+    reading = spread(reading)
     if isinstance(reading, Several):
         if reading.brackets in ("()", "[]", "(]", "[)"):
             return _bracketed(reading)
@@ -132,19 +134,9 @@ def names_of(reading: Reading) -> frozenset[str]:
 
 def same_ranges(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
     return len(left) == len(right) and all(
-        a.low_closed == b.low_closed
-        and a.high_closed == b.high_closed
-        and _same(a.low, b.low)
-        and _same(a.high, b.high)
+        a.low_closed == b.low_closed and a.high_closed == b.high_closed and same(a.low, b.low) and same(a.high, b.high)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def _same(left: Node, right: Node) -> bool:
-    infinite = [real(node) for node in (left, right)]
-    if any(value is not None and abs(value) == float("inf") for value in infinite):
-        return infinite[0] == infinite[1]
-    return same(left, right)
 
 
 def _position(tree: Node) -> float:
@@ -184,12 +176,12 @@ def _combined(
     if len(known) < len(parts) or any(real(end) is None for end in given):
         return None
     for end in sorted((*given, _INFINITY), key=_position):
-        if not _same(ends[-1], end):
+        if not same(ends[-1], end):
             ends.append(end)
     for spans in known:
         numbers: set[int] = set()
         for span in spans:
-            low, high = (next(k for k, other in enumerate(ends) if _same(other, end)) for end in (span.low, span.high))
+            low, high = (next(k for k, other in enumerate(ends) if same(other, end)) for end in (span.low, span.high))
             numbers.update(range(2 * low + (not span.low_closed), 2 * high + span.high_closed))
         sets.append(numbers)
     runs: list[list[int]] = []
@@ -207,8 +199,6 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
     if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
         return None
     low, high = (item.tree for item in group.items if isinstance(item, Quantity))
-    if {"pm", "mp"} & {*operations(low), *operations(high)}:
-        return None  # points
     ends = real(low), real(high)
     if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
         return None
@@ -245,6 +235,8 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     """Return all numbers but the given ones, which are values or sets."""
+    group = spread(Several(points))
+    points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.tree, p.tree, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
     return _combined(parts, lambda line, sets: line.difference(*sets))
 
@@ -259,15 +251,11 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     if relation.operators == ("!=",):
         point = relation.sides[1] if relation.heads[0] else relation.sides[0]
         return _punctured((point,)) if any(relation.heads) else None
-    if not relation.is_inequality:
+    ordered = relation.ascending()
+    if ordered is None or (len(sides) == 3 and not relation.heads[1]):  # 1 < 2x < 4 says nothing of x between 1 and 4
         return None
-    operators = list(relation.operators)
-    if operators[0].startswith(">"):
-        sides, operators = sides[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
-    if any(operator.startswith(">") for operator in operators):
-        return None
-    named = len(sides) != 3 or bool(relation.heads[1])  # 1 < 2x < 4 says nothing of x between 1 and 4
-    return _ascending(sides, [operator == "<=" for operator in operators]) if named else None
+    ascending = [side.tree for side in ordered[1] if isinstance(side, Quantity)]
+    return _ascending(ascending, [operator == "<=" for operator in ordered[0]])
 
 
 def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:

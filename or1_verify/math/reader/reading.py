@@ -37,7 +37,7 @@ from or1_verify.math.reader.records import (
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import HEDGES, JOINERS, KNOWN_WORDS
+from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, change_nothing
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
@@ -48,18 +48,22 @@ _LABEL_WORDS = (
 )
 _LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
 _HEAD = re.compile(
-    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[a-z]+ ?|[A-Z]{2,3})"
+    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[A-Za-z]+ ?|[A-Z]{2,3})"
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
 )
 _NAMED = re.compile(
-    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
-    r"|[A-Za-z]'*\([^()=]*,[^()=]*\)$|(?i:lcm|gcd|hcf|gcf)$"
+    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm|int)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
+    r"|[A-Za-z]'*\([^()=]*(?:,|\\c[ua]p )[^()=]*\)$|(?i:lcm|gcd|hcf|gcf|rank|var|tr|dim)(?:\(.*\))?$"
+    r"|\\\|.*\\\|$|\|\\vec .*\|$|\\mathbb \{E\}"
 )
 """The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
+_POINT = re.compile(r"[A-Z](?:_(?:\w|\{\w+\}))?'*")
+_NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vmatrix"})
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
 _NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
+_SENTENCE = re.compile(r"(?:an?|the|(?:it|[a-z](?: ?\([a-z]\))?) (?:is|are))(?: an?)?(?: [a-z]{2,})+")
 _SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
 _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
 
@@ -69,6 +73,8 @@ def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = Non
     words = plain(cleaned)
     if (known := _set_in_words(words)) is not None:
         return known
+    if _SENTENCE.fullmatch(words):
+        return Words(words)
     try:
         items = tokens(cleaned)
         items, conditions = split_off(rename(items) if rename else items, _read)
@@ -108,6 +114,10 @@ def _read(items: list[Token]) -> Reading:
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
+            if operator == "setminus" and isinstance(left := sides[0], NumberSet):
+                without = sides[1]
+                members = without.items if isinstance(without, Several) and without.brackets == "{}" else (without,)
+                return NumberSet(left.name, members)
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -123,14 +133,15 @@ def _read(items: list[Token]) -> Reading:
     if separators:
         return _relation(parts, separators)
     parts, separators = split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    if separators == [":"] and (point := _point([*parts[0], *parts[1]])):
+        return point
     if separators == [":"] and parts[0] and parts[1] and not without_lead_in(parts[0], keep=0):
         return _read(parts[1])  # "the answer is: 5"
     if separators:
         return _ratio(parts)
-    if environment := _environment(items):
-        return environment
-    if group := _bracketed(items):
-        return group
+    items = without_lead_in(items)
+    if known := _transposed(items) or _environment(items) or _point(items) or _bracketed(items):
+        return known
     return read_quantity(items)
 
 
@@ -177,6 +188,8 @@ def _separates(token: Token) -> bool:
 
 def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
     joiner = next((text for text in separators if text in JOINERS), ",")
+    if len(parts) > 1 and separators[0] == "," and parts[0] and not without_lead_in(parts[0], keep=0):
+        return _listed(parts[1:], separators[1:]) if separators[1:] else _read(parts[1])  # "therefore, 5"
     filled = [part for part in parts if part]
     if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
         raise Unreadable("a list with an empty place")
@@ -236,16 +249,7 @@ def _number_set(items: list[Token]) -> Reading | None:
     text = spelling(items)
     if text in ("\\emptyset ", "\\{\\}"):
         return Empty()
-    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
-        if match[3]:
-            start = next(index for index, token in enumerate(items) if token.text == "setminus")
-            inside = items[start + 1 :]
-            if not match[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
-                parts, _ = split(inside[1:-1], _separates)
-                return NumberSet(match[1], tuple(_read(part) for part in parts))
-            if match[1] == "R" and not match[2]:
-                return NumberSet("R", (_read(inside),))
-            raise Unreadable("a set difference")
+    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)", text):
         return NumberSet(match[1] + re.sub(r"[{}^_]", "", match[2]))
     return None
 
@@ -272,15 +276,16 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         if isinstance(reading, Several) and all(isinstance(item, Quantity) for item in reading.items):
             items = tuple(item.approximate() for item in reading.items if isinstance(item, Quantity))
             return Several(items, reading.brackets, reading.joined_by)
-    parts[0] = without_lead_in(parts[0], keep=0)
+    words = [token.text for token in parts[0] if token.kind == "word"]
+    told = "of" in words and change_nothing(words, NAMING)  # "the number of ways"
+    parts[0] = parts[0] if told else without_lead_in(parts[0], keep=0)
     if not all(parts):
         if len(parts) == 2 and operators == ("=",) and parts[1]:
             return _read(parts[1])  # "the answer is = 5"
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    denied = any(token.kind == "word" and token.text in HEDGES for token in parts[0])
-    if set(operators) == {"="} and _NAMED.match(spelled[0]) and not denied:
+    if set(operators) == {"="} and (told or (_NAMED.match(spelled[0]) and change_nothing(words, _NAMES | NAMING))):
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)
@@ -294,6 +299,30 @@ def _side(items: list[Token], spelled: str) -> Reading:
 def _ratio(parts: list[list[Token]]) -> Reading:
     parts[0] = without_lead_in(parts[0], keep=0)
     return Ratio(tuple(Node("ldots") if spelling(part) == "\\ldots " else parse(part) for part in parts))
+
+
+def _transposed(items: list[Token]) -> Matrix | None:
+    """Read ``(1, 2)^T`` and a transposed matrix."""
+    start = max((index for index, token in enumerate(items) if token.text == "^"), default=0)
+    if start < 2 or "".join(token.text for token in items[start + 1 :]).strip("{}") not in ("T", "top", "intercal"):
+        return None
+    inner = _read(items[:start])
+    if isinstance(inner, Matrix):
+        return Matrix(tuple(zip(*inner.rows, strict=True)))
+    if not (isinstance(inner, Several) and inner.brackets in ("()", "[]")):
+        return None
+    rows = tuple((item.tree,) for item in inner.items if isinstance(item, Quantity))
+    return Matrix(rows) if len(rows) == len(inner.items) else None
+
+
+def _point(items: list[Token]) -> Relation | None:
+    """Read ``P(1, 2)`` as ``P = (1, 2)``."""
+    start = next((index for index, token in enumerate(items) if token.text == "("), 0)
+    name = spelling(items[:start])
+    group = _bracketed(items[start:]) if _POINT.fullmatch(name) else None
+    if not (isinstance(group, Several) and group.brackets == "()"):
+        return None
+    return Relation(("=",), (Quantity(Node("sym", name=name)), group), (name, ""))
 
 
 def _bracketed(items: list[Token]) -> Reading | None:

@@ -34,6 +34,14 @@ class Relation:
     def is_inequality(self) -> bool:
         return set(self.operators) <= {"<", "<=", ">", ">="}
 
+    def ascending(self) -> tuple[list[str], list[Reading]] | None:
+        """Return (operators, sides) with the smallest side first; None where operators point both ways."""
+        if set(self.operators) <= {"<", "<="}:
+            return list(self.operators), list(self.sides)
+        if set(self.operators) <= {">", ">="}:
+            return [operator.replace(">", "<") for operator in reversed(self.operators)], list(reversed(self.sides))
+        return None
+
 
 @dataclass(frozen=True)
 class Union:

@@ -8,7 +8,7 @@ from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
 from or1_verify.math.reader.text import FUNCTION_FAMILIES
 from or1_verify.math.reader.tree import Node, operations, symbols
-from or1_verify.math.reader.units import NEUTRAL, UNITS
+from or1_verify.math.reader.units import UNITS, change_nothing
 from or1_verify.math.reader.value import real
 
 _TRIGONOMETRIC = FUNCTION_FAMILIES[0]
@@ -68,7 +68,7 @@ def _changes_nothing(answer: Quantity) -> bool:
     """Whether every word behind a value is on the list of those that change nothing."""
     if answer.tree.op == "sym" and answer.noun:  # "A rectangle", "I think"
         return False
-    return all(word in NEUTRAL or word.removesuffix("s") in NEUTRAL for word in answer.noun.split())
+    return change_nothing(answer.noun.split())
 
 
 def _noun(text: str) -> str:

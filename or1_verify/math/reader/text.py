@@ -15,7 +15,7 @@ from typing import Literal
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
 from or1_verify.math.reader.decoration import undecorated
-from or1_verify.math.reader.units import KNOWN_WORDS
+from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN
 
 
 class Unreadable(Or1Error):
@@ -24,7 +24,8 @@ class Unreadable(Or1Error):
 
 _COMMANDS = (
     "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
-    "θ theta … ldots √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi 𝛑 pi 𝝅 pi"
+    "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi "
+    "𝛑 pi 𝝅 pi"
 )
 """Signs, and the commands that say the same."""
 _UNICODE = {
@@ -44,11 +45,11 @@ _UNICODE = {
     **dict.fromkeys("∴■▪✓✔✅∎", ""),
     **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060“”", ""),
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000\t\n\r", " "),
-    **{sign: f"^{{{digit}}}" for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{sign: f"_{{{digit}}}" for digit, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
     **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code not in (0xFF0C, 0xFF05)},
 }
 _TRANSLATION = str.maketrans(_UNICODE)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 _TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "hbox", "emph")
 _STYLE_MACROS = (
@@ -57,7 +58,7 @@ _STYLE_MACROS = (
     *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
     *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
     *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
-    *("blacksquare", "checkmark", "therefore", "qed"),
+    *("blacksquare", "square", "Box", "checkmark", "therefore", "qed"),
 )
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
 _SAME = (
@@ -95,10 +96,11 @@ _FAMILY = re.compile(
     r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
 )
 _HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
-_ALL_BUT = re.compile(r"^«all» +«reals?»(?: +«numbers?»)?(?: +x)? +«except»(?: +«for»)?(?: +x *=)?(.+)$", re.IGNORECASE)
-_BOUNDED = re.compile(
-    r"^«[Aa]ll» +«reals?»(?: +«numbers?»)?(?: +x)?(?: +«that»)?(?: +«are»)? +«(less|greater)» +«than»"
-    r"( +«or» +«equal» +«to»)? +([^«»,;:<>=()\[\]]+)$"
+_ALL = re.compile(
+    r"^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|are|is|with|for)»?| x)* "
+    r"(?:«?(?:(?P<but>except|but|excluding|other»? «?than)|(?P<less>less)|(?P<more>greater))»?(?: «?(?:than|for)»?)?"
+    r"(?P<equal> «or» «equal» «to»)? |(?=x *(?:\\ne |\\[lg]e |[<>])))(?P<rest>.+)$",
+    re.IGNORECASE,
 )
 _SIGNED_INTEGER = re.compile(
     r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)"
@@ -118,7 +120,11 @@ def clean(raw: str, commas_group: bool = True) -> str:
 
     Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
     """
-    text = undecorated(raw).translate(_TRANSLATION)
+    text = raw
+    if not raw.isascii():
+        text = re.sub(r"⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
+        text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+    text = undecorated(text.translate(_TRANSLATION), typed="\\" not in raw)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")
     text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
@@ -140,11 +146,11 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _INTERCEPT.sub(r"«\1-intercept»", text)
     text = re.sub(r"^\s*«?\b[Ee]qual»?\s+«?to»?(?![A-Za-z])", "«equals»", text)
-    text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"(?<!\.)\s*\.$", "", text)
     text = _FAMILY.sub(_family, text)
-    text = _BOUNDED.sub(_half_line, text)
     text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
-    return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
+    return _ALL.sub(_of_all, text)
 
 
 def _family(match: re.Match[str]) -> str:
@@ -153,12 +159,13 @@ def _family(match: re.Match[str]) -> str:
     return rf"{name}{match[2]}, {match[3]} \in \mathbb{{{match[4]}}}"
 
 
-def _half_line(match: re.Match[str]) -> str:
-    """Write "all real numbers less than 0" as an interval."""
-    below, closed = match[1] == "less", bool(match[2])
-    if below:
-        return rf"(-\infty , {match[3]}{']' if closed else ')'}"
-    return rf"{'[' if closed else '('}{match[3]}, \infty )"
+def _of_all(match: re.Match[str]) -> str:
+    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" bare."""
+    if match["but"]:
+        return rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match['rest'])}\}}"
+    if match["less"]:
+        return rf"(-\infty , {match['rest']}{']' if match['equal'] else ')'}"
+    return rf"{'[' if match['equal'] else '('}{match['rest']}, \infty )" if match["more"] else match["rest"]
 
 
 def _arc(match: re.Match[str]) -> str:
@@ -227,10 +234,13 @@ def _argument(text: str, start: int) -> int | None:
     return end
 
 
+_WORD = re.compile(r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ](?:[A-Za-zÀ-ӿ'.-]*[A-Za-zÀ-ӿ])(?![A-Za-z»])")
+
+
 def _words(content: str) -> str:
     """Mark runs of two or more letters as words, and one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
-    content = re.sub(r"(?<![\\A-Za-z«])[A-Za-z][A-Za-z'.-]*[A-Za-z](?![A-Za-z»])", r" «\g<0>» ", content)
+    content = _WORD.sub(lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ", content)
     return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 
@@ -268,9 +278,16 @@ FUNCTION_FAMILIES = (
     frozenset({"sinh", "cosh", "tanh"}),
     frozenset({"ln", "log", "lg"}),
     frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
+    frozenset({"abs", "floor", "ceil", "cbrt"}),
 )
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
-_NAMES = FUNCTIONS | {"sqrt", "mod", "bmod", "pmod", "pi", "infty", "inf"}
+_TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
+_ALSO = (
+    "infty inf infinity Infinity; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; ceil ceiling Ceil"
+)
+_NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
+_NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}
+"""The macro by the bare run of letters that is read as one."""
 
 
 def tokens(cleaned: str) -> list[Token]:
@@ -292,7 +309,10 @@ def tokens(cleaned: str) -> list[Token]:
 def _of_match(match: re.Match[str], spaced: bool) -> list[Token]:
     kind, text = match.lastgroup or "", match.group(0)
     if match["word"] is not None:
-        return [Token("word", match["word"].strip().lower(), spaced)]
+        word = match["word"].strip().lower()
+        if word in FUNCTIONS | {"mod"} and word not in ("max", "min"):
+            return [Token("command", word, spaced)]
+        return [Token("word", word, spaced)]
     if match["repeating"] or match["elided"]:
         return [Token("number", text, spaced)]
     if kind == "letters":
@@ -306,7 +326,7 @@ def _of_match(match: re.Match[str], spaced: bool) -> list[Token]:
 
 def _letters(run: str, spaced: bool) -> list[Token]:
     if run in _NAMES:
-        return [Token("command", {"inf": "infty"}.get(run, run), spaced)]
+        return [Token("command", _NAMES[run], spaced)]
     if len(run) > 1 and (run.lower() in KNOWN_WORDS or len(run) > 4):
-        return [Token("word", run.lower(), spaced)]
+        return [Token("word", SPOKEN.get(run.lower(), run.lower()), spaced)]
     return [Token("symbol", letter, spaced and index == 0) for index, letter in enumerate(run)]
