@@ -90,7 +90,18 @@ def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
 
     ``longest`` is in tokens.
     """
-    kinds = ("1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt", "TP2 PP2", "TP2 CP2")
+    kinds: tuple[str, ...] = (
+        "1",
+        "TP2",
+        "PP2",
+        "TP2 SP",
+        "PP2 VPP2",
+        "CP2",
+        "DP2",
+        "DP2 distopt",
+        "TP2 PP2",
+        "TP2 CP2",
+    )
     kinds += ("EP2",) if experts else ()
     return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
 
