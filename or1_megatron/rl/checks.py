@@ -89,22 +89,21 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
     """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread)."""
-    right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
-    wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
+    right = sum(bool(group.group.right.all()) for group in rejected)
+    wrong = sum(not group.group.right.any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing when the share of verdicts ``error`` is above ``max_error_fraction``.
-
-    Other statuses, time-outs included, are caused by the response and not by the verifier.
-    """
+    """Raise VerificationFailing when the share of verdicts ``error`` or ``timeout`` is above ``max_error_fraction``."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    errors = [verdict for verdict in verdicts if verdict.status == "error"]
-    if len(errors) > max_error_fraction * len(verdicts):
+    failed = sorted((v for v in verdicts if v.status in ("error", "timeout")), key=lambda verdict: verdict.status)
+    late = sum(verdict.status == "timeout" for verdict in failed)
+    if len(failed) > max_error_fraction * len(verdicts):
         raise VerificationFailing(
-            f"the verifier failed on {len(errors)} of {len(verdicts)} responses, more than the tolerated share of "
-            f"{max_error_fraction:g} (verify.max_error_fraction); the first error: {errors[0].detail or 'no detail'}"
+            f"the verifier failed on {len(failed)} of {len(verdicts)} responses, {late} of them by running out of time "
+            f"(verify.timeout_s), more than the tolerated share of {max_error_fraction:g} (verify.max_error_fraction); "
+            f"the first: {failed[0].detail or 'no detail'}"
         )
 
 
