@@ -6,10 +6,10 @@ Its arguments: the verifier's name, and the configuration's ``right_reward`` and
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import pkgutil
+import runpy
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,24 +33,16 @@ def load(path: str) -> Any:
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ValueError("expected package.module:name or path/to/file.py:name")
-    verifier = pkgutil.resolve_name(f"{_of_file(Path(module))}:{name}" if module.endswith(".py") else path)
+    if module.endswith(".py"):  # whose name may be that of another module
+        sys.path.append(str(Path(module).absolute().parent))
+        verifier = runpy.run_path(module)[name]
+    else:
+        verifier = pkgutil.resolve_name(path)
     if isinstance(verifier, type):
         verifier = verifier()
     if not callable(getattr(verifier, "verify", None)) and not callable(verifier):
         raise ValueError(f"is a {type(verifier).__name__}; expected a class with a method verify, or a function")
     return verifier
-
-
-def _of_file(file: Path) -> str:
-    """Import a file, which finds those beside it. Returns a module's name of its own: it may be called math.py."""
-    name = f"or1_custom_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ValueError(f"there is no file {file.absolute()}")
-    sys.path.append(str(file.absolute().parent))
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return name
 
 
 def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:

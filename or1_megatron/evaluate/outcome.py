@@ -48,7 +48,7 @@ class EvaluationScores:
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
     """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit: larger budgets say no more."""
-    right = np.array([[response.right for response in row] for row in responses], dtype=np.float64)
+    right = np.array([[response.status == "right" for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = right.shape[1]
     lengths = [response.tokens for response in flat if response.tokens is not None]
@@ -78,7 +78,7 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
 
 def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
     """Return bins between quantiles; fewer where many responses have one length."""
-    known = [(response.tokens, response.right) for response in responses if response.tokens is not None]
+    known = [(response.tokens, response.status == "right") for response in responses if response.tokens is not None]
     if not known:
         return []
     lengths, right = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
@@ -98,6 +98,6 @@ def _by_budget(responses: Sequence[Response], limit_tokens: int) -> dict[int, fl
     if any(response.tokens is None and response.status != "unasked" for response in responses):
         return {}
     budgets = [budget for budget in BUDGETS if budget < limit_tokens] + [limit_tokens]
-    right = np.array([response.right for response in responses])
+    right = np.array([response.status == "right" for response in responses])
     tokens = np.array([response.tokens or 0 for response in responses])
     return {budget: float(np.where(tokens <= budget, right, 0.0).mean()) for budget in budgets}

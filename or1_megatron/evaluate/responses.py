@@ -38,10 +38,6 @@ class Response:
     detail: str
     seed: int
 
-    @property
-    def right(self) -> bool:
-        return self.status == "right"
-
 
 RESPONSES, RESULTS = "responses.jsonl", "results.json"
 _SETTINGS = "evaluation.json"

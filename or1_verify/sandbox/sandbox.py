@@ -189,11 +189,8 @@ def _with_packages(python: Path) -> Path:
         with TemporaryDirectory(dir=copy.parent) as temporary:
             lib = Path(temporary, stdlib.relative_to(sys.base_prefix))
             for library in libraries:  # packages beside the standard library, which every build of Python finds
-                if library.is_file():
-                    shutil.copy2(library, lib)
-                else:
-                    place = lib if library == stdlib else lib / library.name
-                    shutil.copytree(library, place, ignore=_LEFT_OUT)
+                copy_whole = shutil.copy2 if library.is_file() else partial(shutil.copytree, ignore=_LEFT_OUT)
+                copy_whole(library, lib if library == stdlib else lib / library.name)
             Path(temporary, "bin").mkdir()
             for file in (python, *shared):
                 shutil.copy2(file, Path(temporary, "bin"))

@@ -336,7 +336,7 @@ def test_broken_verifiers_are_named(folder: Path) -> None:
         "nowhere.at_all:x": "No module named 'nowhere'",
         "my_verifiers:NUMBER": "is a int; expected a class with a method verify, or a function",
         "my_verifiers": "cannot be loaded: ValueError: expected package.module:name or path/to/file.py:name",
-        "nowhere.py:judge": "there is no file ",
+        "nowhere.py:judge": "No such file or directory: ",
         "my_verifiers:as_trl": "has the signature (completions, **kwargs); expected verify or a function of (problem,",
         "my_verifiers:swapped": "has the signature (response, problem, truncated); expected",
         "my_verifiers:lacking": "tokenizer); expected",
