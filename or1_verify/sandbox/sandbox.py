@@ -7,6 +7,7 @@ and logs a warning.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -18,7 +19,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.bubblewrap import Bubblewrap
@@ -166,7 +166,7 @@ def _interpreters() -> Iterator[Path]:
     ours = Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
     if sys.prefix == sys.base_prefix:
         yield ours
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError, ValueError):  # such as no room, no home, an installation of another form
         yield _with_packages(ours)
     yield from (ours, Path(os.path.realpath("/usr/bin/python3")))
 
@@ -174,7 +174,7 @@ def _interpreters() -> Iterator[Path]:
 def _with_packages(python: Path) -> Path:
     """Return a copy of our Python and those of _PACKAGES that we have, made once where a sandbox's user can read it.
 
-    Raises OSError where it cannot be written.
+    Raises OSError, RuntimeError or ValueError where it cannot be made.
     """
     stdlib, cache = Path(sysconfig.get_path("stdlib")), Path("/var/cache")  # root's home is nobody else's to read
     if os.geteuid() != 0:
@@ -184,18 +184,20 @@ def _with_packages(python: Path) -> Path:
     shared = sorted(Path(sys.base_prefix, "lib").glob("libpython3*.so*"))
     key = repr([(str(path), path.stat().st_mtime_ns) for path in (python, *libraries, *shared)])
     copy = cache / "or1_megatron" / f"python-{zlib.crc32(key.encode()):08x}"
-    if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=copy.parent) as temporary:
-            lib = Path(temporary, stdlib.relative_to(sys.base_prefix))
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with copy.with_suffix(".lock").open("w") as lock:  # verifiers start at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not copy.exists():
+            begun = copy.with_suffix(".partial")
+            shutil.rmtree(begun, ignore_errors=True)
+            lib, binaries = begun / stdlib.relative_to(sys.base_prefix), begun / "bin"
             for library in libraries:  # packages beside the standard library, which every build of Python finds
                 copy_whole = shutil.copy2 if library.is_file() else partial(shutil.copytree, ignore=_LEFT_OUT)
                 copy_whole(library, lib if library == stdlib else lib / library.name)
-            Path(temporary, "bin").mkdir()
+            binaries.mkdir()
             for file in (python, *shared):
-                shutil.copy2(file, Path(temporary, "bin"))
-            Path(temporary).chmod(0o755)
-            with suppress(OSError):  # another process was faster
-                os.rename(temporary, copy)
-            Path(temporary).mkdir(exist_ok=True)  # for its removal
+                shutil.copy2(file, binaries)
+            for folder in (copy.parent, begun, lib.parent, binaries):
+                folder.chmod(0o755)
+            begun.rename(copy)
     return copy / "bin" / python.name
