@@ -27,11 +27,11 @@ from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier
 
 _MAX_SOURCE_CHARS = 200_000
-_MOST_PARSED_CHARS = 2 * _MAX_SOURCE_CHARS  # of one response, in search of the ends of its blocks
+_MOST_SEARCHED_CHARS = 2 * _MAX_SOURCE_CHARS  # in one response, for the ends of its blocks
 _MOST_ENDS = 20  # of one block
 # Possessive: else a line that does not match is tried at every length, minutes for a million spaces.
-_OPENING = re.compile(r"(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+.-]*+)[^\n`]*+\n", re.MULTILINE)
-_CLOSING = re.compile(r"(`{3,}+|~{3,}+)(?![\w`~])")
+_OPENING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+.-]*+)[^\n`]*+\n", re.MULTILINE)
+_CLOSING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)(?![\w`~])")
 _PYTHON = re.compile(r"i?py(thon|py)?[\d.]*", re.IGNORECASE)
 _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 
@@ -132,12 +132,12 @@ def last_python_block(text: str) -> str | None:
         return text[text.rfind("\n", 0, fence.start()) + 1 : fence.start()]
 
     blocks: dict[str, str | None] = {}  # the last of each label
-    start, left = 0, _MOST_PARSED_CHARS
+    start, left = 0, _MOST_SEARCHED_CHARS
     while opened := _OPENING.search(text, start):
         label = "python" if _PYTHON.fullmatch(opened[2]) else opened[2]
         quoted = _QUOTE.match(before(opened))
         ends = (end for end in _CLOSING.finditer(text, opened.end()) if end[1].startswith(opened[1]))
-        blocks[label], start = None, len(text)
+        blocks[label], start, parses = None, len(text), False
         for end in sorted(islice(ends, _MOST_ENDS), key=lambda end: before(end).strip(" \t>") != ""):
             source = text[opened.end() : end.start()]
             source = textwrap.dedent(_QUOTE.sub("", source) if quoted else source)
@@ -147,6 +147,10 @@ def last_python_block(text: str) -> str | None:
             left -= len(source)
             if parses or label != "python" or left < 0:
                 break
+        left -= start - opened.end()
+        if not parses and left > 0:  # a fence that the text only speaks of, or one around a whole answer
+            inner = (each for each in _OPENING.finditer(text, opened.end(), start) if _PYTHON.fullmatch(each[2]))
+            start = next((each.start() for each in inner), start)
     return blocks["python"] if "python" in blocks else blocks.get("")
 
 

@@ -186,13 +186,15 @@ FENCES = {
     "its end behind the last line": "```python\na```\n\nThat is all.",
     "a fence inside a string": '```python\na = """\n```\n"""\nb\n```\n',
     "a fence inside a comment": "```python\na  # ```\nb\n```\n",
+    "the text speaks of fences": "Between ```python and ``` comes\n```python\na\n```\n",
+    "a whole answer in a block": "````markdown\nIt is\n```python\na\n```\n````\n",
     "it does not parse": "```python\na b\n```\n```\nc\n```",
 }
 """A response by the form of its fence."""
 TAKEN = ("a\n```\nb\n", "a\n", "if a:\n    b\n", "if a:\n    b\n", "a\n", "a\n", "a", 'a = """\n```\n"""\nb\n')
 
 
-@pytest.mark.parametrize(("name", "source"), zip(FENCES, (*TAKEN, "a  # ```\nb\n", "a b\n"), strict=True))
+@pytest.mark.parametrize(("name", "source"), zip(FENCES, (*TAKEN, "a  # ```\nb\n", "a\n", "a\n", "a b\n"), strict=True))
 def test_fences_as_models_write_them(name: str, source: str) -> None:
     """Four backticks hold three, though what they hold does not parse."""
     assert last_python_block(FENCES[name]) == source

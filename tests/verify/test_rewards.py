@@ -1,15 +1,19 @@
 """``or1_verify.rewards`` as TRL, verl, slime and verifiers' Rubric call it.
 
-The calls are those of TRL 1.16, verl b178a3cd5, slime 0b420f1ef and the documentation of verifiers, made by hand. That
-the trainers themselves run with it is not shown.
+The calls are those of TRL 1.16, verl b178a3cd5, slime 0b420f1ef and the documentation of verifiers, made by hand. The
+slow test trains a step with TRL itself; that the others run with it is not shown.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +32,38 @@ class Status(Enum):
 
 def sample(response: str, prompt: Any = "1 + 11?", status: Status = Status.COMPLETED, label: Any = "12") -> Any:
     return SimpleNamespace(response=response, prompt=prompt, status=status, label=label)
+
+
+STEP = """
+import sys, datasets
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+from or1_verify.rewards import trl
+
+words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<pad>", "<end>", *map(str, range(30))])}, "<pad>"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+data = datasets.Dataset.from_list([{"prompt": "1 11", "answer": "12"}] * 4)
+config = GRPOConfig(sys.argv[2], max_steps=1, per_device_train_batch_size=2, num_generations=2, logging_steps=1,
+                    max_completion_length=4, use_cpu=True, bf16=False, report_to=[], save_strategy="no")
+trainer = GRPOTrainer(sys.argv[1], trl, config, data, processing_class=tokenizer)
+trainer.train()
+print(trainer.state.log_history[0]["rewards/trl/mean"])
+"""
+
+
+@pytest.mark.slow
+def test_trl_trains_a_step(tiny_qwen2: Path, tmp_path: Path) -> None:
+    """TRL comes from PyPI for this test alone. The random model is never right."""
+    wanted = ("trl==1.16.0", "accelerate==1.15.0")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "trl"), *wanted]
+    if (done := subprocess.run(pip, capture_output=True, text=True)).returncode:
+        pytest.skip(f"TRL cannot be had: {done.stderr[-200:]}")
+    path = os.pathsep.join([str(tmp_path / "trl"), str(Path(rewards.__file__).parents[1])])
+    command = [sys.executable, "-c", STEP, str(tiny_qwen2), str(tmp_path / "out")]
+    step = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert step.stdout.splitlines()[-1:] == ["0.0"], step.stderr[-2000:]
 
 
 @pytest.fixture(scope="module", autouse=True)
