@@ -41,7 +41,8 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from or1_verify.rewards import trl
 
-words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<pad>", "<end>", *map(str, range(30))])}, "<pad>"))
+known = {word: n for n, word in enumerate(["<pad>", "<end>", *map(str, range(30))])}
+words = Tokenizer(models.WordLevel(known, "<pad>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 data = datasets.Dataset.from_list([{"prompt": "1 11", "answer": "12"}] * 4)
