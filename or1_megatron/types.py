@@ -164,6 +164,10 @@ class Group:
         return np.array([v.reward for v in self.verdicts], dtype=np.float32)
 
     @property
+    def right(self) -> BoolArray:  # [M]
+        return np.array([v.status == "right" for v in self.verdicts], dtype=np.bool_)
+
+    @property
     def truncated(self) -> BoolArray:  # [M]
         return np.array([c.truncated for c in self.completions], dtype=np.bool_)
 

@@ -211,16 +211,19 @@ class ChildProcess:
                 raise ChildDied(f"its process died: {ending}") from None
 
     def judge(self, request: dict[str, Any]) -> tuple[VerdictStatus, str, str]:
-        """Return (status, answer, detail) from a child that judges; ``timeout`` or ``error`` where it fails."""
+        """Return (status, answer, detail) of ``verdict``."""
+        reply = self.verdict(request)
+        return reply["status"], reply["answer"], reply["detail"]
+
+    def verdict(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what a child that judges replies; where it fails, {status, answer, detail} of a time-out or error."""
         try:
             reply = self.ask(request)
         except ChildLimit as error:
-            return "timeout", "", str(error)
+            return {"status": "timeout", "answer": "", "detail": str(error)}
         except ChildDied as error:
-            return "error", "", str(error)
-        if "raised" in reply:
-            return "error", "", reply["raised"]
-        return reply["status"], reply["answer"], reply["detail"]
+            reply = {"raised": str(error)}
+        return {"status": "error", "answer": "", "detail": reply["raised"]} if "raised" in reply else reply
 
     def close(self) -> None:
         """End the child. The next request starts another."""

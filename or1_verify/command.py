@@ -12,7 +12,7 @@ from typing import get_args
 from or1_verify.config import read_config
 from or1_verify.errors import UserError
 from or1_verify.problems.rows import shown
-from or1_verify.recorded import RecordedRow, verify_file
+from or1_verify.recorded import RecordedRow, try_verifier, verify_file
 from or1_verify.types import Verdict, VerdictStatus
 
 _USER_ERRORS = (UserError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -23,6 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = read_config(options.config).model_copy(update={"workers": options.workers})
+        if options.verifier:
+            try_verifier(options.file, options.verifier, config, _explain)
+            print(f"right: from {config.right_reward:g} up (verify.right_reward)")
+            return 0
+        if options.out is None:
+            raise UserError("--out is missing: expected a file for the verdicts, or --try FILE:function")
         tally = verify_file(options.file, options.out, config, options.unusable, _explain if options.explain else None)
     except _USER_ERRORS as error:
         print(f"or1-verify: error: {error}", file=sys.stderr)
@@ -40,8 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "file", type=Path, metavar="IN", help="rows of problems (.jsonl, .parquet), each with a 'response'"
     )
+    parser.add_argument("--out", type=Path, help="the same rows with reward, status and detail; resumed, if begun")
     parser.add_argument(
-        "--out", type=Path, required=True, help="the same rows with reward, status and detail; resumed, if begun"
+        "--try",
+        dest="verifier",
+        metavar="FILE:function",
+        help="show what a verifier or reward function of your own says of the first 20 rows; writes nothing",
     )
     parser.add_argument("--config", type=Path, help="a YAML file, for its section verify")
     parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="rows judged at once (1)")
@@ -63,13 +73,13 @@ def _positive(text: str) -> int:
 
 def _explain(row: RecordedRow, verdict: Verdict) -> None:
     answer = shown(verdict.answer) if verdict.answer else "no answer"
-    print(f"{row.origin}  {verdict.status}  {row.source}  {verdict.detail}  [{answer}]", flush=True)
+    print(f"{row.origin}  {verdict.status}  {verdict.reward:g}  {row.source}  {verdict.detail}  [{answer}]", flush=True)
 
 
 def _table(tally: Mapping[str, Counter[str]]) -> str:
     """Return the counts by source as text: names to the left, figures to the right."""
     statuses = [status for status in get_args(VerdictStatus) if any(counts[status] for counts in tally.values())]
-    rows = [("source", "rows", "reward", *statuses)]
+    rows = [("source", "rows", "accuracy", *statuses)]
     total: Counter[str] = sum(tally.values(), Counter())
     for source, counts in [*sorted(tally.items()), *([("all", total)] if len(tally) > 1 else [])]:
         count = counts.total()

@@ -64,9 +64,16 @@ class VerifyConfig(_Section):
     """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced. Code: CPU time of
     each test, unless its row has ``limits.time_s``."""
     max_error_fraction: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
+    """A step in which a larger share of the verdicts is ``error`` stops the run (of ``timeout``: more than half). Unit:
+    share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Verifiers of your own by ability, without regard to case: package.module:name."""
+    """Verifiers of your own by ability, without regard to case: package.module:name or path/to/file.py:name."""
+    right_reward: float = 1.0
+    """A response counts as right in pass rates, filters and reports from this reward of a verifier of your own. Unit:
+    reward."""
+    lowest_reward: float = 0.0
+    """The lowest reward of a verifier of your own, such as -1; one below it is an error. Responses that are cut off,
+    late or that the verifier fails on get it, so that none of them is better off than a wrong one. Unit: reward."""
     early_stop: bool = True
     """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
     budget_s: PositiveFloat = 120.0

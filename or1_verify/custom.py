@@ -1,9 +1,10 @@
 """A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
 
-``verify.custom`` maps an ability to ``package.module:name``, which names a class (made without arguments) with the
-methods of ``types.Verifier``, of which only ``verify`` is required, or a function of (problem, response, truncated).
-Class and function return a Verdict, or just the reward: 0, 1 or a bool. Truncated responses are refused before the
-verifier is asked, as everywhere (RECIPE section 3).
+``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``, which names a class (made
+without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, or a function of
+(problem, response, truncated), or one of verl's form (docs/code_verifier.md). It returns a reward: a number, a mapping
+with it as ``score`` or ``reward``, or a Verdict. Truncated responses are refused before the verifier is asked, as
+everywhere (RECIPE section 3).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 
 from or1_verify.child_process import ChildDied, ChildLimit, ChildProcess, ChildUnusable
+from or1_verify.config import VerifyConfig
 from or1_verify.errors import UserError
 from or1_verify.types import Problem, Verdict, Verifier
 
@@ -22,14 +24,17 @@ class VerifierBroken(UserError, ValueError):
 
 
 class CustomVerifier(Verifier):
-    """``types.Verifier`` over a child process, which has ``timeout_s`` for each verdict.
+    """``types.Verifier`` over a child process, which has ``config.timeout_s`` for each verdict.
 
-    Raises VerifierBroken at construction when the verifier that ``path`` names cannot be loaded.
+    Raises VerifierBroken at construction when the verifier of ``ability`` cannot be loaded.
     """
 
-    def __init__(self, ability: str, path: str, timeout_s: float) -> None:
-        self._name = f"verify.custom.{ability}: '{path}'"
-        self._child = ChildProcess("or1_verify.custom_process", path, timeout_s=timeout_s, path=[os.getcwd()])
+    def __init__(self, ability: str, config: VerifyConfig) -> None:
+        path, limits = config.custom[ability], (str(config.right_reward), str(config.lowest_reward))
+        self._name, self._lowest = f"verify.custom.{ability}: '{path}'", config.lowest_reward
+        self._child = ChildProcess(
+            "or1_verify.custom_process", path, *limits, timeout_s=config.timeout_s, path=[os.getcwd()]
+        )
         try:
             self._child.start(wait=True)
         except ChildUnusable as error:
@@ -48,15 +53,16 @@ class CustomVerifier(Verifier):
         """Return the user's verdict; ``timeout`` when it is late, ``error`` when the verifier raises or dies."""
         started_s = time.perf_counter()
         if truncated:
-            return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)
+            return Verdict(self._lowest, "truncated", "", "cut off at the response-length limit", 0.0)
         request = {"operation": "verify", "problem": dataclasses.asdict(problem), "response": response}
         try:
-            status, answer, detail = self._child.judge(request)
+            reply = self._child.verdict(request)
         except ChildUnusable as error:
             raise VerifierBroken(f"{self._name}: {error}") from None
-        if status in ("timeout", "error"):
-            detail = f"{self._name}: {detail}"
-        return Verdict(float(status == "right"), status, answer, detail, time.perf_counter() - started_s)
+        fields = {"reward": self._lowest, **reply}
+        if fields["status"] in ("timeout", "error"):
+            fields["detail"] = f"{self._name}: {problem.origin}: {fields['detail']}"
+        return Verdict(**fields, wall_s=time.perf_counter() - started_s)
 
     def close(self) -> None:
         """End the child."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from or1_verify.verifier_threads import VerifierThreads, judged
 from or1_verify.verifiers import build_verifiers, known_abilities
 
 _ADDED = ("reward", "status", "detail")
+_TRIED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +87,33 @@ def verify_file(
     return tally
 
 
-def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
+def try_verifier(
+    path: Path, verifier: str, config: VerifyConfig, report: Callable[[RecordedRow, Verdict], None]
+) -> None:
+    """Judge the first rows of ``path``, of whatever ability, by the user's ``verifier``; write nothing.
+
+    Raises DataError where there are none that can be judged, VerifierBroken when the verifier cannot be loaded.
+    """
+    rows = list(islice(read_recorded(path, None), _TRIED))
+    abilities = {row.attempt[0].ability for row in rows if row.attempt}
+    if not abilities:
+        raise DataError(f"{path}: " + (f"no row can be tried; the first: {rows[0].error}" if rows else "holds no rows"))
+    config = config.model_copy(update={"custom": dict.fromkeys(abilities, verifier)})
+    with closing(_KeepGoing(partial(build_verifiers, config, abilities), 1)) as threads:
+        for row, verdict in judged(_checked(rows, threads), threads.start_row):
+            report(row, verdict)
+
+
+def read_recorded(path: Path, known: Collection[str] | None) -> Iterator[RecordedRow]:
     """Yield the rows of a .jsonl or .parquet file. Raises DataError when the file cannot be read.
 
     Args:
-        known: abilities that can be verified.
+        known: abilities that can be verified; None: any.
     """
     for origin, raw in _rows(path):
         try:
             problem, response, truncated = _attempt(raw, origin, path.stem)
-            if problem.ability not in known:
+            if known is not None and problem.ability not in known:
                 raise no_verifier(problem, known)
             yield RecordedRow(raw, origin, problem.source, (problem, response, truncated))
         except RowError as error:

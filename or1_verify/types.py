@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
-"""How a verdict came about. Only ``right`` has reward 1. ``unreadable``: no gold can be read, and the answer is another
+"""How a verdict came about: pass rates count ``right``. ``unreadable``: no gold can be read, and the answer is another
 text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
 
 
@@ -43,7 +43,9 @@ def problem_of(fields: Mapping[str, Any]) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verifier's judgement of one response: reward in {0, 1}, why, and how long it took."""
+    """The verifier's judgement of one response: its reward, why, and how long it took.
+
+    Our verifiers give 1 for ``right`` and else 0; one of a user's own gives any number (``verify.right_reward``)."""
 
     reward: float
     status: VerdictStatus

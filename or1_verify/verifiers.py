@@ -34,8 +34,6 @@ def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str,
     if unknown := [ability for ability in wanted if ability not in known]:
         raise ValueError(f"no verifier for ability {unknown}; expected one of: {', '.join(sorted(known))}")
     return {
-        ability: CustomVerifier(ability, config.custom[ability], config.timeout_s)
-        if ability in config.custom
-        else _MAKERS[ability](config)
+        ability: CustomVerifier(ability, config) if ability in config.custom else _MAKERS[ability](config)
         for ability in wanted
     }

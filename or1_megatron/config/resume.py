@@ -37,6 +37,8 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
 NOT_RESUMABLE: Final[tuple[str, ...]] = (
     "rollout.max_staleness",
     "verify.math.*",
+    "verify.custom*",
+    "verify.*_reward",
 )
 """Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""
 

@@ -176,13 +176,11 @@ def _read(folder: Path) -> FinishedEvaluation:
         problems: dict[str, AskedProblem] = {}
         rewards: dict[tuple[str, int], float] = {}
         for row in read_rows(folder / RESPONSES):
-            identity, sample, reward = str(row["problem_id"]), row["sample"], float(row["reward"])
-            if not 0.0 <= reward <= 1.0:
-                raise ValueError(f"a reward of {reward}")
+            identity, sample, right = str(row["problem_id"]), row["sample"], float(row["status"] == "right")
             if 0 <= sample < k:
                 asked = {name: str(row[name]) for name in ("source", "ground_truth", "prompt")}
                 problems[identity] = {"id": identity, **asked}
-                rewards[identity, sample] = reward
+                rewards[identity, sample] = right
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise EvaluationError(
             f"{folder}: {RESULTS} or {RESPONSES} cannot be read ({type(error).__name__}: {error}); expected those of "

@@ -90,12 +90,12 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
 
 def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, greedy: bool = False) -> EvaluationResult:
     """Return the result of one evaluation rollout; a verdict that failed counts as wrong."""
-    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    right = np.concatenate([group.right for group in groups])
     truncated = np.concatenate([group.truncated for group in groups])
     lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])
     return EvaluationResult(
-        accuracy=float(rewards.mean()),
-        non_truncated_accuracy=None if truncated.all() else float(rewards[~truncated].mean()),
+        accuracy=float(right.mean()),
+        non_truncated_accuracy=None if truncated.all() else float(right[~truncated].mean()),
         truncation_ratio=float(truncated.mean()),
         mean_length_tokens=float(lengths.mean()),
         problems=len(groups),

@@ -48,15 +48,15 @@ class EvaluationScores:
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
     """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit and the largest budget."""
-    rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
+    right = np.array([[response.status == "right" for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
-    n = rewards.shape[1]
+    n = right.shape[1]
     lengths = [response.tokens for response in flat if response.tokens is not None]
     return EvaluationScores(
-        problems=rewards.shape[0],
+        problems=right.shape[0],
         samples=n,
-        average=passed(rewards, 1),
-        passed={k: passed(rewards, k) for k in sizes(n)},
+        average=passed(right, 1),
+        passed={k: passed(right, k) for k in sizes(n)},
         truncation_ratio=float(np.mean([response.truncated for response in flat])),
         mean_tokens=float(np.mean(lengths)) if lengths else None,
         statuses=dict(Counter(response.status for response in flat)),
@@ -78,10 +78,10 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
 
 def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
     """Return bins between quantiles; fewer if many lengths are equal."""
-    known = [(response.tokens, response.reward) for response in responses if response.tokens is not None]
+    known = [(response.tokens, response.status == "right") for response in responses if response.tokens is not None]
     if not known:
         return []
-    lengths, rewards = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
+    lengths, right = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
     edges = np.unique(np.ceil(np.quantile(lengths, np.linspace(0, 1, _BINS + 1))).astype(int))
     edges[-1] += 1
     if len(edges) == 1:
@@ -90,7 +90,7 @@ def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
     for low, high in pairwise(edges.tolist()):
         inside = (lengths >= low) & (lengths < high)
         if inside.any():
-            bins.append(LengthBin(low, high, int(inside.sum()), float(rewards[inside].mean())))
+            bins.append(LengthBin(low, high, int(inside.sum()), float(right[inside].mean())))
     return bins
 
 
@@ -98,6 +98,6 @@ def _by_budget(responses: Sequence[Response], limit_tokens: int) -> dict[int, fl
     if any(response.tokens is None and response.status != "unasked" for response in responses):
         return {}
     budgets = [budget for budget in BUDGETS if budget < limit_tokens] + [limit_tokens]
-    right = np.array([response.reward for response in responses])
+    right = np.array([response.status == "right" for response in responses])
     tokens = np.array([response.tokens or 0 for response in responses])
     return {budget: float(np.where(tokens <= budget, right, 0.0).mean()) for budget in budgets}

@@ -89,23 +89,25 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
     """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread)."""
-    right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
-    wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
+    right = sum(bool(group.group.right.all()) for group in rejected)
+    wrong = sum(not group.group.right.any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing when the share of ``error`` verdicts is above ``max_error_fraction``.
+    """Raise VerificationFailing when more verdicts than ``max_error_fraction`` are ``error``, or most are ``timeout``.
 
-    Other statuses, time-outs included, are caused by the response and not by the verifier.
+    Fewer time-outs may be the fault of the responses.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    errors = [verdict for verdict in verdicts if verdict.status == "error"]
-    if len(errors) > max_error_fraction * len(verdicts):
-        raise VerificationFailing(
-            f"the verifier failed on {len(errors)} of {len(verdicts)} responses, more than the tolerated share of "
-            f"{max_error_fraction:g} (verify.max_error_fraction); the first error: {errors[0].detail or 'no detail'}"
-        )
+    limits = {"error": (max_error_fraction, "verify.max_error_fraction"), "timeout": (0.5, "see verify.timeout_s")}
+    for status, (tolerated, key) in limits.items():
+        failed = [verdict for verdict in verdicts if verdict.status == status]
+        if len(failed) > tolerated * len(verdicts):
+            raise VerificationFailing(
+                f"the verifier's verdict is '{status}' on {len(failed)} of {len(verdicts)} responses, more than the "
+                f"tolerated share of {tolerated:g} ({key}); the first: {failed[0].detail or 'no detail'}"
+            )
 
 
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:

@@ -101,13 +101,14 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
 def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
     """Return the metrics over all responses, those of rejected groups included."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    right = np.concatenate([group.right for group in groups])
     truncated = np.concatenate([group.truncated for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([completion.token_ids.size for completion in completions])
     statuses = [verdict.status for group in groups for verdict in group.verdicts]
     metrics: dict[str, float] = {
         "reward/mean": rewards.mean(),
-        "accuracy/all": (rewards > 0).mean(),
+        "accuracy/all": right.mean(),
         "truncation/ratio": truncated.mean(),
         "length/mean": lengths.mean(),
         "length/max": lengths.max(),
@@ -124,7 +125,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         metrics["speculation/acceptance"] = accepted / drafted
         metrics["speculation/tokens_per_pass"] = tokens / (tokens - accepted)
     if not truncated.all():
-        metrics["accuracy/non_truncated"] = (rewards[~truncated] > 0).mean()
+        metrics["accuracy/non_truncated"] = right[~truncated].mean()
     if report.decode_s > 0:
         metrics["rollout/tokens_per_s"] = report.response_tokens / report.decode_s
         metrics["engine/balance"] = float(np.mean(report.engine_busy_s)) / report.decode_s

@@ -147,9 +147,8 @@ class PassRateLedger:
         """Add each group's (right, samples) to its problem's counts."""
         rates = self._stages.setdefault(stage, {})
         for group in groups:
-            rewards = group.rewards
             right, samples = rates.get(group.prompt.problem.id, (0, 0))
-            rates[group.prompt.problem.id] = (right + int((rewards > 0).sum()), samples + rewards.size)
+            rates[group.prompt.problem.id] = (right + int(group.right.sum()), samples + group.right.size)
 
     def solved(self, stage: int) -> frozenset[str]:
         """Return the problems whose every sample in ``stage`` was right."""

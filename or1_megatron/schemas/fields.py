@@ -35,7 +35,7 @@ _SPAN = pa.struct([pa.field("version", pa.int32()), pa.field("first_token", pa.i
 VERDICT: Final[tuple[Field, ...]] = (
     Field("problem_id", pa.string(), "", "hash of source and prompt; the same across files and runs"),
     Field("sample_index", pa.int32(), "", "which of the group's samples, from 0"),
-    Field("reward", pa.float32(), "0 or 1", "1 only when `status` is `right`"),
+    Field("reward", pa.float32(), "", "1 when `status` is `right`, else 0; a verifier of your own gives any number"),
     Field(
         "status",
         pa.string(),

@@ -18,6 +18,8 @@ FLOAT_TOLERANCE = 1e-6
 
 _MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take us too long
 
+_MAX_HEX_DIGITS = 25_000  # of a call's result: decimal conversion takes quadratic time
+
 PROGRAM_KINDS = frozenset({"python", "testlib"})
 
 
@@ -167,6 +169,8 @@ def as_json(encoded: Any, sets: bool = False) -> Any:
     if tag == "dict":
         return {_key(as_json(key, sets)): as_json(item, sets) for key, item in value}
     if tag == "int":
+        if len(value) > _MAX_HEX_DIGITS:
+            raise ValueError("an integer of too many digits")
         return int(value, 16)
     if tag in ("tuple", "list_node", "tree_node") or (sets and tag in ("set", "frozenset")):
         return [as_json(item, sets) for item in value]

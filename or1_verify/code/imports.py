@@ -11,6 +11,7 @@ import ast
 import builtins
 import importlib
 import symtable
+import sys
 from collections.abc import Mapping
 from functools import cache
 
@@ -86,6 +87,19 @@ def _must_come_first(node: ast.stmt, number: int) -> bool:
         return node.module == "__future__"
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return is_text and number == 0
+
+
+def modules_of(source: str) -> set[str]:
+    """Return the modules beside the standard library that ``source`` imports without a try, by their first names."""
+    tree = ast.parse(source)
+    tried = {part for node in ast.walk(tree) if isinstance(node, ast.Try) for part in ast.walk(node)}
+    names: set[str] = set()
+    for node in set(ast.walk(tree)) - tried:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
 
 
 def has_unknown_star(tree: ast.AST) -> bool:

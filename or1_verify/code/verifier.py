@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import textwrap
 import time
 from functools import lru_cache
+from itertools import islice
 
 from or1_verify.answer import after_reasoning
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_verify.code.ground_truth import parse_code_tests
+from or1_verify.code.imports import modules_of
 from or1_verify.code.run_tests import CodeRun, TestOutcome
+from or1_verify.code.tests import ProgramTest
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier
 
 _MAX_SOURCE_CHARS = 200_000
+_MOST_SEARCHED_CHARS = 2 * _MAX_SOURCE_CHARS  # in one response, for the ends of its blocks
+_MOST_ENDS = 20  # of one block
 # Possessive: else a line that does not match is tried at every length, minutes for a million spaces.
-_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n`]*+$", re.MULTILINE)
-_PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
+_OPENING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+.-]*+)[^\n`]*+\n", re.MULTILINE)
+_CLOSING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)(?![\w`~])")
+_PYTHON = re.compile(r"i?py(thon|py)?[\d.]*", re.IGNORECASE)
+_QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 
 
 class CodeVerifier(Verifier):
@@ -36,15 +45,29 @@ class CodeVerifier(Verifier):
     """
 
     def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
+        sys.set_int_max_str_digits(0)  # tests and submissions hold longer integers
         self._sandbox = sandbox or open_sandbox(config)
         self._checkers = CheckerPrograms(self._sandbox, config.checker_headers)
         self._run = CodeRun(self._sandbox, self._checkers, config.budget_s)
+        self._importable: set[str] = set()  # modules that tests import
         self._early_stop = config.early_stop
         self._tests_of = lru_cache(maxsize=1)(parse_code_tests)  # a group's responses come in a row
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError when the ground truth has no usable tests, or an unusable checker."""
-        self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
+        """Raise ValueError when the ground truth has no usable tests, or they or the checker cannot run here."""
+        tests = parse_code_tests(problem.ground_truth)
+        self._checkers.prepare(tests.checker)
+        programs = [tests.prefix, *(test.program for test in tests.tests if isinstance(test, ProgramTest))]
+        if tests.checker.kind == "python":
+            programs.append(tests.checker.parameters["source"])
+        wanted = {name for source in programs if "import" in source for name in modules_of(source)} - self._importable
+        missing = self._sandbox.missing(wanted) if wanted else set()
+        self._importable |= wanted - missing
+        if missing:
+            raise ValueError(
+                f"its tests import {', '.join(sorted(missing))}, which the sandbox's Python does not have: every "
+                "submission would be wrong. Expected the standard library, numpy or pytest (docs/sandbox.md)"
+            )
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Give reward 1 when every test passes. ``detail`` has each test's result and why the first one failed."""
@@ -99,23 +122,36 @@ def printable(text: str) -> str:
 def last_python_block(text: str) -> str | None:
     """Return the source in the last fenced block labelled Python, or, without any, in the last one without a label.
 
-    Returns None when there is no such block, or it never closes.
+    A fence is three or more backticks or tildes, wherever it stands in its line: in a list, a quote or a box, or behind
+    the last line of code. A block of Python ends at the first fence with which it parses, since its strings may hold
+    some; if it never parses, at the first. Fences that begin a line come first, because comments hold others. Returns
+    None when there is no such block, or it never closes.
     """
-    blocks: list[tuple[str, str | None]] = []  # (label, source)
-    opened: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opened is None:
-            opened = fence
-        elif not fence[1]:  # only a bare fence closes
-            blocks.append((opened[1], text[opened.end() + 1 : fence.start()]))
-            opened = None
-    if opened is not None:
-        blocks.append((opened[1], None))
-    for labels in (_PYTHON_LABELS, frozenset({""})):
-        for label, source in reversed(blocks):
-            if label in labels:
-                return source
-    return None
+
+    def before(fence: re.Match[str]) -> str:
+        return text[text.rfind("\n", 0, fence.start()) + 1 : fence.start()]
+
+    blocks: dict[str, str | None] = {}  # the last of each label
+    start, left = 0, _MOST_SEARCHED_CHARS
+    while opened := _OPENING.search(text, start):
+        label = "python" if _PYTHON.fullmatch(opened[2]) else opened[2]
+        quoted = _QUOTE.match(before(opened))
+        ends = (end for end in _CLOSING.finditer(text, opened.end()) if end[1].startswith(opened[1]))
+        blocks[label], start, parses = None, len(text), False
+        for end in sorted(islice(ends, _MOST_ENDS), key=lambda end: before(end).strip(" \t>") != ""):
+            source = text[opened.end() : end.start()]
+            source = textwrap.dedent(_QUOTE.sub("", source) if quoted else source)
+            parses = label == "python" and not _syntax_error(source)
+            if blocks[label] is None or parses:
+                blocks[label], start = source, end.end()
+            left -= len(source)
+            if parses or label != "python" or left < 0:
+                break
+        left -= start - opened.end()
+        if not parses and left > 0:  # a fence that the text only speaks of, or one around a whole answer
+            inner = (each for each in _OPENING.finditer(text, opened.end(), start) if _PYTHON.fullmatch(each[2]))
+            start = next((each.start() for each in inner), start)
+    return blocks["python"] if "python" in blocks else blocks.get("")
 
 
 def _syntax_error(source: str) -> str:

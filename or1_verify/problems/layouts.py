@@ -7,7 +7,8 @@ math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneva
 MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so. For
 RL: BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024, ganler/code-r1-12k (as Skywork-OR1-RL-Data), SynthLabsAI/Big-Math-RL
 (as DeepScaleR), zwhe99/DeepMath-103K, nvidia/OpenMathReasoning, PrimeIntellect/INTELLECT-2-RL-Dataset, inclusionAI/
-AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1.
+AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1,
+TIGER-Lab/AceCode-87K, deepmind/code_contests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from or1_verify.problems.wording import (
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
     "livecodebench", "humaneval", "mbpp", "olympiadbench", "math", "deepmath", "openmath", "intellect2", "areal",
-    "rlvr", "deepcoder", "kodcode",
+    "rlvr", "deepcoder", "kodcode", "acecode", "code_contests",
 ]  # fmt: skip
 
 
@@ -368,15 +369,18 @@ def _deepcoder(row: Columns) -> Published:
 
 def _kodcode(row: Columns) -> Published:
     """Its tests are functions for pytest that import the solution; here they are called one by one."""
-    test, told = row.verbatim("test"), row.decoded("test_info", list) or [{}]
-    entry = told[0].get("function_name") if isinstance(told[0], Mapping) else None
+    test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
+    told: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
+    imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
+    entry = told.get("function_name") or (imported and imported[1])
     if not entry:
-        raise RowError(row.origin, "no function_name in test_info", "column 'test_info': expected a function_name")
+        expected = "expected a function_name in test_info, or an import from solution in test"
+        raise RowError(row.origin, "no name of the function", f"column 'test': {expected}")
     body = re.sub(r"^from solution import .*$", "", test, flags=re.MULTILINE)
     calls = re.findall(r"^def (test\w*)\(\s*\)", body, flags=re.MULTILINE)
     check = "\n\ndef check(candidate):\n" + "".join(f"    {call}()\n" for call in calls)
     truth = {"entry_point": entry, "import_prefix": "", "test_code": body + check}
-    declared = told[0].get("function_declaration") or ""
+    declared = told.get("function_declaration") or ""
     return Published(
         "code",
         row.text("question"),
@@ -385,6 +389,19 @@ def _kodcode(row: Columns) -> Published:
         instructions=BEGINS_WITH.format(declared) if declared else ONE_BLOCK,
         solutions=_some(row.verbatim("solution")),
     )
+
+
+def _acecode(row: Columns) -> Published:
+    tests = row.texts("test_cases")
+    truth = json.dumps({"assert_case": tests}, ensure_ascii=False) if tests else ""
+    return Published("code", row.text("question"), truth, instructions=ONE_BLOCK)
+
+
+def _code_contests(row: Columns) -> Published:
+    parts = [row.decoded(f"{kind}_tests", dict) or {} for kind in ("public", "private", "generated")]
+    inputs, outputs = ([item for part in parts for item in part.get(side) or []] for side in ("input", "output"))
+    truth = json.dumps({"inputs": inputs, "outputs": outputs}, ensure_ascii=False) if inputs else ""
+    return Published("code", row.text("description"), truth, instructions=READS_STDIN)
 
 
 def _cases(cases: Any, function: str | None = None) -> str:
@@ -416,6 +433,8 @@ _READERS: Mapping[str, Callable[[Columns], Published]] = {
     "rlvr": _rlvr,
     "deepcoder": _deepcoder,
     "kodcode": _kodcode,
+    "acecode": _acecode,
+    "code_contests": _code_contests,
 }
 
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
@@ -423,7 +442,9 @@ _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
     ("mbpp", frozenset({"task_id", "test_list"})),
-    ("kodcode", frozenset({"question", "solution", "test", "test_info"})),
+    ("kodcode", frozenset({"question", "solution", "test"})),
+    ("acecode", frozenset({"question", "test_cases"})),
+    ("code_contests", frozenset({"description", "public_tests", "private_tests", "generated_tests"})),
     ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"})),
     ("olympiadbench", frozenset({"question", "final_answer"})),
     ("intellect2", frozenset({"prompt", "task_type", "verification_info"})),

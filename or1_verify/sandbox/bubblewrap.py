@@ -45,7 +45,7 @@ class Bubblewrap:
                 "without it, math can. Install it: apt install bubblewrap (or dnf install bubblewrap)"
             )
         self._executable = executable
-        self._interpreter = interpreter
+        self.interpreter = interpreter
         self._filter = namespaced_filter()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
@@ -66,7 +66,7 @@ class Bubblewrap:
                 mode = "0555" if name in program.executable else "0444"
                 binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
             binds += ["--remount-ro", "/", "--chdir", "/tmp"]
-            runner = [str(self._interpreter), *PYTHON_OPTIONS, f"{_BOX}/runner.py"]
+            runner = [str(self.interpreter), *PYTHON_OPTIONS, f"{_BOX}/runner.py"]
             command = [*self._confinement(limits, status_write), *binds, *runner]
             launched = Launched.start(command, stdin, limits, (*opened, status_write), cwd="/", env={}, **identity)
         except OSError:
@@ -76,11 +76,11 @@ class Bubblewrap:
             for descriptor in (*opened, status_write):
                 os.close(descriptor)
         launched.status = os.fdopen(status_read, "rb")
-        launched.instruct(limits.rlimits(in_cgroup), program.command, _BOX, self._interpreter)
+        launched.instruct(limits.rlimits(in_cgroup), program.command, _BOX, self.interpreter)
         return launched
 
     def _confinement(self, limits: SandboxLimits, status_descriptor: int) -> list[str]:
-        prefix = self._interpreter.parent.parent
+        prefix = self.interpreter.parent.parent
         arguments = [self._executable, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
         # Without --as-pid-1 bubblewrap leaves a middle process behind for init to reap, and in many containers the
         # first process reaps nothing: one zombie per test.
@@ -92,10 +92,10 @@ class Bubblewrap:
                 arguments += ["--symlink", f"usr/{name}", f"/{name}"]
             elif Path("/", name).is_dir():
                 arguments += ["--ro-bind", f"/{name}", f"/{name}"]
-        if not prefix.is_relative_to("/usr"):
-            arguments += ["--ro-bind", str(prefix), str(prefix)]
         size = ["--size", str(limits.scratch_bytes), "--tmpfs"]
         arguments += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev", *size, "/tmp"]
-        for name, value in ENVIRONMENT.items():
+        if not prefix.is_relative_to("/usr"):  # behind /tmp, which may hold it
+            arguments += ["--ro-bind", str(prefix), str(prefix)]
+        for name, value in {**ENVIRONMENT, "LD_LIBRARY_PATH": str(self.interpreter.parent)}.items():
             arguments += ["--setenv", name, value]
         return arguments

@@ -60,7 +60,7 @@ class Landlock:
         if not confine_files:
             self.name = "weak"
         lone_filter(1)
-        self._interpreter = interpreter
+        self.interpreter = interpreter
         self._identity = _own_identity()
         self._tasks = (0, -_TASKS_KNOWN_S)
         _remove_folders_of_the_dead()
@@ -71,7 +71,8 @@ class Landlock:
         try:
             box, scratch = self._fill(folder, program)
             environment = {**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)}
-            runner = [str(self._interpreter), *PYTHON_OPTIONS, str(box / "runner.py")]
+            environment["LD_LIBRARY_PATH"] = str(self.interpreter.parent)  # a copy of ours has its libraries there
+            runner = [str(self.interpreter), *PYTHON_OPTIONS, str(box / "runner.py")]
             launched = Launched.start(
                 runner, stdin, limits, cwd=scratch, env=environment, start_new_session=True, **self._identity
             )
@@ -80,7 +81,7 @@ class Landlock:
             raise
         launched.folder, launched.whole_group = folder, program.tool
         lock = self._lock(launched.process.pid, box, scratch, program.tool)
-        launched.instruct(self._rlimits(limits, in_cgroup), program.command, str(box), self._interpreter, lock)
+        launched.instruct(self._rlimits(limits, in_cgroup), program.command, str(box), self.interpreter, lock)
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
@@ -100,7 +101,7 @@ class Landlock:
         lock: dict[str, Any] = {"parent": os.getpid(), "filter": namespaced_filter() if tool else lone_filter(pid)}
         if not self._version:
             return lock
-        rules = [(path, _READ) for path in (*_READABLE, str(self._interpreter.parent.parent), str(box))]
+        rules = [(path, _READ) for path in (*_READABLE, str(self.interpreter.parent.parent), str(box))]
         rules += [*_DEVICES.items(), (str(scratch), _FILE_RIGHTS[min(self._version, 5)] if tool else _READ)]
         lock["attributes"] = (
             _FILE_RIGHTS[min(self._version, 5)],

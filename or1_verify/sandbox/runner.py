@@ -9,6 +9,8 @@ command that is this same Python with a file runs in this process.
 
 from __future__ import annotations
 
+import builtins
+import io
 import marshal
 import os
 import resource
@@ -19,6 +21,8 @@ from types import ModuleType
 TYPE_CHECKING = False  # importing typing would take time
 if TYPE_CHECKING:
     from typing import Any
+
+STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def lock(to: dict[str, Any]) -> None:
@@ -63,11 +67,24 @@ def set_up_site() -> None:
     site.sethelper()
 
 
+def open_streams(open_path: Any) -> Any:
+    """Return ``open_path`` for programs that name the standard streams, which no /proc leads to."""
+
+    def opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
+        name = os.fspath(file) if hasattr(file, "__fspath__") else file
+        stream = STREAMS.get(name) if isinstance(name, str) else None
+        return open_path(file if stream is None else os.dup(stream), *arguments, **keywords)
+
+    return opened
+
+
 def run_here(path: str, arguments: list[str]) -> None:
-    """Do what ``python path *arguments`` would do, without starting Python again."""
+    """Do what ``python path *arguments`` would do, without starting Python again, and with integers of any length."""
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = [path, *arguments]
+    sys.set_int_max_str_digits(0)
+    builtins.open = io.open = open_streams(io.open)
     sys.path.insert(0, os.path.dirname(path))
     main_module = ModuleType("__main__")
     main_module.__dict__["__file__"] = path

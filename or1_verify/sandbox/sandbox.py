@@ -7,11 +7,15 @@ and logs a warning.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +35,20 @@ from or1_verify.sandbox.program import (
 )
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
+_FINDER = Program(
+    {"main.py": b"from importlib.util import find_spec\nprint(*(m for m in input().split() if find_spec(m) is None))"},
+    ("{python}", "{box}/main.py"),
+)
 _PROBE_LIMITS = SandboxLimits(cpu_s=30.0, wall_s=60.0)
 _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
     "bubblewrap": Bubblewrap,
     "landlock": Landlock,
     "weak": partial(Landlock, confine_files=False),
 }
+_PACKAGES = ("numpy", "numpy.libs", "pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments")
+"""What programs may import besides the standard library: NumPy, and pytest with what it needs."""
+_LEFT_OUT = shutil.ignore_patterns("*-packages", "test", "tests", "config-*", "ensurepip", "idlelib", "tkinter")
+NO_NUMPY = "programs cannot import numpy in the sandbox, whose Python is {}: those that do are judged wrong"
 _log = logging.getLogger(__name__)
 
 
@@ -75,8 +87,14 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 "verify.sandbox=weak: untrusted programs can read every file that their user can, and write where "
                 "it can; they have no network and no processes. Use it on machines that hold nothing of value"
             )
-        elif any(failure.startswith("bubblewrap") for failure in failures) and self.tier == "landlock":
+        if self.missing({"numpy"}):
+            _log.warning("%s", NO_NUMPY.format(self._tier.interpreter))
+        if any(failure.startswith("bubblewrap") for failure in failures) and self.tier == "landlock":
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
+
+    def missing(self, modules: Iterable[str]) -> set[str]:
+        """Return those of the ``modules``, without dots, that programs cannot import here."""
+        return set(self.run(_FINDER, " ".join(modules).encode(), _PROBE_LIMITS).output.decode().split())
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
         """Run the program once, with ``limits`` or the sandbox's own. Thread-safe. Raises SandboxFailure."""
@@ -140,8 +158,46 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
     return sandbox
 
 
-def _interpreters() -> list[Path]:
-    """Return the Pythons to try, our own first, so that submissions get the version that the user runs."""
-    base = getattr(sys, "_base_executable", None) or sys.executable
-    candidates = [Path(os.path.realpath(base)), Path(os.path.realpath("/usr/bin/python3"))]
-    return [path for path in dict.fromkeys(candidates) if os.access(path, os.R_OK | os.X_OK)]
+def _interpreters() -> Iterator[Path]:
+    """Yield the Pythons to try, our own first, so that submissions get the version that the user runs.
+
+    A copy of it comes before it where we run in a virtual environment, whose packages it does not have.
+    """
+    ours = Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
+    if sys.prefix == sys.base_prefix:
+        yield ours
+    with suppress(OSError, RuntimeError, ValueError):  # such as no room, no home, an installation of another form
+        yield _with_packages(ours)
+    yield from (ours, Path(os.path.realpath("/usr/bin/python3")))
+
+
+def _with_packages(python: Path) -> Path:
+    """Return a copy of our Python and those of _PACKAGES that we have, made once where a sandbox's user can read it.
+
+    Raises OSError, RuntimeError or ValueError where it cannot be made.
+    """
+    stdlib, cache = Path(sysconfig.get_path("stdlib")), Path("/var/cache")  # root's home is nobody else's to read
+    if os.geteuid() != 0:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    packages = [Path(sysconfig.get_path("platlib"), name) for name in _PACKAGES]
+    libraries = [stdlib, *(package for package in packages if package.exists())]
+    shared = sorted(Path(sys.base_prefix, "lib").glob("libpython3*.so*"))
+    key = repr([(str(path), path.stat().st_mtime_ns) for path in (python, *libraries, *shared)])
+    copy = cache / "or1_megatron" / f"python-{zlib.crc32(key.encode()):08x}"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with copy.with_suffix(".lock").open("w") as lock:  # verifiers start at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not copy.exists():
+            begun = copy.with_suffix(".partial")
+            shutil.rmtree(begun, ignore_errors=True)
+            lib, binaries = begun / stdlib.relative_to(sys.base_prefix), begun / "bin"
+            for library in libraries:  # packages beside the standard library, which every build of Python finds
+                copy_whole = shutil.copy2 if library.is_file() else partial(shutil.copytree, ignore=_LEFT_OUT)
+                copy_whole(library, lib if library == stdlib else lib / library.name)
+            binaries.mkdir()
+            for file in (python, *shared):
+                shutil.copy2(file, binaries)
+            for folder in (copy.parent, begun, lib.parent, binaries):
+                folder.chmod(0o755)
+            begun.rename(copy)
+    return copy / "bin" / python.name

@@ -237,6 +237,20 @@ def test_what_may_change_on_resume(base: Path) -> None:
     assert "parallel" not in message
 
 
+def test_what_decides_a_reward_may_not_change_on_a_resume(base: Path) -> None:
+    """A verifier of one's own, named, exchanged or taken back; its time limit may."""
+    odd, even = (
+        load_config(base, [f"verify.custom.math=my:{name}", f"verify.timeout_s={len(name)}"])
+        for name in ("odd", "even")
+    )
+    for old, new in ((odd, even), (odd, load_config(base)), (load_config(base), odd)):
+        with pytest.raises(ConfigError, match=r"verify\.custom") as refused:
+            check_resume(old, new)
+        assert "timeout_s" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"verify\.right_reward: was 1\.0, now 0\.5"):
+        check_resume(odd, load_config(base, ["verify.custom.math=my:odd", "verify.right_reward=0.5"]))
+
+
 def test_staleness_may_not_change_on_a_resume(base: Path) -> None:
     """Though the rest of ``rollout`` may."""
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness: was 0, now 1"):

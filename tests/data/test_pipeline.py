@@ -176,7 +176,7 @@ def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> Non
     assert len(recipe.sources[0].select["source"]) == 7
     assert [step.name for step in steps_of(recipe, open_sampler)] == [
         "exact_duplicates_within", "near_duplicates_within", "statements", "answers", "exact_duplicates",
-        "near_duplicates", "embedding_duplicates", "decontaminate", "code", "difficulty", "judges",
+        "near_duplicates", "code", "embedding_duplicates", "decontaminate", "difficulty", "judges",
     ]  # fmt: skip
     judges = recipe.judges
     assert judges is not None and len(judges.models) == 2 and judges.abilities == ("math",)

@@ -60,6 +60,13 @@ CODE: dict[str, tuple[str, dict[str, Any], int]] = {
     "KodCode": ("kodcode", {"question": "Add.", "solution": "def add(a, b): return a + b", "subset": "Prefill",
                             "test": KODCODE_TEST, "test_info": [{"function_name": "add", "function_declaration":
                                                                  "def add(a, b):", "parameter_list": "(a, b)"}]}, 1),
+    "KodCode without test_info": ("kodcode", {"question": "Add.", "solution": "def add(a, b): return a + b",
+                                              "test": "from solution import add\n" + KODCODE_TEST}, 1),
+    "AceCode": ("acecode", {"id": "a", "question": "Add.", "test_cases": ["assert add(3, 4) == 7"],
+                            "inferences": []}, 1),
+    "code_contests": ("code_contests", {"description": "Add.", "public_tests": {"input": ["3 4"], "output": ["7"]},
+                                        "private_tests": {"input": [], "output": []},
+                                        "generated_tests": {"input": ["1 1"], "output": ["2"]}}, 2),
     "code-r1, functions": ("skywork", {"prompt": ASKED, "data_source": "code", "ability": "code",
                                        "reward_model": {"ground_truth": json.dumps({"functional":
         "def check(candidate):\n    assert candidate(3, 4) == 7\n\n\ncheck(add)"})}}, 1),

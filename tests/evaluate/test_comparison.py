@@ -21,7 +21,22 @@ def evaluation(folder: Path, right: dict[str, int], k: int = 4, gold: str = '["1
     store = ResponseStore(folder, {"model": folder.name})
     rows = [
         [
-            Response(p, n, "sums", "math", gold, f"What is\n|{p}|?", "", 7, False, float(n < count), "right", "", "", n)
+            Response(
+                p,
+                n,
+                "sums",
+                "math",
+                gold,
+                f"What is\n|{p}|?",
+                "",
+                7,
+                False,
+                0.0,
+                "right" if n < count else "wrong",
+                "",
+                "",
+                n,
+            )
             for n in range(k)
         ]
         for p, count in right.items()
@@ -75,7 +90,7 @@ def test_more_samples_than_the_results_have_are_left_out(tmp_path: Path) -> None
     one = evaluation(tmp_path / "one", {"a": 1, "b": 4})
     with (one / "responses.jsonl").open("a") as file:
         row = json.loads((one / "responses.jsonl").read_text().splitlines()[0])
-        file.write(json.dumps({**row, "sample": 4, "reward": 1.0}) + "\n")
+        file.write(json.dumps({**row, "sample": 4, "status": "right"}) + "\n")
     assert compare(one, one).scores[0].first == pytest.approx(5 / 8)
 
 
@@ -116,12 +131,7 @@ def test_what_cannot_be_compared_is_named_all_at_once(tmp_path: Path) -> None:
         ),
         *(
             ("responses.jsonl", f'{{"problem_id": "a", "source": "s", "ground_truth": "", "prompt": "", {rest}}}\n')
-            for rest in (
-                '"sample": "0", "reward": 1',
-                '"sample": 0, "reward": NaN',
-                '"sample": 0, "reward": 7',
-                '"x": 1',
-            )
+            for rest in ('"sample": "0", "status": "right"', '"sample": 0, "reward": 1', '"x": 1')
         ),
         *(("responses.jsonl", text) for text in ("5\n", "\x00\n", "[" * 100_000 + "\n")),
     ],

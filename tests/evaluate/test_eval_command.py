@@ -249,7 +249,9 @@ def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
 
 def test_budgets_cut_off_what_is_longer() -> None:
     def response(sample: int, tokens: int, reward: float) -> Response:
-        return Response("p", sample, "s", "math", "[]", "", "", tokens, False, reward, "right", "", "", 0)
+        return Response(
+            "p", sample, "s", "math", "[]", "", "", tokens, False, 0.5, "right" if reward else "wrong", "", "", 0
+        )
 
     outcome = summarise(
         [[response(0, 400, 1.0), response(1, 900, 1.0), response(2, 3000, 0.0), response(3, 3000, 1.0)]], 4096

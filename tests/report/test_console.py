@@ -76,6 +76,12 @@ def test_a_step_is_a_line() -> None:
     # fmt: on
 
 
+def test_verdicts_that_failed_are_counted() -> None:
+    shown, text = plain()
+    shown.log(7, STEP | {"verify/timeout": 3.0, "verify/error": 1.0})
+    assert text.getvalue().splitlines()[-1] == "step 7: 3 verdicts ran out of time (verify.timeout_s), 1 failed"
+
+
 def test_the_header_comes_again_and_step_0_has_no_line() -> None:
     shown, text = plain(total_steps=100)
     shown.log(0, {"evaluation/accuracy": 0.3, "time/step": 9.0})

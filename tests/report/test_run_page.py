@@ -182,14 +182,14 @@ def test_the_same_runs_give_the_same_page(run: Path, tmp_path: Path) -> None:
 
 
 def test_choice_covers_what_is_rare() -> None:
-    """It takes 40 of 10,000 rows: each part of the run, both rewards, the one truncated in a hundred and the small
+    """It takes 40 of 10,000 rows: each part of the run, right and wrong, the one truncated in a hundred and the small
     source, in each half of the steps."""
     rng = np.random.default_rng(0)
     rows = pd.DataFrame(
         {
             "run": 0,
             "step": np.repeat(np.arange(24), 500)[:10_000],
-            "reward": (rng.random(10_000) < 0.9).astype(np.float32),
+            "status": np.where(rng.random(10_000) < 0.9, "right", "wrong"),
             "truncated": rng.random(10_000) < 0.01,
             "source": np.where(rng.random(10_000) < 0.02, "small", "large"),
         }
@@ -199,7 +199,7 @@ def test_choice_covers_what_is_rare() -> None:
     taken = rows.loc[chosen]
     assert taken["step"].nunique() >= 12
     for half in (taken[taken["step"] < 10], taken[taken["step"] >= 10]):
-        for rare in (half["reward"] == 0, half["truncated"], half["source"] == "small"):
+        for rare in (half["status"] == "wrong", half["truncated"], half["source"] == "small"):
             assert 2 <= rare.sum() <= len(half) - 2
     assert sorted(choose(rows[:7], 200)) == list(range(7)) and choose(rows, 0) == [] == choose(rows[:0], 5)
 

@@ -23,7 +23,9 @@ from or1_megatron.rl.metrics import (
 )
 from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.rl.stages import PassRateLedger
 from or1_megatron.types import EvaluationResult, RolloutReport, Sample, UpdateReport, VersionSpan
+from or1_verify.types import Verdict
 
 REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
 
@@ -33,6 +35,23 @@ def update(token_count: int, skipped: bool = False, **sums: float) -> UpdateRepo
     nothing |= {"abs_log_ratio": 0.0, "max_abs_log_ratio": 0.0, "max_ratio": 1.0, "max_inverse_ratio": 1.0}
     nothing |= dict.fromkeys(("clipped_low", "clipped_high", "clipped_dual"), 0.0)
     return UpdateReport({**nothing, **sums}, token_count, 2.0, 1e-6, skipped, 0.75, 0.25)
+
+
+def test_fractional_rewards_are_judged_by_their_status() -> None:
+    """Right from 0.5 up: 2 of 6. Equal fractions have no advantage and are rejected; different ones count by size."""
+    few = [(0.1, 0.1), (0.5, 0.25), (-1.0, 0.75)]
+    groups = [
+        replace(group, verdicts=tuple(Verdict(r, "right" if r >= 0.5 else "wrong", "", "", 0.0) for r in rewards))
+        for group, rewards in zip([group_of([0, 0]) for _ in few], few, strict=True)
+    ]
+    metrics = rollout_metrics(groups, REPORT)
+    assert (metrics["reward/mean"], metrics["accuracy/all"]) == (pytest.approx(0.7 / 6), pytest.approx(2 / 6))
+    kept, rejected = reject(assign_advantages(groups, AdvantageConfig(scale="none")), AdvantageConfig())
+    assert [group.advantages.tolist() for group in kept] == [[0.125, -0.125], [-0.875, 0.875]]
+    assert rejection_metrics(kept, rejected)["groups/rejected_all_wrong"] == 1
+    ledger = PassRateLedger()
+    ledger.record(0, groups[1:2])
+    assert ledger.outside(0, 0.6, 1.0) and not ledger.outside(0, 0.5, 0.5)
 
 
 def test_rollout_metrics() -> None:

@@ -176,6 +176,62 @@ def test_last_python_block() -> None:
     assert last_python_block("no code, but `x`") is None
 
 
+FENCES = {
+    "four backticks": "````python\na\n```\nb\n````\n",
+    "tildes, label in capitals": "~~~PY3\na\n~~~\n",
+    "in a list": "1. ```python\n   if a:\n       b\n   ```",
+    "in a quote": "> ```python\n> if a:\n>     b\n> ```\n",
+    "text before it, text behind its end": "**Solution:**```ipython\na\n``` Done. ```x```\n",
+    "in a box": "\\boxed{```python\na\n```}",
+    "its end behind the last line": "```python\na```\n\nThat is all.",
+    "a fence inside a string": '```python\na = """\n```\n"""\nb\n```\n',
+    "a fence inside a comment": "```python\na  # ```\nb\n```\n",
+    "the text speaks of fences": "Between ```python and ``` comes\n```python\na\n```\n",
+    "a whole answer in a block": "````markdown\nIt is\n```python\na\n```\n````\n",
+    "it does not parse": "```python\na b\n```\n```\nc\n```",
+}
+"""A response by the form of its fence."""
+TAKEN = ("a\n```\nb\n", "a\n", "if a:\n    b\n", "if a:\n    b\n", "a\n", "a\n", "a", 'a = """\n```\n"""\nb\n')
+
+
+@pytest.mark.parametrize(("name", "source"), zip(FENCES, (*TAKEN, "a  # ```\nb\n", "a\n", "a\n", "a b\n"), strict=True))
+def test_fences_as_models_write_them(name: str, source: str) -> None:
+    """Four backticks hold three, though what they hold does not parse."""
+    assert last_python_block(FENCES[name]) == source
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("truth", "source"),
+    [
+        (DOUBLE, "print(2 * int(open('/dev/stdin').read()), file=open('/dev/stdout', 'w'))"),
+        (DOUBLE, "import pathlib, sys\nsys.stdin = pathlib.Path('/dev/stdin').open()\nprint(2 * int(input()))"),
+        ({"inputs": ["9" * 6000], "outputs": ["1" + "0" * 6000]}, "print(int(input()) + 1)"),
+        ('{"fn_name": "f", "inputs": [[6000]], "outputs": [1%s]}' % ("0" * 6000), "def f(n): return 10 ** n"),
+        ('{"assert_case": ["assert f(1%s) == 6001"]}' % ("0" * 6000), "def f(n): return len(str(n))"),
+        (ADD, "import numpy as np\ndef add(a, b): return np.add(a, b)"),
+        ({**LEETCODE, "import_prefix": "import numpy as np\nimport pytest\n"}, "def add(a, b): return np.add(a, b)"),
+    ],
+    ids=["stdin by name", "as a path", "digits read", "in a result", "in an assert", "numpy", "numpy in the prefix"],
+)
+def test_what_programs_use(verifier: CodeVerifier, truth: Any, source: str) -> None:
+    verifier.check_ground_truth(problem(truth))
+    verdict = verifier.verify(problem(truth), answer(source), truncated=False)
+    assert verdict.status == "right", verdict.detail
+
+
+@needs_bubblewrap
+def test_tests_that_import_what_is_not_there_are_refused(verifier: CodeVerifier) -> None:
+    """Unless they try: then they can do without."""
+    tried = "try:\n    import no_such_module\nexcept ImportError:\n    pass\n"
+    verifier.check_ground_truth(problem({**LEETCODE, "import_prefix": tried}))
+    for key in ("import_prefix", "test_code"):
+        with pytest.raises(
+            ValueError, match="its tests import no_such_module, which the sandbox's Python does not have"
+        ):
+            verifier.check_ground_truth(problem({**LEETCODE, key: "import no_such_module.x as y\n" + LEETCODE[key]}))
+
+
 @needs_bubblewrap
 def test_all_tests_are_run_when_asked_for() -> None:
     source = "n = int(input())\nprint(42 if n == 21 else 9)"

@@ -98,5 +98,6 @@ def test_nothing_is_exponential_or_quadratic_in_what_a_submission_chooses() -> N
     assert value_matches([[nested, 1], [2]], [[2], [1, nested]], parse_checker("nested_unordered", calls=True))
     lines = b"a\n" * (1 << 20)
     assert not any(text_matches(lines, "a", parse_checker(kind, calls=False)) for kind in ("lines", "unordered_lines"))
-    for line in ("```" + " " * (1 << 18) + "`", "```" + "a" * (1 << 18) + "`"):
+    for line in ("```" + " " * (1 << 18) + "`", "```" + "a" * (1 << 18) + "`", "`" * (1 << 18) + "a`"):
         assert last_python_block(f"{line}\n```python\n1\n```\n") == "1\n"
+    assert last_python_block("```python\n" * (1 << 16)) is None

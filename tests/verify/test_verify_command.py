@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,18 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bub
 
 MINE = """
 import os, time
+import numpy as np
 from or1_verify.types import Verdict
 
 def parity(problem, response, truncated):
     if "raise" in response: raise KeyError("mine")
     if "sleep" in response: time.sleep(60)
     if "die" in response: os._exit(3)
-    if "odd" in response: return 0.5
+    if "odd" in response: return "0.5"
+    if "nan" in response: return np.float32("nan")
+    if "low" in response: return {"reward": -2}
+    if "numpy" in response: return np.bool_(True)
+    if "half" in response: return {"score": np.float32(0.5), "acc": False}
     print("noise on standard output")
     return response.strip() == problem.ground_truth
 
@@ -50,6 +55,13 @@ class Boasting:
         return Verdict(1.0, "wrong", "", "", 0.0)
 
 NUMBER = 3
+
+def as_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return (data_source, solution_str, ground_truth, extra_info["model_difficulty"]) == ("s", "a", "7", {"m": 3})
+
+def as_trl(completions, **kwargs): return [1.0]
+def swapped(response, problem, truncated): return 1
+def lacking(data_source, solution_str, ground_truth, tokenizer): return 1
 """
 
 
@@ -126,13 +138,13 @@ def test_rows_come_back_in_order_with_their_verdicts(folder: Path) -> None:
     assert [{key: item[key] for key in given} for item, given in zip(out, rows, strict=True)] == rows
     assert "0 of 1 tests passed [F]; test 0: wrong output: '0\\n', expected '2'" in out[3]["detail"]
     table = [line.split() for line in result.stdout.splitlines()[-4:]]
-    assert table[0] == ["source", "rows", "reward", "right", "wrong", "truncated", "no_answer"]
+    assert table[0] == ["source", "rows", "accuracy", "right", "wrong", "truncated", "no_answer"]
     assert table[1:] == [
         ["codes", "3", "0.333", "1", "1", "1", "0"],
         ["maths", "3", "0.333", "1", "1", "0", "1"],
         ["all", "6", "0.333", "2", "2", "1", "1"],
     ]
-    assert re.search(r"rows\.jsonl:4  wrong  codes  0 of 1 tests passed", result.stdout)
+    assert re.search(r"rows\.jsonl:4  wrong  0  codes  0 of 1 tests passed", result.stdout)
 
     half = folder / "half.jsonl"
     lines = (folder / "one.jsonl").read_text().splitlines(keepends=True)
@@ -269,7 +281,7 @@ def test_ground_truths_that_cannot_be_used_are_named_by_row(folder: Path) -> Non
 
 def test_a_verifier_of_ones_own(folder: Path) -> None:
     """Its verdicts, and that what it does wrong costs its own sample alone."""
-    config = VerifyConfig(custom={"parity": "my_verifiers:parity"}, timeout_s=120.0)
+    config = VerifyConfig(custom={"parity": "my_verifiers:parity"}, timeout_s=120.0, lowest_reward=-1.0)
     verifier = build_verifiers(config, {"parity"})["parity"]
     problem = Problem("i", "s", "parity", (Message("user", "q"),), "even", {"m": 3}, "x.jsonl:1")
     try:
@@ -278,25 +290,42 @@ def test_a_verifier_of_ones_own(folder: Path) -> None:
             "even": ("right", ""),
             "neither": ("wrong", ""),
             "raise": ("error", "KeyError: 'mine'"),
-            "odd": ("error", "returned 0.5, expected a Verdict, or a reward of 0 or 1"),
+            "odd": ("error", "x.jsonl:1: TypeError: returned '0.5', expected a number, a mapping"),
+            "nan": ("error", "x.jsonl:1: ValueError: returned the reward nan, expected a finite number"),
+            "low": ("error", "returned the reward -2, expected a finite number from verify.lowest_reward = -1 up"),
+            "numpy": ("right", ""),
+            "half": ("wrong", "{'acc': False}"),
             "die": ("error", "its process died"),
         }
         for response, (status, words) in expected.items():
             verdict = verifier.verify(problem, response, truncated=False)
             assert (verdict.status, words in verdict.detail) == (status, True), verdict
         assert verifier.verify(problem, "even", truncated=False).reward == 1.0
-        assert verifier.verify(problem, "even", truncated=True).status == "truncated"
+        assert verifier.verify(problem, "half", truncated=False).reward == 0.5
+        cut = verifier.verify(problem, "even", truncated=True)
+        assert (cut.status, cut.reward, verifier.verify(problem, "raise", False).reward) == ("truncated", -1.0, -1.0)
     finally:
         verifier.close()
-    hasty = CustomVerifier("parity", "my_verifiers:parity", 0.5)
+
+    def of(name: str, **more: Any) -> CustomVerifier:
+        return CustomVerifier("parity", VerifyConfig(custom={"parity": f"my_verifiers:{name}"}, **more))
+
+    hasty, low = of("parity", timeout_s=0.5), of("parity", right_reward=0.5)
     verdict = hasty.verify(problem, "sleep", truncated=False)
+    assert (low.verify(problem, "half", truncated=False).status, low.verify(problem, "odd", False).reward) == (
+        "right",
+        0,
+    )
     hasty.close()
+    low.close()
     assert verdict.status == "timeout" and "no answer within 0.5 s" in verdict.detail, verdict
-    polite, boasting = (CustomVerifier("parity", f"my_verifiers:{name}", 120.0) for name in ("Polite", "Boasting"))
+    polite, boasting, verl = of("Polite"), of("Boasting"), of("as_verl")
+    assert verl.verify(replace(problem, ground_truth='["7"]'), "a", truncated=False).reward == 1.0
+    verl.close()
     assert polite.verify(problem, "any", truncated=False).detail == "because"
     with pytest.raises(ValueError, match="expected an x"):
         polite.check_ground_truth(problem)
-    assert "only 'right' has reward 1" in boasting.verify(problem, "any", truncated=False).detail
+    assert "'right' is from 1 up" in boasting.verify(problem, "any", truncated=False).detail
     polite.close()
     boasting.close()
 
@@ -306,8 +335,26 @@ def test_broken_verifiers_are_named(folder: Path) -> None:
         "my_verifiers:nothing": "no attribute 'nothing'",
         "nowhere.at_all:x": "No module named 'nowhere'",
         "my_verifiers:NUMBER": "is a int; expected a class with a method verify, or a function",
-        "my_verifiers": "cannot be loaded: ValueError: expected package.module:name",
+        "my_verifiers": "cannot be loaded: ValueError: expected package.module:name or path/to/file.py:name",
+        "nowhere.py:judge": "No such file or directory: ",
+        "my_verifiers:as_trl": "has the signature (completions, **kwargs); expected verify or a function of (problem,",
+        "my_verifiers:swapped": "has the signature (response, problem, truncated); expected",
+        "my_verifiers:lacking": "tokenizer); expected",
     }.items():
         with pytest.raises(VerifierBroken) as caught:
             build_verifiers(VerifyConfig(custom={"parity": path}), {"parity"})
         assert f"verify.custom.parity: '{path}'" in str(caught.value) and words in str(caught.value)
+
+
+def test_a_reward_function_is_tried_on_the_first_twenty_rows(folder: Path) -> None:
+    """By file, of any ability, with a name that the standard library has too; nothing is written."""
+    (folder / "rewards").mkdir()
+    (folder / "rewards" / "math.py").write_text(MINE)
+    file = write(folder / "rows.jsonl", [row("half" if n else "raise", ability="chess") for n in range(25)])
+    result = run(file, "--try", "rewards/math.py:parity")
+    said = result.stdout.splitlines()
+    assert result.exit_code == 0 and len(said) == 21 and "from 1 up (verify.right_reward)" in said[-1], result.output
+    assert "rows.jsonl:1  error  0" in said[0] and "rows.jsonl:20  wrong  0.5  s" in said[19]
+    assert run(file, "--try", "my_verifiers:as_trl").exit_code == 2
+    assert not list(folder.glob("*.out"))
+    assert "--out is missing" in run(file).output

@@ -68,12 +68,12 @@ def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any
     if recipe.answers is not None:
         steps.append(Answers(recipe.answers))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
+    if recipe.code is not None:  # before a twin of a program that fails its tests can be left out for it (the paper)
+        steps.append(CodeSolutions(recipe.code))
     if recipe.duplicates.embedding is not None:
         steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
     if recipe.decontaminate.against:
         steps.append(Decontamination(recipe.decontaminate, recipe.out / UNUSABLE_EVALUATED))
-    if recipe.code is not None:
-        steps.append(CodeSolutions(recipe.code))
     results = recipe.out / "results"
     if recipe.difficulty is not None:
         steps.append(Difficulty(recipe.difficulty, results, open_sampler))

@@ -113,6 +113,9 @@ class RunConsole:
         self._lines += 1
         cells = self._cells(step, metrics)
         self._print("  ".join(cells[name].rjust(width) for name, width in _WIDTHS.items()))
+        late, failed = (int(metrics.get(f"verify/{status}", 0)) for status in ("timeout", "error"))
+        if late or failed:
+            self._print(f"step {step}: {late} verdicts ran out of time (verify.timeout_s), {failed} failed", "yellow")
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         self._print(

@@ -42,7 +42,7 @@ def length_histogram(rows: pd.DataFrame, limit: int) -> dict[str, Any]:
     longest = max(int(rows["tokens"].max()), limit, 1)
     width = -(-(longest + 1) // _LENGTH_BINS)
     edges = np.arange(0, longest + 1 + width, width)
-    right, truncated = rows["reward"] > 0, rows["truncated"]
+    right, truncated = rows["status"] == "right", rows["truncated"]
     kinds = {"right": right & ~truncated, "not right": ~right & ~truncated, "truncated": truncated}
     counts = {kind: np.histogram(rows["tokens"][which], edges)[0].tolist() for kind, which in kinds.items()}
     return {"edges": edges.tolist(), "counts": counts}
@@ -90,7 +90,7 @@ def _periods(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def _rate_bins(rows: pd.DataFrame) -> NDArray[np.uint8]:
     """Return [problems] the bin of each problem's share of right responses."""
-    rates = (rows["reward"] > 0).groupby(rows["problem"], observed=False).mean().to_numpy()
+    rates = (rows["status"] == "right").groupby(rows["problem"], observed=False).mean().to_numpy()
     quarters = 1 + np.floor(4 * np.nan_to_num(rates))
     special = [np.isnan(rates), rates == 0, rates == 1]
     return np.select(special, [NOT_SEEN, 0, len(PASS_RATES) - 1], quarters).astype(np.uint8)

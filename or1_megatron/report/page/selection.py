@@ -17,12 +17,12 @@ class UnknownRollout(UserError, ValueError):
 
 
 def choose(rows: pd.DataFrame, count: int) -> list[int]:
-    """Return the index of up to ``count`` rows in the order of choice, spread over run, step, reward, truncation and
+    """Return the index of up to ``count`` rows in the order of choice, spread over run, step, rightness, truncation and
     source: one of each kind, then a second of each, and so on, so that rare kinds come early.
     """
     drawn = rows.sample(frac=1, random_state=0)
     part = (drawn["step"].rank(method="dense") - 1) * _PARTS // max(drawn["step"].nunique(), 1)
-    kinds = [drawn["run"], part, drawn["reward"] > 0, drawn["truncated"], drawn["source"]]
+    kinds = [drawn["run"], part, drawn["status"] == "right", drawn["truncated"], drawn["source"]]
     turns = drawn.groupby(kinds, observed=True).cumcount()
     return turns.sort_values(kind="stable").index[:count].tolist()
 

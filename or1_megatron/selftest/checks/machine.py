@@ -154,7 +154,9 @@ def confinement(context: Context) -> None:
     refused = {}
     for tier in TIERS:
         try:
-            Sandbox(SandboxLimits(), tier).close()
+            with Sandbox(SandboxLimits(), tier) as sandbox:
+                if sandbox.missing({"numpy"}):
+                    context.find(f"numpy: {tier}", "none in the sandbox's Python", "programs that import it are wrong")
         except SandboxUnavailable as error:
             refused[tier] = why_refused(error)
     none = "no code verification (untrusted programs would run unconfined); math training works"

@@ -182,7 +182,6 @@ def serve(submission: Submission, lines: Any, channel: int, fork: bool, keep: bo
 
 def main() -> None:
     sys.setrecursionlimit(100_000)
-    sys.set_int_max_str_digits(0)
     lines = os.fdopen(os.dup(0), "rb")
     channel = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)

@@ -183,5 +183,4 @@ def failing_line(error: BaseException, lines: list[str]) -> str:
 
 CHANNEL = Channel()
 sys.setrecursionlimit(100_000)
-sys.set_int_max_str_digits(0)
 run(CHANNEL.receive())

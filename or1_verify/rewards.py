@@ -1,0 +1,84 @@
+"""``or1_verify`` as the reward function of other trainers, by the signatures with which they call one.
+
+    TRL        GRPOTrainer(reward_funcs=or1_verify.rewards.trl, ...)
+    verl       custom_reward_function.path=.../or1_verify/rewards.py custom_reward_function.name=verl
+    slime      --custom-rm-path or1_verify.rewards.slime
+    prime-rl   verifiers.Rubric(funcs=[or1_verify.rewards.rubric])
+
+A ground truth is an answer, a list of accepted ones, or an object of tests: that is code, all else math. Verifiers live
+as long as the process; OR1_VERIFY_CONFIG names a file with their section ``verify``. Only slime tells which tag the
+prompt has opened, and what was cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from or1_verify.answer import left_open
+from or1_verify.config import read_config
+from or1_verify.types import Problem, Verdict
+from or1_verify.verifier_threads import VerifierThreads
+from or1_verify.verifiers import build_verifiers
+
+_TRUTHS = ("ground_truth", "answer", "solution")
+
+
+def trl(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Return a reward for each completion, text or messages; the data has one of the columns _TRUTHS."""
+    truths = next((columns[name] for name in _TRUTHS if columns.get(name) is not None), None)
+    if truths is None:
+        raise ValueError(f"the data has the columns {sorted(columns)}; expected one of: {', '.join(_TRUTHS)}")
+    futures = [_verdict(*pair) for pair in zip(truths, completions, strict=True)]
+    return [future.result().reward for future in futures]
+
+
+def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> dict[str, float]:
+    reward = _verdict(ground_truth, solution_str).result().reward
+    return {"score": reward, "acc": reward}
+
+
+async def slime(args: Any, sample: Any, **_: Any) -> Any:
+    """Return the reward of a Sample, or with ``--group-rm`` those of a list. Each has its ground truth as label."""
+    if isinstance(sample, list):
+        return await asyncio.gather(*(slime(args, one) for one in sample))
+    opened = left_open(sample.prompt) if isinstance(sample.prompt, str) else ""
+    cut_off = sample.status.value == "truncated"
+    return (await asyncio.wrap_future(_verdict(sample.label, opened + sample.response, cut_off))).reward
+
+
+async def rubric(completion: Any, answer: Any, **_: Any) -> float:
+    return (await asyncio.wrap_future(_verdict(answer, completion))).reward
+
+
+def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Verdict]:
+    """Judge text, or the last of messages, in the background. Raises ValueError for an unusable ground truth."""
+    try:
+        decoded = json.loads(truth) if isinstance(truth, str) else truth
+    except ValueError:
+        decoded = truth
+    ability = "code" if isinstance(decoded, Mapping) else "math"
+    several = isinstance(decoded, list) and all(isinstance(gold, str) for gold in decoded)
+    golds = json.dumps(decoded if several or ability == "code" else [str(truth)])
+    problem = Problem("", "", ability, (), golds, {}, "the reward function")
+    threads = _threads(ability, os.getpid())
+    with threads.borrowed() as verifiers:
+        verifiers[ability].check_ground_truth(problem)
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    return threads.verdict(problem, text, truncated)
+
+
+@cache
+def _threads(ability: str, pid: int) -> VerifierThreads:
+    """Return this process's verifiers: a fork's are its own."""
+    config = read_config(Path(path) if (path := os.environ.get("OR1_VERIFY_CONFIG")) else None)
+    threads = VerifierThreads(partial(build_verifiers, config, {ability}), config.workers)
+    atexit.register(threads.close)
+    return threads
