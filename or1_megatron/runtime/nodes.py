@@ -6,7 +6,8 @@ nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  the node's launcher waits for attempt i
-    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
+    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end" and the run's exit code: there is no
+                  such attempt
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
     beat/<node>   the node's launcher counts once a second
     left/<node>   the node has read that the run has ended
@@ -18,9 +19,11 @@ from __future__ import annotations
 import datetime
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
@@ -34,6 +37,8 @@ _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 10.0
 """After another node's ranks have failed: the time in which this node's may log where they are, and end."""
+_ANSWER_S: Final = 10.0
+"""Node 0's launcher answers within this time once it listens."""
 _SILENT_S: Final = 60.0
 """A node whose launcher has not counted for this long is lost. A network may drop for less."""
 _LEAVE_S: Final = 10.0
@@ -43,6 +48,10 @@ _END: Final = "end"
 
 class NodesError(PartLost):
     """The launchers of a run do not meet, or have lost each other: names the node and the address."""
+
+
+class Unanswered(NodesError):
+    """Something listens at node 0's address, and does not answer."""
 
 
 class Nodes:
@@ -65,19 +74,65 @@ class Nodes:
         self._store_port = port
         self._where = f"{address}:{port}"
         self._attempt = -1
+        self.code = 1
+        """The run's exit code, which node 0 sets before the block ends and ``begin`` reads: a node ends as node 0 does.
+        1: node 0's launcher ended for an error."""
+        self._deadline = time.monotonic() + timeout_s
+        place = f"{self._where} (--master-addr, --master-port)"
+        if rank == 0:
+            try:  # by another address: it listens at all of this host's
+                self._store = self._made("127.0.0.1", host=True)
+            except dist.DistError as error:
+                raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
         try:
-            self._store = self._connected(host=rank == 0)
-            self._own = self._connected(host=False)  # of the watching thread: a call that waits holds up no other
-        except dist.DistError as error:
-            place, said = f"{self._where} (--master-addr, --master-port)", str(error).strip().splitlines()[0]
-            if rank == 0:
-                raise NodesError(f"node 0 cannot listen at {place}: {said}") from None
+            if rank > 0:
+                self._store = self._connected()
+            self._own = self._connected()  # of the watching thread: a call that waits holds up no other
+        except OSError as error:
             late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
-            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {said}") from None
+            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {_first_line(error)}") from None
+        except (dist.DistError, Unanswered) as error:
+            found = f"another service than its launcher listens there ({_first_line(error)})"
+            raise NodesError(f"node {rank} did not find node 0 at {place}: {found}") from None
 
-    def _connected(self, host: bool) -> dist.TCPStore:
+    def _connected(self) -> dist.TCPStore:
+        """Connect to node 0's store. Until something listens there we ask ourselves: torch would fill the console.
+
+        Raises:
+            OSError: nothing has listened there before the deadline.
+            DistError, Unanswered: what listens there is no store.
+        """
+        said = False
+        while True:
+            left_s = self._deadline - time.monotonic()
+            try:
+                socket.create_connection((self.address, self._store_port), max(1.0, min(left_s, _ANSWER_S))).close()
+                break
+            except OSError as error:
+                if left_s <= 0:
+                    raise
+                if not said:
+                    said = True
+                    print(f"or1: waiting for node 0 at {self._where}: {error}", file=sys.stderr, flush=True)
+                time.sleep(min(left_s, _LOOK_S))
+        made: Future[dist.TCPStore] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self._made(self.address, host=False))
+            except dist.DistError as error:
+                made.set_exception(error)
+
+        # A service that says nothing holds torch, and with it the thread, for ever.
+        threading.Thread(target=make, name="meet", daemon=True).start()
+        try:
+            return made.result(_ANSWER_S)
+        except TimeoutError:
+            raise Unanswered(f"no answer within {_ANSWER_S:g} s") from None
+
+    def _made(self, address: str, host: bool) -> dist.TCPStore:
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(self.address, self._store_port, None, host, timeout, wait_for_workers=False)
+        return dist.TCPStore(address, self._store_port, None, host, timeout, wait_for_workers=False)
 
     def begin(self) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
@@ -109,7 +164,8 @@ class Nodes:
         while not self._store.check([key := f"attempt/{self._attempt}"]):
             time.sleep(_POLL_S)
         said = self._store.get(key).decode()
-        if said == _END:
+        if said.startswith(_END):
+            self.code = int(said.removeprefix(_END))
             self._store.set(f"left/{self.rank}", "1")
             return False
         self._store.set(f"beat/{self.rank}", f"{self._attempt}.0")
@@ -172,7 +228,7 @@ class Nodes:
 
     def _end(self) -> None:
         """Tell the other nodes that the run has ended, and wait a moment until they know."""
-        self._store.set(f"attempt/{self._attempt + 1}", _END)
+        self._store.set(f"attempt/{self._attempt + 1}", f"{_END} {self.code}")
         give_up = time.monotonic() + _LEAVE_S
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
@@ -209,6 +265,10 @@ class Nodes:
                 )
                 return True
         return False
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _free_port() -> int:

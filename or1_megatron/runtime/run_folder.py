@@ -17,17 +17,20 @@ left.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from or1_megatron.runtime.files import naming_disk_full, write_atomically
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows
 from or1_verify.errors import UserError
 
@@ -74,8 +77,22 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats."""
-        return str(self.root.resolve()).strip("/").replace("/", "-")
+        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats.
+
+        It comes from the path and from a random name in the folder: the path alone may be that of another folder in
+        another mount namespace, the random name that of a copy. The first process that asks makes folder and name.
+        """
+        known = self.root / ".id"
+        if not known.is_file():
+            with naming_disk_full(known, "the run's id"):
+                self.root.mkdir(parents=True, exist_ok=True)
+                aside = self.root / f".id-{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+                aside.write_text(aside.name)
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(aside, known)
+                aside.unlink()
+        digest = hashlib.blake2b(f"{self.root.resolve()}\0{known.read_text()}".encode(), digest_size=8)
+        return f"{self.root.resolve().name}-{digest.hexdigest()}"
 
     def create(self) -> None:
         """Create the folder and the subfolders that are missing, except ``hf``, which the export creates.
@@ -140,7 +157,8 @@ class RunLock:
 
     def __init__(self, root: Path, wait_s: float) -> None:
         self.path = root / ".lock"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with naming_disk_full(self.path, "the run folder's lock"):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         give_up_s = time.monotonic() + wait_s
         while True:
             try:
