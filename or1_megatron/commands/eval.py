@@ -114,6 +114,7 @@ def evaluate_model(
     from or1_megatron.evaluate.benchmarks import load_set, published
     from or1_megatron.evaluate.sample_and_judge import evaluate, missing_count
     from or1_megatron.report.figures.evaluation import draw_evaluation
+    from or1_megatron.rl.checks import frequent_reasons
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 
@@ -149,6 +150,9 @@ def evaluate_model(
     write_atomically(out / RESULTS, (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
     show_evaluation(results, published(name), console)
+    if not any(response.reward for row in responses for response in row):
+        reasons = frequent_reasons(response for row in responses for response in row)
+        console.print(f"no response earned a reward: {reasons}", highlight=False, soft_wrap=True)
     return results
 
 

@@ -58,9 +58,7 @@ def outlive_console() -> None:
 
 
 def native_lines_to(log: Path) -> None:
-    """Append what C++ code and child processes write to standard error to a file; the console gets Python's lines alone.
-
-    After ``outlive_console``, whose streams have descriptors of their own.
-    """
+    """Append what C++ code and child processes write to standard error to a file, after ``outlive_console``, whose
+    streams have descriptors of their own: this process's Python lines alone go to the console."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 2)

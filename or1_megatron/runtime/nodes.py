@@ -19,7 +19,6 @@ from __future__ import annotations
 import datetime
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +36,7 @@ _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 10.0
 """After another node's ranks have failed: the time in which this node's may log where they are, and end."""
-_ANSWER_S: Final = 10.0
-"""Node 0's launcher answers within this time once it listens."""
+_ANSWER_S: Final = 5.0
 _SILENT_S: Final = 60.0
 """A node whose launcher has not counted for this long is lost. A network may drop for less."""
 _LEAVE_S: Final = 10.0
@@ -48,10 +46,6 @@ _END: Final = "end"
 
 class NodesError(PartLost):
     """The launchers of a run do not meet, or have lost each other: names the node and the address."""
-
-
-class Unanswered(NodesError):
-    """Something listens at node 0's address, and does not answer."""
 
 
 class Nodes:
@@ -77,44 +71,25 @@ class Nodes:
         self.code = 1
         """The run's exit code, which node 0 sets before the block ends and ``begin`` reads: a node ends as node 0 does.
         1: node 0's launcher ended for an error."""
-        self._deadline = time.monotonic() + timeout_s
         place = f"{self._where} (--master-addr, --master-port)"
-        if rank == 0:
-            try:  # by another address: it listens at all of this host's
+        try:
+            if rank == 0:  # by another address: it listens at all of this host's
                 self._store = self._made("127.0.0.1", host=True)
-            except dist.DistError as error:
-                raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
+        except dist.DistError as error:
+            raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
         try:
             if rank > 0:
                 self._store = self._connected()
             self._own = self._connected()  # of the watching thread: a call that waits holds up no other
-        except OSError as error:
+        except (dist.DistError, TimeoutError) as error:
             late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
-            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {_first_line(error)}") from None
-        except (dist.DistError, Unanswered) as error:
-            found = f"another service than its launcher listens there ({_first_line(error)})"
-            raise NodesError(f"node {rank} did not find node 0 at {place}: {found}") from None
+            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {self._found(error)}") from None
 
     def _connected(self) -> dist.TCPStore:
-        """Connect to node 0's store. Until something listens there we ask ourselves: torch would fill the console.
+        """Connect to node 0's store, on a thread: a service that says nothing would hold torch for ever.
 
-        Raises:
-            OSError: nothing has listened there before the deadline.
-            DistError, Unanswered: what listens there is no store.
+        Raises DistError or TimeoutError.
         """
-        said = False
-        while True:
-            left_s = self._deadline - time.monotonic()
-            try:
-                socket.create_connection((self.address, self._store_port), max(1.0, min(left_s, _ANSWER_S))).close()
-                break
-            except OSError as error:
-                if left_s <= 0:
-                    raise
-                if not said:
-                    said = True
-                    print(f"or1: waiting for node 0 at {self._where}: {error}", file=sys.stderr, flush=True)
-                time.sleep(min(left_s, _LOOK_S))
         made: Future[dist.TCPStore] = Future()
 
         def make() -> None:
@@ -123,12 +98,16 @@ class Nodes:
             except dist.DistError as error:
                 made.set_exception(error)
 
-        # A service that says nothing holds torch, and with it the thread, for ever.
         threading.Thread(target=make, name="meet", daemon=True).start()
+        return made.result(self.timeout_s + _LOOK_S)
+
+    def _found(self, error: Exception) -> str:
+        """Return what is at node 0's address, where no store is."""
         try:
-            return made.result(_ANSWER_S)
-        except TimeoutError:
-            raise Unanswered(f"no answer within {_ANSWER_S:g} s") from None
+            socket.create_connection((self.address, self._store_port), _ANSWER_S).close()
+        except OSError as refused:
+            return str(refused)
+        return f"another service than its launcher listens there ({_first_line(error) or 'it says nothing'})"
 
     def _made(self, address: str, host: bool) -> dist.TCPStore:
         timeout = datetime.timedelta(seconds=self.timeout_s)
@@ -268,7 +247,7 @@ class Nodes:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return str(error).strip().partition("\n")[0]
 
 
 def _free_port() -> int:

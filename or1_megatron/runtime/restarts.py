@@ -19,7 +19,6 @@ from typing import Final
 
 from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
-from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.launch import Ended
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.runtime.signals import asked_by_signals
@@ -126,10 +125,8 @@ class Restarts:
         return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)} in {newest.parent}"
 
     def _last_step(self) -> int:
-        """Return the last step with a row of metrics; -1 if there is none."""
-        if not self._folder.metrics.is_file():
-            return -1
-        return max((int(row["step"]) for row in read_rows(self._folder.metrics, bad_lines=[])), default=-1)
+        """Return the last step of which something is recorded; -1 if there is none."""
+        return max(self._folder.recorded_steps(), default=-1)
 
 
 def signals_leave() -> AbstractContextManager[None]:

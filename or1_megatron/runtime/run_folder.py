@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
-from or1_megatron.runtime.jsonl import keep_rows
+from or1_megatron.runtime.jsonl import keep_rows, read_rows
 from or1_verify.errors import UserError
 
 LOOP_STATE: Final = "loop.json"
@@ -124,6 +124,12 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """Return the summary. Raises FileNotFoundError if the run has none yet."""
         return json.loads(self.summary.read_text())
+
+    def recorded_steps(self) -> set[int]:
+        """Return the steps of which there is a row of metrics or a file of rollouts."""
+        rows = read_rows(self.metrics, bad_lines=[]) if self.metrics.is_file() else ()
+        files = (step_of(file) for file in self.rollouts.glob("step_*"))
+        return {int(row["step"]) for row in rows} | {step for step in files if step is not None}
 
     def truncate_after(self, step: int) -> None:
         """Delete what was recorded after ``step``, so that a run that resumes there has each step once; -1: everything.
