@@ -128,7 +128,7 @@ class WandbTracker:
         next_step = self._run.step  # after a resume: behind the last that W&B has
         for step, row in rows.items():
             if step >= next_step:
-                self.log(step, {name: value for name, value in row.items() if value is not None})
+                self.log(step, {name: value for name, value in row.items() if name != "step" and value is not None})
         if next_step > max(rows, default=next_step) + 1:
             logger.warning("W&B keeps the killed session's rows up to step %d; the files have new ones", next_step - 1)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,21 @@ def test_layout_is_as_documented(tmp_path: Path) -> None:
     assert names(run.root) == ["checkpoints", "config.yaml", "logs", "rollouts", "summary.json", "tensorboard"]
     assert run.read_summary() == {"steps": 3}
     assert (run.metrics.name, run.hf.name) == ("metrics.jsonl", "hf")
+
+
+def test_each_folder_has_an_id_of_its_own(tmp_path: Path) -> None:
+    """Paths that are one with dashes for slashes, a copy, and another folder at the same path, as another mount
+    namespace may have it. The id stays, also for processes that ask at once."""
+    one, other, path = RunFolder(tmp_path / "x" / "a-b"), RunFolder(tmp_path / "x-a" / "b"), tmp_path / "copy"
+    assert one.run_id == RunFolder(one.root).run_id != other.run_id
+    shutil.copytree(one.root, path)
+    ids = {one.run_id, other.run_id, RunFolder(path).run_id}
+    shutil.rmtree(path)
+    ask = f"from pathlib import Path; from or1_megatron.runtime.run_folder import RunFolder as R; print(R(Path({str(path)!r})).run_id)"
+    asked = [subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    again = {process.communicate()[0].strip() for process in asked}
+    assert len(again) == 1 and len(ids | again) == 4
+    assert names(path) == [".id"]
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
