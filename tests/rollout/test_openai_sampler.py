@@ -48,7 +48,8 @@ def test_requests_say_what_is_wanted_and_replies_come_back_with_their_requests()
     one = next(body for body in seen if body["seed"] == 105)
     assert one == {
         "model": "judge", "messages": [{"role": "user", "content": "question 5"}], "temperature": 0.7, "top_p": 0.9,
-        "max_tokens": 55, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 105, "path": "/v1/chat/completions", "key": "Bearer secret",
+        "max_tokens": 55, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 105,
+        "path": "/v1/chat/completions", "key": "Bearer secret",
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ examples/test_recipe_scripts.py), and that trainer ranks go on from their checkp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -196,9 +197,10 @@ def test_another_service_is_where_node_0_should_be(greeting: bytes) -> None:
     held = []  # connections, open to the end
 
     def serve(server: socket.socket) -> None:
-        for _ in range(3):
-            held.append(server.accept()[0])
-            held[-1].sendall(greeting)
+        with contextlib.suppress(OSError):  # it is closed at the end
+            while True:
+                held.append(server.accept()[0])
+                held[-1].sendall(greeting)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=serve, args=(server,), daemon=True).start()

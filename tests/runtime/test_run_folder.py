@@ -41,8 +41,9 @@ def test_each_folder_has_an_id_of_its_own(tmp_path: Path) -> None:
     shutil.copytree(one.root, path)
     ids = {one.run_id, other.run_id, RunFolder(path).run_id}
     shutil.rmtree(path)
-    ask = f"from pathlib import Path; from or1_megatron.runtime.run_folder import RunFolder as R; print(R(Path({str(path)!r})).run_id)"
-    asked = [subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    ask = "import sys, pathlib; from or1_megatron.runtime.run_folder import RunFolder as R"
+    command = [sys.executable, "-c", f"{ask}; print(R(pathlib.Path(sys.argv[1])).run_id)", str(path)]
+    asked = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     again = {process.communicate()[0].strip() for process in asked}
     assert len(again) == 1 and len(ids | again) == 4
     assert names(path) == [".id"]
