@@ -125,15 +125,13 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 def _check(config: Config, device: Device | None, nodes: int) -> None:
     from or1_megatron.data.prompts import make_prompts, read_problems, thinking_rule
     from or1_megatron.sizing.plan_tables import render
-    from or1_megatron.trainer.preflight import check_inputs, check_room, discarded, plan_start
+    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
     planned = plan_start(config, _device(device))
     Console().print(render(planned))
     check_inputs(config, config.parallel.ranks // nodes)
     with closing(read_problems(config)) as problems:
         note(thinking_rule(make_prompts(config, problems)[0]))
-    if lost := discarded(config):
-        note(lost)
     check_room(planned)
 
 
@@ -157,7 +155,7 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
 
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
     from or1_megatron.runtime.surroundings import make_usable
-    from or1_megatron.trainer.preflight import check_inputs, check_room, discarded, plan_start
+    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
     for line in make_usable():
         note(line)
@@ -165,8 +163,6 @@ def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
     if nodes is None or nodes.rank == 0:
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
-        if lost := discarded(config):
-            note(lost)
         check_inputs(config, _ranks_here(config, nodes))
     check_room(planned)
     raise typer.Exit(_keep_running(config, nodes))

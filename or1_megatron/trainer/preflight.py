@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -36,8 +38,10 @@ from or1_verify.errors import UserError
 
 
 def plan_start(config: Config, device: Device) -> Plan:
-    """Return the plan of a run that starts now: with the memory of the GPUs here. Raises what ``plan_run`` raises."""
-    return plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
+    """Return the plan of a run that starts now: with the memory of the GPUs here, and what the start deletes among its
+    warnings. Raises what ``plan_run`` raises."""
+    planned = plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
+    return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
 
 def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
@@ -195,19 +199,18 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
         check_resume(load_config(folder.config), config)
 
 
-def discarded(config: Config) -> str | None:
-    """Return what the run's start deletes of what a killed session recorded behind its newest checkpoint, if any."""
+def discarded(config: Config) -> Iterator[str]:
+    """Yield what the run's start deletes: what a killed session recorded behind its newest checkpoint, if it did."""
     folder = RunFolder(config.run.folder)
     newest = checkpoint_keeper(config, folder).newest()
     saved = -1 if newest is None else step_of(newest) or 0
     later = sorted(step for step in folder.recorded_steps() if step > saved)
-    if not later:
-        return None
     behind = "of which it saved no checkpoint" if newest is None else f"behind the checkpoint of step {saved}"
-    return (
-        f"{folder.root} holds steps {later[0]} to {later[-1]} of an earlier session, {behind}: their metrics and "
-        "rollouts are deleted, and the steps are made again; copy the folder to keep them"
-    )
+    if later:
+        yield (
+            f"{folder.root} holds steps {later[0]} to {later[-1]} of an earlier session, {behind}: their metrics and "
+            "rollouts are deleted, and the steps are made again; copy the folder to keep them"
+        )
 
 
 def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:

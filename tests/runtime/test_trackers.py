@@ -190,7 +190,7 @@ def test_wandb_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: py
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
     check_wandb("magic")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
-    with pytest.raises(UserError, match="wandb[.]example"):
+    with pytest.raises(UserError, match=r"wandb\.example"):
         check_wandb("magic")
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_wandb("magic")

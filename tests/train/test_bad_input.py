@@ -225,11 +225,11 @@ def test_what_a_start_deletes_is_said(small_config: SmallConfig, tmp_path: Path)
     checkpoint = begun(config, tmp_path / "run")
     loaded, metrics = load_config(config), tmp_path / "run" / "metrics.jsonl"
     metrics.write_text('{"step": 0}\n{"step": 1}\n')
-    assert discarded(loaded) is None
+    assert not list(discarded(loaded))
     (tmp_path / "run" / "rollouts" / "step_000003.parquet").touch()
-    assert "holds steps 3 to 3 of an earlier session, behind the checkpoint of step 1" in str(discarded(loaded))
+    assert "holds steps 3 to 3 of an earlier session, behind the checkpoint of step 1" in next(discarded(loaded))
     shutil.rmtree(checkpoint)
-    assert "holds steps 0 to 3 of an earlier session, of which it saved no checkpoint" in str(discarded(loaded))
+    assert "holds steps 0 to 3 of an earlier session, of which it saved no checkpoint" in next(discarded(loaded))
 
 
 def test_wandb_without_its_package_is_refused(small_config: SmallConfig, tmp_path: Path) -> None:
