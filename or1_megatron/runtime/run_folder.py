@@ -17,7 +17,6 @@ left.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -30,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
+from or1_megatron.runtime.files import naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows, read_rows
 from or1_verify.errors import UserError
 
@@ -74,25 +73,18 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
         self.logs = root / "logs"
+        self._id = root / ".id"
 
     @property
     def run_id(self) -> str:
         """The run's name, which no other run has: of its actors in Ray, and of its heartbeats.
 
         It comes from the path and from a random name in the folder: the path alone may be that of another folder in
-        another mount namespace, the random name that of a copy. The first process that asks makes folder and name.
+        another mount namespace, the random name that of a copy.
         """
-        known = self.root / ".id"
-        if not known.is_file():
-            with naming_disk_full(known, "the run's id"):
-                self.root.mkdir(parents=True, exist_ok=True)
-                aside = self.root / f".id-{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-                aside.write_text(aside.name)
-                with contextlib.suppress(FileExistsError):  # another process was faster
-                    os.link(aside, known)
-                aside.unlink()
-        digest = hashlib.blake2b(f"{self.root.resolve()}\0{known.read_text()}".encode(), digest_size=8)
-        return f"{self.root.resolve().name}-{digest.hexdigest()}"
+        name = self._id.read_text() if self._id.is_file() else ""
+        digest = hashlib.blake2b(f"{self.root.resolve()}\0{name}".encode(), digest_size=8).hexdigest()
+        return f"{self.root.resolve().name}-{digest}"
 
     def create(self) -> None:
         """Create the folder and the subfolders that are missing, except ``hf``, which the export creates.
@@ -104,6 +96,8 @@ class RunFolder:
                 raise NotADirectoryError(f"run folder: {folder} is a file, a folder was expected")
             with naming_disk_full(folder, "the run folder"):
                 folder.mkdir(parents=True, exist_ok=True)
+        if not self._id.is_file():
+            write_atomically(self._id, secrets.token_hex(8).encode(), "the run's id")
 
     def lock(self, wait_s: float = 10.0) -> RunLock:
         """Lock the folder for this process until the lock is closed or the process ends in any way.
