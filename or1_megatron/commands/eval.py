@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from or1_megatron.commands.explained import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.console.evaluation import show_evaluation
+from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
 
@@ -72,6 +73,7 @@ def evaluate(
         missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)} (or --compare A B)")
+        outlive_console()
         if not model.startswith(("http://", "https://")):  # engines of our own
             check_driver()
         from or1_megatron.config.load import load_as

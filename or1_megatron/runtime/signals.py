@@ -52,8 +52,11 @@ def is_launched() -> bool:
 
 @contextmanager
 def asked_by_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Have ``ASKS`` call ``handler`` within the block. One that is ignored stays so (nohup). Main thread only."""
-    heard = [number for number in ASKS if signal.getsignal(number) is not signal.SIG_IGN]
+    """Have ``ASKS`` call ``handler`` within the block, but a SIGHUP that is ignored, as nohup has it. Main thread only.
+
+    An ignored SIGINT says nothing: every background job of a script has one.
+    """
+    heard = [number for number in ASKS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
