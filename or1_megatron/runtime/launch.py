@@ -38,7 +38,7 @@ KILL_MARGIN_S: Final = 30.0
 
 _GONE_S: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
-_AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
+_AGENT_LOGGERS: Final = ("multiprocessing.api", "agent.server.api")  # of torch.distributed.elastic
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,8 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
     supervisor = _Supervisor(module, grace_s, monitor)
     os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
-    logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
+    for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # torchrun must handle at least one signal, but none of ASKS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
