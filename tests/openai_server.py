@@ -13,7 +13,7 @@ Reply = tuple[int, Any]
 """(HTTP status, body: bytes as they are, of an iterator one after another, anything else as JSON)."""
 
 
-def completion(text: str, finish_reason: str = "stop", **more: Any) -> Reply:
+def completion(text: Any, finish_reason: str = "stop", **more: Any) -> Reply:
     return 200, {
         "choices": [{"message": {"role": "assistant", "content": text, **more}, "finish_reason": finish_reason}]
     }

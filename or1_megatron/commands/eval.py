@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from or1_megatron.commands.explained import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.console.evaluation import show_evaluation
+from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.nvidia_driver import check_driver
 
@@ -72,6 +73,7 @@ def evaluate(
         missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)} (or --compare A B)")
+        outlive_console()
         if not model.startswith(("http://", "https://")):  # engines of our own
             check_driver()
         from or1_megatron.config.load import load_as
@@ -114,6 +116,7 @@ def evaluate_model(
     from or1_megatron.evaluate.benchmarks import load_set, published
     from or1_megatron.evaluate.sample_and_judge import evaluate, missing_count
     from or1_megatron.report.figures.evaluation import draw_evaluation
+    from or1_megatron.rl.checks import frequent_reasons
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 
@@ -149,6 +152,9 @@ def evaluate_model(
     write_atomically(out / RESULTS, (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
     show_evaluation(results, published(name), console)
+    if not any(response.reward for row in responses for response in row):
+        reasons = frequent_reasons(response for row in responses for response in row)
+        console.print(f"no response earned a reward: {reasons}", highlight=False, soft_wrap=True)
     return results
 
 

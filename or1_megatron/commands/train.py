@@ -14,7 +14,9 @@ from rich.console import Console
 
 from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
+from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.nvidia_driver import check_driver
+from or1_megatron.runtime.signals import CPP_LOG_LEVEL, QUIET
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
@@ -59,6 +61,9 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once. What dies or stalls is started again.
     """
     with explained():
+        if not (dry_run or check):
+            os.environ.setdefault(CPP_LOG_LEVEL, QUIET)  # before torch is imported
+            outlive_console()
         if not dry_run:
             check_driver()
         from or1_megatron.config.load import load_config
@@ -118,7 +123,7 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 
 
 def _check(config: Config, device: Device | None, nodes: int) -> None:
-    from or1_megatron.data.prompts import make_prompts, read_problems
+    from or1_megatron.data.prompts import make_prompts, read_problems, thinking_rule
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
@@ -126,7 +131,7 @@ def _check(config: Config, device: Device | None, nodes: int) -> None:
     Console().print(render(planned))
     check_inputs(config, config.parallel.ranks // nodes)
     with closing(read_problems(config)) as problems:
-        make_prompts(config, problems)
+        note(thinking_rule(make_prompts(config, problems)[0]))
     check_room(planned)
 
 
@@ -149,8 +154,11 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
 
 
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
+    from or1_megatron.runtime.surroundings import make_usable
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
+    for line in make_usable():
+        note(line)
     planned = plan_start(config, _device(device))
     if nodes is None or nodes.rank == 0:
         for warning in planned.warnings:
@@ -193,15 +201,17 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
         )
 
     def follow(nodes: Nodes) -> int:
-        code = 1  # node 0 ends before the first attempt only for an error
         with signals_leave():
             while nodes.begin():
-                code = attempt().code
-        return code
+                attempt()
+        return nodes.code
 
     if nodes is not None and nodes.rank > 0:
         return follow(nodes)
-    return Restarts(folder, config.run.max_restarts, checkpoint_keeper(config, folder).newest).run(attempt)
+    code = Restarts(folder, config.run.max_restarts, checkpoint_keeper(config, folder).newest).run(attempt)
+    if nodes is not None:
+        nodes.code = code
+    return code
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from or1_verify.errors import UserError
 
@@ -26,6 +27,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _home_is_found(cls, value: Any) -> Any:
+        """``~`` and ``~user`` at the start of a path are a home, as in a shell."""
+        if not isinstance(value, Path):
+            return value
+        try:
+            return value.expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{value}: {error}") from None
 
 
 def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> None:

@@ -172,7 +172,7 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
     Raises DataError for a file that is missing or cannot be read.
     """
     path = Path(path)
-    if path.is_dir() and any((path / name).is_file() for name in _SAVED):
+    if is_saved(path):
         yield from _saved_rows(path, split)
     elif path.is_dir():
         for file in files_of(path, split):
@@ -185,6 +185,11 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
         raise DataError(
             f"{path}: no such file; expected a file of problems ({', '.join(SUFFIXES)}), a folder or a hub id"
         )
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether it is a folder that ``datasets`` saved."""
+    return any((path / name).is_file() for name in _SAVED)
 
 
 def is_hub_id(path: Path) -> bool:
@@ -294,7 +299,7 @@ def _file_rows(path: Path) -> Iterator[PlacedRow]:
         return
     with pa.input_stream(str(path), compression="detect") as file:
         try:
-            if path.name.endswith((".json", ".json.gz")) and file.read(1) == b"[":
+            if file.read(1) == b"[":
                 for number, row in enumerate(from_json(b"[" + file.read(), allow_inf_nan=True), start=1):
                     yield f"{path}:{number}", row
                 return

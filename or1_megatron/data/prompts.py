@@ -111,6 +111,18 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     return sources, by_title
 
 
+def thinking_rule(sources: Sequence[PromptSource]) -> str:
+    """Return how the answer is found in responses to these prompts, in words (``or1_verify.answer``)."""
+    opened = sorted({prompt.opened for source in sources for prompt in source.prompts})
+    rules = [
+        f"the chat template opens {tag}, so a response counts only from where it closes it"
+        if tag
+        else "the chat template opens no reasoning, so all of a response is read, unless it opens one itself"
+        for tag in opened
+    ]
+    return "; ".join(rules)
+
+
 def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
     """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
 

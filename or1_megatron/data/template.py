@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from or1_megatron.types import Int32Array, Prompt
 from or1_verify.answer import left_open
@@ -81,6 +82,19 @@ class ChatTemplate:
                 "tokenizer_config.json or a chat_template.jinja beside it (base models often lack one)"
             )
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        try:
+            said = self.text([Message("user", _SAMPLE)])
+        except TemplateSyntaxError as error:
+            raise DataError(f"{self._name()} is broken at line {error.lineno}: {error.message}") from None
+        except TemplateError:  # it refuses a lone turn of the user, perhaps
+            return
+        except Exception as error:
+            raise DataError(f"{self._name()} fails: {type(error).__name__}: {error}") from error
+        if _SAMPLE.strip() not in said:
+            raise DataError(f"{self._name()} leaves out what the user says; of {_SAMPLE!r} it makes {said!r}")
+
+    def _name(self) -> str:
+        return f"the chat template of '{self._tokenizer.name_or_path}' (chat_template.jinja or tokenizer_config.json)"
 
     def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
         return self._encode([self.text(messages)])[0]
@@ -90,9 +104,10 @@ class ChatTemplate:
         return left_open(self.text(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:
-        """Log when the token that ends a turn of the assistant in the template does not end the model's responses."""
-        from jinja2 import TemplateError
+        """Log when the token that ends a turn of the assistant in the template does not end the model's responses.
 
+        Raises DataError: the folder's generation_config.json cannot be read.
+        """
         said = "42"
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
         try:
@@ -103,7 +118,10 @@ class ChatTemplate:
         ending = {self._tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             if (folder / name).is_file():
-                listed = json.loads((folder / name).read_text()).get("eos_token_id")
+                try:
+                    listed = json.loads((folder / name).read_text()).get("eos_token_id")
+                except (ValueError, AttributeError) as error:
+                    raise DataError(f"{folder / name}: not a JSON object ({error})") from None
                 ending |= set(listed if isinstance(listed, list) else [listed])
         if behind and behind[0] not in ending:
             log.warning(
@@ -141,8 +159,6 @@ class ChatTemplate:
         return rendered
 
     def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
-        from jinja2 import TemplateError
-
         try:
             return self.text(problem.messages)
         except TemplateError as error:  # templates refuse roles or orders of roles that they do not know

@@ -19,6 +19,19 @@ class HandoffMismatch(UserError, RuntimeError):
     """An engine does not compute what the policy computes, or does not hold what was sent."""
 
 
+class PolicyNotFinite(UserError, RuntimeError):
+    """The policy's own log-probs are not finite, whatever the engines compute."""
+
+    def __init__(self, version: int) -> None:
+        since = (
+            f"after step {version}: its parameters are NaN or too large. Look at policy/grad_norm of that step, lower "
+            "optimizer.lr, and go on from an earlier checkpoint"
+            if version
+            else "before any training: the weights in model.hf hold NaN or infinities, or overflow in model.dtype"
+        )
+        super().__init__(f"the policy's own log-probs of the probe are not finite {since}")
+
+
 class EngineStrayed(HandoffMismatch, PartLost):
     """A ``HandoffMismatch`` after successful handoffs: a passing fault, which a restart may repair."""
 

@@ -48,6 +48,8 @@ class StepSeen:
     """Rollout step of the stage, from 1."""
     stage: StageConfig
     metrics: Mapping[str, float]
+    reasons: str = ""
+    """Why responses earned nothing (``checks.frequent_reasons``)."""
 
 
 class Alarms:
@@ -64,6 +66,7 @@ class Alarms:
             "entropy": self._entropy,
             "non_truncated": self._non_truncated,
             "plateau": self._plateau,
+            "rejected": self._rejected,
         }
         assert self._rules.keys() == ALARMS.keys()
         self._rows: list[dict[str, float]] = []
@@ -134,6 +137,17 @@ class Alarms:
             f"in {self._dtype} up to {self._mean:g} and {self._largest:g} is rounding (safety.mismatch_mean, "
             "safety.mismatch_max). The responses come from another distribution than the one that is trained: compare "
             "handoff/probe_max_abs_diff (weights), then dtype, temperature and attention of engine and policy"
+        )
+
+    def _rejected(self, seen: StepSeen) -> str | None:
+        """No group was kept: the step trained nothing."""
+        if seen.metrics.get("groups/kept", 1.0) > 0:
+            return None
+        right = seen.metrics.get("accuracy/all", 0.0)
+        return (
+            f"no group was kept, so nothing was trained; {right:.1%} of the responses were right. Rewards of 0: "
+            f"{seen.reasons or 'none'}. If this repeats: other problems, a longer max_response_tokens (truncated), a "
+            "longer verify.timeout_s (timeout), or a look at the responses (or1 rollouts)"
         )
 
     def _entropy(self, seen: StepSeen) -> str | None:

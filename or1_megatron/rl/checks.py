@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
@@ -78,13 +80,22 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
     """Raise AllRejected when ``in_a_row`` steps with no kept group reach ``limit``; ``rejected``: in the last step."""
     if in_a_row >= limit:
         right, wrong, other = count_rejected(rejected)
+        reasons = frequent_reasons(verdict for group in rejected for verdict in group.group.verdicts) or "none"
         raise AllRejected(
             f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): "
             f"of the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, {other} left without "
-            "spread by the truncation mask. The policy learns nothing from them. All wrong: give easier problems or a "
-            "longer max_response_tokens; all right: give harder problems; either: a larger group_size; or raise the "
-            "limit. The same command resumes from the last checkpoint"
+            f"spread by the truncation mask. Rewards of 0: {reasons}. The policy learns nothing from them. All wrong: "
+            "give easier problems or a longer max_response_tokens; all right: give harder problems; either: a larger "
+            "group_size; or raise the limit. The same command resumes from the last checkpoint"
         )
+
+
+def frequent_reasons(verdicts: Iterable[Any]) -> str:
+    """Return why most responses earned nothing, from what has a reward, a status and a detail, as verdicts have."""
+    lost = Counter((it.status, re.sub(r"\d+", "#", it.detail)[:100]) for it in verdicts if it.reward <= 0)
+    return "; ".join(
+        f"{count} {status}" + f" ({detail})" * bool(detail) for (status, detail), count in lost.most_common(3)
+    )
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions, frequent_reasons
 from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.loop_arguments import LoopConfig, LoopResult, Ports
@@ -298,8 +298,9 @@ class Loop:
         }
         if self.config.safety.alarms:
             stage_step = self.schedule.stage_step(self.steps_done)
+            reasons = frequent_reasons(verdict for group in step.groups for verdict in group.verdicts)
             texts, raised = self.alarms.look(
-                StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
+                StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics, reasons)
             )
             for text in texts:
                 self._alarm(text)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -104,9 +105,11 @@ def start_ray(address: str | None, run_id: str) -> None:
             ray.init(**options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
-            raise RayDidNotStart(
-                f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
-                "limits and ports blocked on the loopback device; its logs are under /tmp/ray/session_latest/logs"
+            passing = not isinstance(error, OSError) or isinstance(error, ChildProcessError | ConnectionError)
+            raise (RayDidNotStart if passing else ClusterError)(
+                f"Ray did not start on this machine: {error}. Look for full disks ({tempfile.gettempdir()}, /dev/shm), "
+                "used-up process limits and ports blocked on the loopback device; its logs are under "
+                f"{tempfile.gettempdir()}/ray/session_latest/logs"
             ) from error
         if "AuthToken" in str(error.__cause__):
             raise ClusterError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +18,13 @@ from typing import Any
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
 from or1_verify.errors import Or1Error
 
+logger = logging.getLogger(__name__)
+
 _PERMANENT = frozenset({400, 413, 422})
 """Statuses that refuse this request for good; 401, 403 and 404 speak of the endpoint."""
 _WORTH_RETRYING = frozenset({408, 409, 425, 429})
+_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent along, since else a server takes them from the model's generation_config.json; not every server knows them."""
 _LONGEST_WAIT_S = 60.0
 _GIVE_UP_AFTER = 16
 """Requests in a row that fail in all their tries before the endpoint counts as dead."""
@@ -49,6 +54,7 @@ class OpenAISampler:
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:
         self._endpoint, self._sampling = endpoint, sampling
+        self._neutral: Mapping[str, float] = _NEUTRAL
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         waiting = iter(requests)
@@ -69,15 +75,21 @@ class OpenAISampler:
 
     def _send(self, request: ChatRequest) -> ChatCompletion | FailedRequest:
         """Try up to ``tries`` times."""
-        reason = ""
+        reason, sent = "", self._neutral
         for attempt in range(self._endpoint.tries):
             if attempt:
                 time.sleep(min(self._endpoint.backoff_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
             deadline_s = time.monotonic() + self._endpoint.timeout_s
             try:
-                return self._try_once(request, deadline_s)
+                return self._try_once(request, sent, deadline_s)
             except urllib.error.HTTPError as error:
-                reason = f"{self._endpoint.url} answered {error.code}: {_shown(_error_body(error, deadline_s))}"
+                said = _error_body(error, deadline_s)
+                reason = f"{self._endpoint.url} answered {error.code}: {_shown(said)}"
+                if error.code in _PERMANENT and any(name.encode() in said for name in sent):
+                    if self._neutral:
+                        logger.warning("%s; the server's own top_k, min_p and repetition_penalty count", reason)
+                    self._neutral = {}
+                    return self._send(request)
                 if error.code in _PERMANENT:
                     return FailedRequest(request, reason, permanent=True)
                 if error.code < 500 and error.code not in _WORTH_RETRYING:
@@ -90,7 +102,7 @@ class OpenAISampler:
                 reason = f"{self._endpoint.url}: {error}"
         return FailedRequest(request, f"{reason} (tried {self._endpoint.tries} times)", permanent=False)
 
-    def _try_once(self, request: ChatRequest, deadline_s: float) -> ChatCompletion:
+    def _try_once(self, request: ChatRequest, also: Mapping[str, float], deadline_s: float) -> ChatCompletion:
         body = {
             "model": self._endpoint.model,
             "messages": [{"role": message.role, "content": message.content} for message in request.messages],
@@ -98,6 +110,7 @@ class OpenAISampler:
             "top_p": self._sampling.top_p,
             "max_tokens": self._sampling.max_response_tokens,
             "seed": request.seed,
+            **also,
         }
         headers = {"Content-Type": "application/json"}
         if self._endpoint.api_key:
@@ -137,6 +150,8 @@ def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
         choice: Any = decoded["choices"][0]
         message = choice["message"]
         text = message.get("content") or ""
+        if isinstance(text, list):  # of parts, as some servers have it
+            text = "".join(part["text"] for part in text if part.get("type", "text") == "text")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         truncated = choice["finish_reason"] == "length"
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):

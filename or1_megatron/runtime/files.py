@@ -14,26 +14,31 @@ from or1_verify.errors import UserError
 PARTIAL_SUFFIX = ".partial"
 """The end of the name of every file that is still being written. A killed process may leave such files; delete them."""
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+}
 
 
 class DiskFullError(UserError, OSError):
-    """No space or quota is left to write ``filename``."""
+    """No space or quota is left to write ``filename``, or its file system is read-only."""
 
 
 @contextmanager
 def naming_disk_full(path: Path, what: str) -> Iterator[None]:
-    """Turn a "no space left" error of the block into a DiskFullError that names ``path`` and what was being written."""
+    """Turn an error of the block for want of space, or of a file system that can be written, into a DiskFullError that
+    names ``path`` and what was being written."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, DiskFullError) or error.errno not in _FULL:
+        if isinstance(error, DiskFullError) or error.errno not in _REASONS:
             raise
-        reason = "the disk quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+        mend = "Choose another place" if error.errno == errno.EROFS else "Free some space"
         raise DiskFullError(
             error.errno,
-            f"{reason}: could not write {what}. What was saved before is intact. "
-            "Free some space and run the same command again",
+            f"{_REASONS[error.errno]}: could not write {what}. What was saved before is intact. {mend} and run the "
+            "same command again",
             str(path),
         ) from error
 

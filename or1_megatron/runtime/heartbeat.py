@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from or1_megatron.runtime.files import naming_disk_full
 from or1_megatron.runtime.processes import start_ticks
 
 BEAT_S: Final = 1.0
@@ -65,10 +66,11 @@ class Heartbeat:
             who: what people call the process, e.g. "rank 0".
             doing, long: as in ``says``.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / str(os.getpid())
         aside = self._path.with_suffix(".new")
-        self._file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with naming_disk_full(aside, "the process's signs of life"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         self._beat = Beat(os.getpid(), start_ticks(os.getpid()), who[:_WORDS])
         self.says(doing, long)

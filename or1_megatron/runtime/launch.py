@@ -31,16 +31,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.monitor import Monitor
 from or1_megatron.runtime.nodes import Nodes
-from or1_megatron.runtime.signals import LAUNCH_MARK
+from or1_megatron.runtime.signals import LAUNCH_MARK, asked_by_signals
 
-ASKS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Each of these asks for a save and an end; the ranks get SIGUSR1."""
 KILL_MARGIN_S: Final = 30.0
 """Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
 
 _GONE_S: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
-_AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
+_AGENT_LOGGERS: Final = ("multiprocessing.api", "agent.server.api")  # of torch.distributed.elastic
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,33 +102,32 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
     supervisor = _Supervisor(module, grace_s, monitor)
     os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
-    logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
-    previous = {number: signal.signal(number, supervisor.on_signal) for number in ASKS}
+    for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # torchrun must handle at least one signal, but none of ASKS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
     watched = nullcontext() if nodes is None else nodes.watched(supervisor.ask, supervisor.kill)
-    try:
-        with watched:
-            torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
-    except ChildFailedError as error:
-        return _first_of_all(nodes, _failed(error, supervisor.number))
-    except dist.DistError as error:
-        if nodes is None:
-            raise
-        how = f"the {nodes.count} nodes did not meet at {nodes.address}:{nodes.port}: {error}".splitlines()[0]
-        return _first_of_all(nodes, Ended(1, bool(supervisor.number), PART_LOST, how))
-    finally:
-        supervisor.end()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with asked_by_signals(supervisor.on_signal):
+        try:
+            with watched:
+                torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
+        except ChildFailedError as error:
+            return _first_of_all(nodes, _failed(error, supervisor.number))
+        except dist.DistError as error:
+            if nodes is None:
+                raise
+            how = f"the {nodes.count} nodes did not meet at {nodes.address}:{nodes.port}: {error}".splitlines()[0]
+            return _first_of_all(nodes, Ended(1, bool(supervisor.number), PART_LOST, how))
+        finally:
+            supervisor.end()
     return Ended(128 + supervisor.number if supervisor.number else 0, bool(supervisor.number))
 
 
 def _meeting(nodes: Nodes | None) -> list[str]:
     """Return torchrun's options that say where the ranks of all nodes meet."""
-    if nodes is None:
-        return ["--standalone"]
+    if nodes is None:  # the host's own name need not resolve
+        return ["--standalone", "--local-addr", "127.0.0.1"]
     options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port)]
     return [*options, "--rdzv-conf", f"timeout={nodes.timeout_s:.0f}"]

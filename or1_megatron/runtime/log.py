@@ -49,10 +49,7 @@ class _ConsoleHandler(logging.Handler):
     """Writes to the current sys.stderr, which a live progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except OSError:
-            self.handleError(record)  # a closed terminal does not stop the run
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 class _FileHandler(logging.StreamHandler[TextIO]):

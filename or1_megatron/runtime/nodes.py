@@ -6,7 +6,8 @@ nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  the node's launcher waits for attempt i
-    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
+    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end" and the run's exit code: there is no
+                  such attempt
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
     beat/<node>   the node's launcher counts once a second
     left/<node>   the node has read that the run has ended
@@ -21,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
@@ -34,6 +36,7 @@ _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 10.0
 """After another node's ranks have failed: the time in which this node's may log where they are, and end."""
+_ANSWER_S: Final = 5.0
 _SILENT_S: Final = 60.0
 """A node whose launcher has not counted for this long is lost. A network may drop for less."""
 _LEAVE_S: Final = 10.0
@@ -65,19 +68,50 @@ class Nodes:
         self._store_port = port
         self._where = f"{address}:{port}"
         self._attempt = -1
+        self.code = 1
+        """The run's exit code, which node 0 sets before the block ends and ``begin`` reads: a node ends as node 0 does.
+        1: node 0's launcher ended for an error."""
+        place = f"{self._where} (--master-addr, --master-port)"
         try:
-            self._store = self._connected(host=rank == 0)
-            self._own = self._connected(host=False)  # of the watching thread: a call that waits holds up no other
+            if rank == 0:  # by another address: it listens at all of this host's
+                self._store = self._made("127.0.0.1", host=True)
         except dist.DistError as error:
-            place, said = f"{self._where} (--master-addr, --master-port)", str(error).strip().splitlines()[0]
-            if rank == 0:
-                raise NodesError(f"node 0 cannot listen at {place}: {said}") from None
+            raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
+        try:
+            if rank > 0:
+                self._store = self._connected()
+            self._own = self._connected()  # of the watching thread: a call that waits holds up no other
+        except (dist.DistError, TimeoutError) as error:
             late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
-            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {said}") from None
+            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {self._found(error)}") from None
 
-    def _connected(self, host: bool) -> dist.TCPStore:
+    def _connected(self) -> dist.TCPStore:
+        """Connect to node 0's store, on a thread: a service that says nothing would hold torch for ever.
+
+        Raises DistError or TimeoutError.
+        """
+        made: Future[dist.TCPStore] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self._made(self.address, host=False))
+            except dist.DistError as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, name="meet", daemon=True).start()
+        return made.result(self.timeout_s + _LOOK_S)
+
+    def _found(self, error: Exception) -> str:
+        """Return what is at node 0's address, where no store is."""
+        try:
+            socket.create_connection((self.address, self._store_port), _ANSWER_S).close()
+        except OSError as refused:
+            return str(refused)
+        return f"another service than its launcher listens there ({_first_line(error) or 'it says nothing'})"
+
+    def _made(self, address: str, host: bool) -> dist.TCPStore:
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(self.address, self._store_port, None, host, timeout, wait_for_workers=False)
+        return dist.TCPStore(address, self._store_port, None, host, timeout, wait_for_workers=False)
 
     def begin(self) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
@@ -109,7 +143,8 @@ class Nodes:
         while not self._store.check([key := f"attempt/{self._attempt}"]):
             time.sleep(_POLL_S)
         said = self._store.get(key).decode()
-        if said == _END:
+        if said.startswith(_END):
+            self.code = int(said.removeprefix(_END))
             self._store.set(f"left/{self.rank}", "1")
             return False
         self._store.set(f"beat/{self.rank}", f"{self._attempt}.0")
@@ -172,7 +207,7 @@ class Nodes:
 
     def _end(self) -> None:
         """Tell the other nodes that the run has ended, and wait a moment until they know."""
-        self._store.set(f"attempt/{self._attempt + 1}", _END)
+        self._store.set(f"attempt/{self._attempt + 1}", f"{_END} {self.code}")
         give_up = time.monotonic() + _LEAVE_S
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
@@ -209,6 +244,10 @@ class Nodes:
                 )
                 return True
         return False
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _free_port() -> int:

@@ -10,13 +10,15 @@ import os
 import runpy
 import sys
 
-from or1_megatron.runtime.signals import LAUNCH_MARK
+from or1_megatron.runtime.signals import CPP_LOG_LEVEL, LAUNCH_MARK, QUIET
 from or1_verify.child_process import die_with_parent
 
 
 def main() -> None:
     """Ask the kernel to end this process with its launcher, and become the module."""
     die_with_parent(int(os.environ[LAUNCH_MARK]))
+    if os.environ.get(CPP_LOG_LEVEL) == QUIET:
+        del os.environ[CPP_LOG_LEVEL]
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

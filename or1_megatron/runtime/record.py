@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from or1_megatron.runtime.faults import FaultRecord
-from or1_megatron.runtime.jsonl import JsonlWriter
+from or1_megatron.runtime.jsonl import JsonlWriter, read_steps
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.trackers import TensorBoardTracker, WandbTracker
@@ -29,8 +29,8 @@ class RunRecord:
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
-        """``config``: the run's resolved configuration, for W&B. Raises ModuleNotFoundError if W&B is wanted and not
-        installed."""
+        """``config``: the run's resolved configuration, for W&B. Raises UserError if W&B is wanted and cannot be
+        used."""
         self._folder = folder
         self._track = track
         self._resumed_at = -1
@@ -93,6 +93,9 @@ class RunRecord:
         if self._metrics is None or self._rollouts is None:
             self._folder.create()
             self._folder.truncate_after(self._resumed_at)
+            for tracker in self._trackers:
+                if isinstance(tracker, WandbTracker) and self._folder.metrics.exists():
+                    tracker.fill(read_steps(self._folder.metrics))
             self._metrics = JsonlWriter(self._folder.metrics)
             if self._track.tensorboard:
                 self._trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))

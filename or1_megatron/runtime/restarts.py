@@ -8,11 +8,10 @@ same error at the same step again: what repeats itself needs a person.
 from __future__ import annotations
 
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,9 +19,9 @@ from typing import Final
 
 from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
-from or1_megatron.runtime.jsonl import read_rows
-from or1_megatron.runtime.launch import ASKS, Ended
+from or1_megatron.runtime.launch import Ended
 from or1_megatron.runtime.run_folder import RunFolder, step_of
+from or1_megatron.runtime.signals import asked_by_signals
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Before each restart in a row; the last one for all that follow."""
@@ -126,21 +125,13 @@ class Restarts:
         return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)} in {newest.parent}"
 
     def _last_step(self) -> int:
-        """Return the last step with a row of metrics; -1 if there is none."""
-        if not self._folder.metrics.is_file():
-            return -1
-        return max((int(row["step"]) for row in read_rows(self._folder.metrics, bad_lines=[])), default=-1)
+        """Return the last step of which something is recorded; -1 if there is none."""
+        return max(self._folder.recorded_steps(), default=-1)
 
 
-@contextmanager
-def signals_leave() -> Iterator[None]:
+def signals_leave() -> AbstractContextManager[None]:
     """Have stop signals raise SystemExit within the block, but while ``launch`` handles them. Main thread only."""
-    previous = {number: signal.signal(number, _leave) for number in ASKS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return asked_by_signals(_leave)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

@@ -18,9 +18,11 @@ left.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from or1_megatron.runtime.files import naming_disk_full, write_atomically
-from or1_megatron.runtime.jsonl import keep_rows
+from or1_megatron.runtime.jsonl import keep_rows, read_rows
 from or1_verify.errors import UserError
 
 LOOP_STATE: Final = "loop.json"
@@ -71,11 +73,18 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
         self.logs = root / "logs"
+        self._id = root / ".id"
 
     @property
     def run_id(self) -> str:
-        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats."""
-        return str(self.root.resolve()).strip("/").replace("/", "-")
+        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats.
+
+        It comes from the path and from a random name in the folder: the path alone may be that of another folder in
+        another mount namespace, the random name that of a copy.
+        """
+        name = self._id.read_text() if self._id.is_file() else ""
+        digest = hashlib.blake2b(f"{self.root.resolve()}\0{name}".encode(), digest_size=8).hexdigest()
+        return f"{self.root.resolve().name}-{digest}"
 
     def create(self) -> None:
         """Create the folder and the subfolders that are missing, except ``hf``, which the export creates.
@@ -87,6 +96,8 @@ class RunFolder:
                 raise NotADirectoryError(f"run folder: {folder} is a file, a folder was expected")
             with naming_disk_full(folder, "the run folder"):
                 folder.mkdir(parents=True, exist_ok=True)
+        if not self._id.is_file():
+            write_atomically(self._id, secrets.token_hex(8).encode(), "the run's id")
 
     def lock(self, wait_s: float = 10.0) -> RunLock:
         """Lock the folder for this process until the lock is closed or the process ends in any way.
@@ -107,6 +118,12 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """Return the summary. Raises FileNotFoundError if the run has none yet."""
         return json.loads(self.summary.read_text())
+
+    def recorded_steps(self) -> set[int]:
+        """Return the steps of which there is a row of metrics or a file of rollouts."""
+        rows = read_rows(self.metrics, bad_lines=[]) if self.metrics.is_file() else ()
+        files = (step_of(file) for file in self.rollouts.glob("step_*"))
+        return {int(row["step"]) for row in rows} | {step for step in files if step is not None}
 
     def truncate_after(self, step: int) -> None:
         """Delete what was recorded after ``step``, so that a run that resumes there has each step once; -1: everything.
@@ -140,7 +157,8 @@ class RunLock:
 
     def __init__(self, root: Path, wait_s: float) -> None:
         self.path = root / ".lock"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with naming_disk_full(self.path, "the run folder's lock"):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         give_up_s = time.monotonic() + wait_s
         while True:
             try:

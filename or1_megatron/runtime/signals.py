@@ -15,7 +15,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any, Final
 
 from or1_megatron.errors import PART_LOST
 from or1_megatron.runtime.heartbeat import main_thread_stack
@@ -23,12 +26,18 @@ from or1_megatron.runtime.heartbeat import main_thread_stack
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ASKS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Each of these asks a launcher for a save and an end; the ranks get SIGUSR1."""
 REPEAT_S = 2.0
 """A signal this soon after the first is the same request again: a scheduler signals every process of a job, and the
 launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
 """The variable in the environment of all that ``launch`` starts; its value is the launcher's pid."""
+
+CPP_LOG_LEVEL, QUIET = "TORCH_CPP_LOG_LEVEL", "FATAL"
+"""Keeps the warnings and frames of torch's C++ code off the launcher's console; its own lines say what they mean. The
+ranks, which have a log for them, take it out of their environment."""
 
 _LAST_WORDS_S = 2.0
 
@@ -39,6 +48,21 @@ def is_launched() -> bool:
     What a rank starts inherits the mark, and may be a run of its own.
     """
     return os.environ.get(LAUNCH_MARK) == str(os.getppid())
+
+
+@contextmanager
+def asked_by_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Have ``ASKS`` call ``handler`` within the block, but a SIGHUP that is ignored, as nohup has it. Main thread only.
+
+    An ignored SIGINT says nothing: every background job of a script has one.
+    """
+    heard = [number for number in ASKS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 class StopRequested:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import logging
+import netrc
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from or1_megatron.runtime.files import append_whole, naming_disk_full
+from or1_verify.errors import UserError
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
+
+
+logger = logging.getLogger(__name__)
 
 
 class _UnbufferedFile:
@@ -70,18 +77,39 @@ class TensorBoardTracker:
             self._records.write(event.SerializeToString())
 
 
+def check_wandb(project: str) -> None:
+    """Check, without asking a server, that Weights & Biases can be used.
+
+    Raises:
+        UserError: the package or the key is missing.
+    """
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
+        raise UserError(
+            f"track.wandb_project is '{project}', but the package wandb is not installed: `pip install wandb`, or "
+            "leave track.wandb_project out"
+        )
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        known = False
+    if not (known or os.environ.keys() & {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}):
+        raise UserError(
+            f"track.wandb_project is '{project}', but no key for {host} is known: `wandb login`, or set WANDB_API_KEY, "
+            "or WANDB_MODE=offline"
+        )
+
+
 class WandbTracker:
     """Weights & Biases, used if ``track.wandb_project`` is set."""
 
     def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Begin or resume the W&B run of this folder. Raises ModuleNotFoundError that says what to install."""
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"track.wandb_project is '{project}', but the package wandb is not installed: "
-                "`pip install wandb`, or leave track.wandb_project out"
-            ) from error
+        """Begin or resume the W&B run of this folder. Raises what ``check_wandb`` raises."""
+        check_wandb(project)
+        wandb = importlib.import_module("wandb")
         id_file = folder / "wandb_id"
         known = id_file.read_text().strip() if id_file.exists() else None
         self._run = wandb.init(
@@ -94,6 +122,15 @@ class WandbTracker:
         )
         if known is None:
             id_file.write_text(self._run.id)
+
+    def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Log the rows that W&B lacks: a killed session may not have sent its last ones. It keeps what it has."""
+        next_step = self._run.step  # after a resume: behind the last that W&B has
+        for step, row in rows.items():
+            if step >= next_step:
+                self.log(step, {name: value for name, value in row.items() if name != "step" and value is not None})
+        if next_step > max(rows, default=next_step) + 1:
+            logger.warning("W&B keeps the killed session's rows up to step %d; the files have new ones", next_step - 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -47,6 +47,7 @@ ALARMS: Mapping[str, str] = {
     "entropy": "entropy near zero while there is still something to learn",
     "non_truncated": "training accuracy rises while that of non-truncated responses falls",
     "plateau": "training accuracy stands still early in the first stage",
+    "rejected": "no group was kept, so that nothing was trained",
 }
 """Every alarm of ``rl.alarms`` and its meaning; each is a metric ``alarm/<name>``."""
 

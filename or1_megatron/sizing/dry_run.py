@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from or1_megatron.config.base import DataFileMissing
 from or1_megatron.config.load import ConfigError
 from or1_megatron.config.schema import Config
-from or1_megatron.data.problems import files_of, hub_rows, is_hub_id
+from or1_megatron.data.problems import files_of, is_hub_id, is_saved, read_rows
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.run_plan import Plan, PlanError, plan
 from or1_megatron.weights.families import read_hf_config
@@ -64,10 +64,10 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
 
 def _count_rows(path: Path, split: str | None, key: str) -> int:
     """Return how many problems a set has before any filter: rows, or lines that are not blank."""
+    if is_saved(path) or is_hub_id(path):
+        return sum(1 for _ in read_rows(path, split))
     if path.is_dir():
         return sum(_count_rows(file, None, key) for file in files_of(path, split))
-    if is_hub_id(path):
-        return sum(1 for _ in hub_rows(str(path), split))
     if not path.is_file():
         raise DataFileMissing(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":
@@ -76,4 +76,6 @@ def _count_rows(path: Path, split: str | None, key: str) -> int:
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{key}: {path} is not a readable parquet file: {error}") from None
     with path.open("rb") as lines:
+        if lines.peek(1)[:1] == b"[" or path.suffix in (".gz", ".zst"):
+            return sum(1 for _ in read_rows(path))
         return sum(1 for line in lines if not line.isspace())

@@ -87,6 +87,13 @@ def _warnings(config: Config) -> Iterator[str]:
             f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
             "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
+    # All of the run's, those before its first stage included.
+    sgd_steps = sum(stage.steps * stage.sgd_steps for stage in config.stages[: config.run.stage])
+    if 0 < config.optimizer.decay_steps < sgd_steps:
+        yield (
+            f"optimizer.decay_steps = {config.optimizer.decay_steps} of up to {sgd_steps} SGD steps: the learning rate "
+            "is 0 after them, and nothing is trained"
+        )
     yield from _sampling_warnings(config)
     for stage in config.stages:
         if stage.sgd_steps >= 4 and config.algorithm.entropy.mode == "adaptive":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +25,7 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
+from or1_megatron.runtime.trackers import check_wandb
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
@@ -35,8 +38,10 @@ from or1_verify.errors import UserError
 
 
 def plan_start(config: Config, device: Device) -> Plan:
-    """Return the plan of a run that starts now: with the memory of the GPUs here. Raises what ``plan_run`` raises."""
-    return plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
+    """Return the plan of a run that starts now: with the memory of the GPUs here, and what the start deletes among its
+    warnings. Raises what ``plan_run`` raises."""
+    planned = plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
+    return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
 
 def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
@@ -52,8 +57,11 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError: the model cannot be used.
+        UserError: Weights & Biases cannot be used.
         OSError: the folder cannot be made.
     """
+    if config.track.wandb_project is not None:
+        check_wandb(config.track.wandb_project)
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()
@@ -189,6 +197,20 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
     """Raise ConfigError when the folder holds checkpoints of a run whose configuration was another."""
     if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
         check_resume(load_config(folder.config), config)
+
+
+def discarded(config: Config) -> Iterator[str]:
+    """Yield what the run's start deletes: what a killed session recorded behind its newest checkpoint, if it did."""
+    folder = RunFolder(config.run.folder)
+    newest = checkpoint_keeper(config, folder).newest()
+    saved = -1 if newest is None else step_of(newest) or 0
+    later = sorted(step for step in folder.recorded_steps() if step > saved)
+    behind = "of which it saved no checkpoint" if newest is None else f"behind the checkpoint of step {saved}"
+    if later:
+        yield (
+            f"{folder.root} holds steps {later[0]} to {later[-1]} of an earlier session, {behind}: their metrics and "
+            "rollouts are deleted, and the steps are made again; copy the folder to keep them"
+        )
 
 
 def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:

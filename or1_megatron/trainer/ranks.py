@@ -18,7 +18,7 @@ from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import resolved_yaml
 from or1_megatron.config.schema import Config
-from or1_megatron.data.prompts import ProblemSets, make_prompts
+from or1_megatron.data.prompts import ProblemSets, make_prompts, thinking_rule
 from or1_megatron.data.stream import MixtureStream
 from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
@@ -149,6 +149,7 @@ def lead(
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
         synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
         shown = run_console(config, rollouts)
+        shown.say(thinking_rule(sources))
         stack.callback(shown.close)
         stack.callback(record.close)
         recorders = Observers([record, shown], heart.says)

@@ -24,6 +24,7 @@ from or1_megatron.config.load import from_json, load_config
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost
+from or1_megatron.runtime.console import native_lines_to, outlive_console
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
@@ -31,6 +32,7 @@ from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
+from or1_megatron.runtime.surroundings import make_usable
 from or1_megatron.runtime.world import check_torchrun, ranks_per_node
 from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
@@ -60,6 +62,7 @@ def run_rank(config: Config, rank: int) -> int:
     """Run this rank to its end and return its exit status: 0, or 3 when stopped before the end of the run."""
     folder = RunFolder(config.run.folder)
     set_up_logging(folder.logs, rank)
+    native_lines_to(folder.logs / f"rank_{rank}.log")
     if (summary := finished_before(config)) is not None:
         if rank == 0:
             show_again(config, summary)
@@ -125,6 +128,7 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     die_with_parent(os.getppid())
+    outlive_console()
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
     for name, value in QUIET_ENVIRONMENT.items():
@@ -132,6 +136,9 @@ def main() -> int:
     try:
         check_driver()
         check_torchrun()
+        if not is_launched():
+            for line in make_usable():
+                print(f"or1: note: {line}", file=sys.stderr)
         if arguments.config.startswith("{"):
             config = from_json(arguments.config)
         else:
@@ -139,9 +146,10 @@ def main() -> int:
         folder = RunFolder(config.run.folder)
         return run_rank(config, rank)
     except (UserError, *USER_OS_ERRORS) as error:
+        if rank == 0 or not isinstance(error, AgreedError) or os.environ["LOCAL_RANK"] == "0":
+            print(f"or1: error: {error}", file=sys.stderr, flush=True)
         if rank > 0 and isinstance(error, AgreedError):
-            return 0  # rank 0 prints it and fails; if this rank failed, rank 0 would be killed before its engines end
-        print(f"or1: error: {error}", file=sys.stderr, flush=True)
+            return 0  # rank 0 fails; if this rank failed, rank 0 would be killed before its engines end
         note_failure(folder, rank, error)
         return PART_LOST if isinstance(error, PartLost) else USER_ERROR
     except Exception as error:

@@ -13,7 +13,7 @@ import torch
 
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.failures import EngineStrayed, HandoffMismatch, SendError
+from or1_megatron.handoff.failures import EngineStrayed, HandoffMismatch, PolicyNotFinite, SendError
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep, Verb
@@ -121,12 +121,15 @@ class SyncedPolicy(PolicyDriver):
         Raises:
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
             ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
+            PolicyNotFinite: the policy's log-probs are not finite.
             HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed after the first handoff.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
         due = self._probe_every and self._handoffs % self._probe_every == 0
         expected = self.score(self._probe_batch, 1.0).log_probs if due else None
+        if expected is not None and not all(np.isfinite(log_probs).all() for log_probs in expected):
+            raise PolicyNotFinite(version)
         self.take_devices()
         scored_s = time.perf_counter()
         if self._sharing.trainer_offloads:

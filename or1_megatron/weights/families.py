@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; expected an HF folder with config.json")
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+        get = f"; if it is a model on the hub: hf download {folder} --local-dir {folder}" if hub else ""
+        raise ModelError(f"model folder {folder} does not exist; expected an HF folder with config.json{get}")
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected an HF folder with config.json, safetensors and a tokenizer")
     try:

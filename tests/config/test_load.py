@@ -81,7 +81,7 @@ def test_a_cycle_and_a_missing_base_are_refused(base: Path) -> None:
     assert "expected one file name" in refusal(other)
 
 
-def test_overrides(base: Path) -> None:
+def test_overrides(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         base, ["stages.0.steps=3", "optimizer.lr=3e-4", "track.wandb_project='12'", "parallel.ranks=2"]
     )
@@ -89,6 +89,8 @@ def test_overrides(base: Path) -> None:
     assert config.optimizer.lr == 3e-4
     assert config.track.wandb_project == "12"
     assert config.parallel.ranks == 2
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config(base, ["run.dir=~/x"]).run.dir == Path("/home/me/x")
     assert load_config(base, ["evaluate.data=[{path: e.jsonl}]"]).evaluate.data[0].path.name == "e.jsonl"
 
 
@@ -99,6 +101,7 @@ def test_overrides(base: Path) -> None:
         ("stages.x.steps=3", ["stages is a list of 1"]),
         ("run.seed.x=1", ["--set run.seed.x=1: run.seed: found", "expected an integer"]),
         ("stages.0.steps.x=1", ["stages.0.steps is 5 (integer)"]),
+        ("model.hf=~nobody-here/m", ["--set model.hf=~nobody-here/m", "home"]),
         ("nonsense", ["expected key.subkey=value"]),
         ("optimizer.lr={", ["not valid YAML"]),
         ("optimizer.lr=1e400", ["optimizer.lr: found", "finite number"]),

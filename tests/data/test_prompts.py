@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from or1_megatron.data.prompts import thinking_rule
+from or1_megatron.data.stream import PromptSource
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import UnusableRows
@@ -76,6 +78,29 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0]['content'] }}\n{% if %}", "is broken at line 2"),
+        ("{{ 1 + messages[0]['content'] }}", "fails: TypeError"),
+        ("{{ messages[0]['text'] }}<a>", "leaves out what the user says"),
+    ],
+)
+def test_a_broken_template_is_named(template: str, said: str) -> None:
+    with pytest.raises(DataError, match=rf"^the chat template of .*tokenizer_config\.json\) {said}"):
+        ChatTemplate(tokenizer(template))
+
+
+def test_the_thinking_rule_is_said() -> None:
+    sources = [
+        PromptSource(ChatTemplate(tokenizer(template)).make_prompts([problem("w1")], 9, UnusableRows()).prompts, 1)
+        for template in (TEMPLATE, TEMPLATE.replace("<think>", ""))
+    ]
+    assert thinking_rule(sources[:1]).startswith("the chat template opens <think>, so a response counts only from")
+    assert "opens no reasoning, so all of a response is read" in thinking_rule(sources[1:])
+    assert thinking_rule(sources).count("the chat template") == 2
+
+
 def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     assert ChatTemplate(load_tokenizer(tmp_path)).token_ids((Message("user", "w0"),)).tolist() == [1, 2, 5, 3, 4]
@@ -130,3 +155,6 @@ def test_an_end_of_turn_that_ends_nothing_is_said(tmp_path: Path, caplog: pytest
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
     ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)
     assert not caplog.text
+    (tmp_path / "generation_config.json").write_text("{'eos_token_id': 3}")
+    with pytest.raises(DataError, match=r"generation_config\.json: not a JSON object \(Expecting"):
+        ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)

@@ -19,6 +19,7 @@ import pytest
 
 from or1_megatron.config.schema import SourceConfig
 from or1_megatron.data.problems import load_problems
+from or1_megatron.sizing.dry_run import _count_rows
 from or1_verify.code.ground_truth import parse_code_tests
 from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError
@@ -112,14 +113,16 @@ def test_a_task_without_a_verifier_is_named(tmp_path: Path) -> None:
         load_problems(write(tmp_path, rows))
 
 
-@pytest.mark.parametrize("name", ["rows.json", "list.json", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"])
+@pytest.mark.parametrize(
+    "name", ["rows.json", "list.json", "list.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"]
+)
 def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": "What is 3 + 4?", "label": "7"}, {"prompt": "What is 3 + 5?", "label": "8"}]
     lines, path = "".join(json.dumps(row) + "\n" for row in rows).encode(), tmp_path / name
     match name:
         case "rows.json":
             path.write_bytes(lines)
-        case "list.json":
+        case "list.json" | "list.jsonl":
             path.write_text(json.dumps(rows))
         case "rows.jsonl.gz":
             path.write_bytes(gzip.compress(lines))
@@ -130,6 +133,7 @@ def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
         case "splits":
             datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path)
     problems = load_problems(path)
+    assert _count_rows(path, None, "data.train") == 2
     assert [json.loads(problem.ground_truth) for problem in problems] == [["7"], ["8"]]
     if name != "splits":
         assert {problem.source for problem in problems} == {name.split(".")[0]}

@@ -151,6 +151,15 @@ def test_a_server_that_refuses_everything_is_no_score_of_nought(server: Server, 
     assert run(server, problems, out, 2)["outcome"]["statuses"] == {"right": 7, "wrong": 3}  # 0, 1, 2, 2, 2 of 2
 
 
+def test_a_score_of_nought_says_why(problems: Path, tmp_path: Path) -> None:
+    """No response closes its reasoning."""
+    silent = Server()
+    with serving(lambda _: completion("<think> two and two")) as silent.url:
+        run(silent, problems, tmp_path / "out", 1)
+    shown = (tmp_path / "shown.txt").read_text()
+    assert "no response earned a reward: 5 no_answer (the reasoning is never closed)" in shown
+
+
 def test_another_way_of_asking_is_not_mixed_in(server: Server, problems: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(server, problems, out, 1)

@@ -12,6 +12,8 @@ import pytest
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig
 from or1_megatron.rl.alarms import ALARMS, CALM_STEPS, Alarms, StepSeen
+from or1_megatron.rl.checks import frequent_reasons
+from or1_verify.types import Verdict
 
 STAGE = StageConfig(
     name="short", steps=400, max_response_tokens=8192, prompts_per_step=64, prompts_per_update=64, group_size=16
@@ -176,6 +178,22 @@ def test_plateau_early_in_the_first_stage() -> None:
     step 100 of 200 is still early, of 199 not; later stages are not watched."""
     assert plateau(1 / 128) == [(100, "plateau")] == plateau(0.0, steps=200) == plateau(-0.1)
     assert plateau(1 / 64) == plateau(0.0, level=0.95) == plateau(0.0, steps=199) == plateau(0.0, index=1) == []
+
+
+def test_a_step_without_a_kept_group_is_said_with_the_reasons() -> None:
+    """After the first such step, once; a verifier that only times out is one of the reasons."""
+    verdicts = [
+        *(Verdict(0.0, "timeout", "", f"no verdict within {n} s", 1.0) for n in (1, 2, 3)),
+        Verdict(0.0, "no_answer", "", "the reasoning is never closed", 0.1),
+        Verdict(1.0, "right", "4", "", 0.1),
+    ]
+    reasons = frequent_reasons(verdicts)
+    assert reasons == "3 timeout (no verdict within # s); 1 no_answer (the reasoning is never closed)"
+    alarms, said = Alarms(SafetyConfig(), "float32"), []
+    for step, kept in enumerate((1.0, 0.0, 0.0), start=1):
+        row = {"groups/kept": kept, "accuracy/all": 0.0}
+        said += alarms.look(StepSeen(step, 0, step, STAGE, row, reasons))[0]
+    assert len(said) == 1 and said[0].startswith("alarm 'rejected' at step 2: no group was kept") and reasons in said[0]
 
 
 def test_steps_without_the_metric_are_passed_over() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from openai_server import Reply, completion, serving
 from waiting import PATIENCE_S
 
@@ -35,7 +36,10 @@ def test_requests_say_what_is_wanted_and_replies_come_back_with_their_requests()
         number = body["messages"][0]["content"].split()[1]
         if number == "3":
             return completion("4", reasoning_content="two and two")
-        return completion(f"to {number}", "length" if number == "2" else "stop")
+        text: Any = f"to {number}"
+        if number == "6":  # as parts, one of which is no text of the answer
+            text = [{"type": "text", "text": "to "}, {"type": "thinking", "text": "?"}, {"type": "text", "text": "6"}]
+        return completion(text, "length" if number == "2" else "stop")
 
     with serving(answer) as url:
         replies = sampled(url, 9, api_key="secret")
@@ -44,8 +48,23 @@ def test_requests_say_what_is_wanted_and_replies_come_back_with_their_requests()
     one = next(body for body in seen if body["seed"] == 105)
     assert one == {
         "model": "judge", "messages": [{"role": "user", "content": "question 5"}], "temperature": 0.7, "top_p": 0.9,
-        "max_tokens": 55, "seed": 105, "path": "/v1/chat/completions", "key": "Bearer secret",
+        "max_tokens": 55, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 105,
+        "path": "/v1/chat/completions", "key": "Bearer secret",
     }  # fmt: skip
+
+
+def test_a_server_that_knows_no_neutral_settings_is_asked_without(caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, and that its own count; another refusal stays one."""
+
+    def answer(body: dict[str, Any]) -> Reply:
+        if "top_k" in body:
+            return 400, {"error": "unknown argument top_k"}
+        return (422, {"error": "top_k of what?"}) if body["seed"] == 100 else completion("yes")
+
+    with serving(answer) as url:
+        replies = sampled(url, 6)
+    assert sum(isinstance(reply, ChatCompletion) for reply in replies) == 5
+    assert caplog.text.count("the server's own top_k, min_p and repetition_penalty count") >= 1
 
 
 def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() -> None:

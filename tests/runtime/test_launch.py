@@ -147,6 +147,22 @@ def test_a_signal_reaches_the_ranks_alone(tmp_path: Path, started: list[Launched
     assert run.left() == []
 
 
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path, started: list[Launched]) -> None:
+    """nohup: a closed terminal's SIGHUP ends nothing, SIGTERM does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup; the launcher inherits it
+    try:
+        started.append(run := Launched(tmp_path, "wait"))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_up()
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert run.process.poll() is None and not (tmp_path / "0.heard").exists()
+    run.process.send_signal(signal.SIGTERM)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGTERM, errors
+
+
 def test_ranks_that_do_not_end_are_killed(tmp_path: Path, started: list[Launched]) -> None:
     run = Launched(tmp_path, "deaf", grace_s=1.0)
     started.append(run)

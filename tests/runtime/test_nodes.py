@@ -6,11 +6,14 @@ examples/test_recipe_scripts.py), and that trainer ranks go on from their checkp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,6 +189,43 @@ def test_another_node_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UserError, match="node 1 could not start its ranks: the disk is full") as raised:
             nodes.begin()
         assert not isinstance(raised.value, NodesError)  # it comes again on every start
+
+
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_service_is_where_node_0_should_be(greeting: bytes) -> None:
+    """One that says nothing would hold torch for ever."""
+    held = []  # connections, open to the end
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed at the end
+            while True:
+                held.append(server.accept()[0])
+                held[-1].sendall(greeting)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        expected = r"did not reach node 0 at 127.0.0.1:\d+ .*: another service than its launcher listens there \("
+        with pytest.raises(NodesError, match=expected + ("" if greeting else "it says nothing")):
+            Nodes(2, 1, "127.0.0.1", server.getsockname()[1], 1.0)
+
+
+def test_all_nodes_end_as_node_0_does() -> None:
+    """Node 0 has refused the run (2); the launcher of node 1, whose ranks ended with 0, ends with 2."""
+    port, codes = _free_port(), []
+
+    def follow() -> None:
+        with Nodes(2, 1, "127.0.0.1", port, PATIENCE_S) as nodes:
+            while nodes.begin():
+                pass
+            codes.append(nodes.code)
+
+    other = threading.Thread(target=follow)
+    other.start()
+    with Nodes(2, 0, "127.0.0.1", port, PATIENCE_S) as nodes:
+        nodes.begin()
+        nodes.code = 2
+    other.join()
+    assert codes == [2]
 
 
 def test_node_0_is_not_there_or_its_port_is_taken() -> None:

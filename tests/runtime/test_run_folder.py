@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,25 @@ def test_layout_is_as_documented(tmp_path: Path) -> None:
     run.create()  # again does nothing
     run.write_config("run: {}\n")
     run.write_summary({"steps": 3})
-    assert names(run.root) == ["checkpoints", "config.yaml", "logs", "rollouts", "summary.json", "tensorboard"]
+    assert names(run.root) == [".id", "checkpoints", "config.yaml", "logs", "rollouts", "summary.json", "tensorboard"]
     assert run.read_summary() == {"steps": 3}
     assert (run.metrics.name, run.hf.name) == ("metrics.jsonl", "hf")
+
+
+def test_each_folder_has_an_id_of_its_own(tmp_path: Path) -> None:
+    """Paths that are one with dashes for slashes, a copy, and another folder at the same path, as another mount
+    namespace may have it. The id stays."""
+    one, other, copy = (RunFolder(tmp_path / name) for name in ("x/a-b", "x-a/b", "y/a-b"))
+    one.create()
+    other.create()
+    ids = {one.run_id, other.run_id}
+    one.create()
+    assert one.run_id in ids
+    shutil.copytree(one.root, copy.root)
+    ids.add(copy.run_id)
+    shutil.rmtree(copy.root)
+    copy.create()
+    assert len(ids | {copy.run_id}) == 4
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

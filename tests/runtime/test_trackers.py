@@ -1,7 +1,8 @@
-"""Trackers write what they are given, at once, and survive kills and full disks. Not proven here: W&B."""
+"""Trackers write what they are given, at once, and survive kills and full disks. Not proven here: W&B's server."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from or1_megatron.config.schema import TrackConfig
 from or1_megatron.runtime.files import DiskFullError, write_atomically
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
-from or1_megatron.runtime.trackers import TensorBoardTracker, WandbTracker
+from or1_megatron.runtime.record import RunRecord
+from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.runtime.trackers import TensorBoardTracker, check_wandb
+from or1_verify.errors import UserError
 
 
 def test_jsonl_rows(tmp_path: Path) -> None:
@@ -155,8 +160,59 @@ def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-def test_wandb_is_asked_for_and_not_installed(tmp_path: Path) -> None:
-    if subprocess.run([sys.executable, "-c", "import wandb"], check=False, capture_output=True).returncode == 0:
+WANDB = """
+class Run:
+    id, step = "one", {step}
+    def log(self, row, step): open({out!r}, "a").write(f"{{step}} {{row}}\\n")
+    def finish(self): pass
+def init(**_): return Run()
+"""
+
+
+def test_wandb_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, which W&B's own folder of results is not, and a key: of the environment, or netrc's for the host.
+
+    Not proven here: that a server takes the key.
+    """
+    if importlib.util.find_spec("wandb") is not None:
         pytest.skip("wandb is installed here")
-    with pytest.raises(ModuleNotFoundError, match=r"track\.wandb_project is 'magic', but .*`pip install wandb`"):
-        WandbTracker("magic", tmp_path, "run", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(UserError, match=r"track\.wandb_project is 'magic', but .*`pip install wandb`"):
+        check_wandb("magic")
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"no key for api\.wandb\.ai is known: `wandb login`"):
+        check_wandb("magic")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    check_wandb("magic")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    with pytest.raises(UserError, match=r"wandb\.example"):
+        check_wandb("magic")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_wandb("magic")
+
+
+@pytest.mark.parametrize(("there", "sent"), [(2, [2, 3]), (6, [])])
+def test_wandb_gets_the_rows_that_a_killed_session_had_not_sent(
+    there: int, sent: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stand-in for wandb, whose server has the steps before ``there``; the run resumes behind step 3."""
+    (tmp_path / "wandb.py").write_text(WANDB.format(step=there, out=str(tmp_path / "sent")))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.metrics.write_text("".join(json.dumps({"step": step, "a": 1.0}) + "\n" for step in range(5)))
+    record = RunRecord(run, TrackConfig(tensorboard=False, wandb_project="magic"), {})
+    record.resumed(3)
+    record.log(4, {"a": 2.0})
+    record.close()
+    del sys.modules["wandb"]
+    lines = (tmp_path / "sent").read_text().splitlines()
+    assert lines == [*(f"{step} {{'a': 1.0}}" for step in sent), "4 {'a': 2.0}"]
+    assert ("W&B keeps the killed session's rows up to step 5" in caplog.text) == (there == 6)

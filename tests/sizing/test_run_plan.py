@@ -195,7 +195,11 @@ def test_warnings() -> None:
     found = plan(or1_7b(stages=[stage], handoff={}, evaluate={}), QWEN_7B, device="cuda")
     text = "\n".join(found.warnings)
     assert "N_SGD = 4" in text
-    assert "evaluate.data is empty" in text
+    assert "evaluate.data is empty" in text and "decay_steps" not in text
+    for decay, expected in {3: "optimizer.decay_steps = 3 of up to 4 SGD steps: the learning rate is 0", 4: ""}.items():
+        falling = plan(or1_7b(stages=[stage], optimizer={"decay_steps": decay}), QWEN_7B, device="cuda")
+        assert ("the learning rate is 0" in "\n".join(falling.warnings)) == bool(expected)
+        assert expected in "\n".join(falling.warnings)
 
 
 def test_a_step_draws_problems_that_all_differ() -> None:

@@ -40,7 +40,7 @@ from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.policy import export_hf
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.trainer.preflight import check_inputs
+from or1_megatron.trainer.preflight import check_inputs, discarded
 from or1_verify.custom import VerifierBroken
 from or1_verify.problems.rows import DataError
 from or1_verify.sandbox.program import SandboxUnavailable
@@ -119,6 +119,12 @@ def test_a_verifier_that_no_problem_needs_is_refused(small_config: Callable[[Pat
         read_problems(load_config(config, [mine("MATH")]))
 
 
+def test_a_model_s_name_on_the_hub(small_config: SmallConfig, tmp_path: Path) -> None:
+    said = refused(small_config(tmp_path / "run"), "model.hf=Qwen/Qwen2.5-0.5B")
+    assert "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen/Qwen2.5-0.5B" in said
+    assert "hf download" not in refused(small_config(tmp_path / "run"), "model.hf=/models/Qwen2.5")
+
+
 @pytest.mark.parametrize(
     "damage", [cut, no_header, wrong_shape, missing_tensor, unknown_tensor, missing_shard, no_weights]
 )
@@ -179,6 +185,17 @@ def test_a_run_folder_that_is_a_file(small_config: SmallConfig, tmp_path: Path) 
     assert f"{tmp_path / 'run'} is a file, a folder was expected" in refused(small_config(tmp_path / "run"))
 
 
+def test_a_read_only_file_system(small_config: SmallConfig, small_disk: Path) -> None:
+    """Also where the run's folder is there already."""
+    for make in (False, True):
+        if make:
+            RunFolder(small_disk / "run").create()
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        said = refused(small_config(small_disk / "run"))
+        assert "the file system is read-only: could not write the run folder" in said and str(small_disk) in said
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+
 def test_a_run_folder_in_use(small_config: SmallConfig, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -200,6 +217,26 @@ def begun(config: Path, root: Path) -> Path:
     entry = {"bytes": 2, "sha256": "0"}
     (checkpoint / "manifest.json").write_text(json.dumps({"format": 2, "files": {"loop.json": entry}}))
     return checkpoint
+
+
+def test_what_a_start_deletes_is_said(small_config: SmallConfig, tmp_path: Path) -> None:
+    """Steps behind the newest checkpoint, or all where there is none."""
+    config = small_config(tmp_path / "run")
+    checkpoint = begun(config, tmp_path / "run")
+    loaded, metrics = load_config(config), tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    assert not list(discarded(loaded))
+    (tmp_path / "run" / "rollouts" / "step_000003.parquet").touch()
+    assert "holds steps 3 to 3 of an earlier session, behind the checkpoint of step 1" in next(discarded(loaded))
+    shutil.rmtree(checkpoint)
+    assert "holds steps 0 to 3 of an earlier session, of which it saved no checkpoint" in next(discarded(loaded))
+
+
+def test_wandb_without_its_package_is_refused(small_config: SmallConfig, tmp_path: Path) -> None:
+    assert "but the package wandb is not installed" in refused(
+        small_config(tmp_path / "run"), "track.wandb_project=magic"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path: Path) -> None:
@@ -461,8 +498,12 @@ stop_process_group()
 """
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
-    """``or1 train`` takes free ports, whatever MASTER_PORT says."""
+@pytest.mark.parametrize("host", ["", "gpu-node-17.example"])
+def test_a_port_in_use_or_a_host_name_that_leads_nowhere(host: str, tmp_path: Path) -> None:
+    """``or1 train`` takes free ports, whatever MASTER_PORT says, and on one machine needs no name of its own."""
+    named = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"] if host else []
+    if host and subprocess.run([*named, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("cannot name a host here (needs root)")
     (tmp_path / "or1_port_rank.py").write_text(PORT_RANK)
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
@@ -472,5 +513,5 @@ def test_a_port_in_use(tmp_path: Path) -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        ours = subprocess.run([sys.executable, "-c", RANKS_DRIVER], env=environment, timeout=PATIENCE_S)
+        ours = subprocess.run([*named, sys.executable, "-c", RANKS_DRIVER], env=environment, timeout=PATIENCE_S)
         assert ours.returncode == 0

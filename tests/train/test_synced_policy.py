@@ -10,14 +10,17 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.failures import SendError
+from or1_megatron.errors import PartLost
+from or1_megatron.handoff.failures import PolicyNotFinite, SendError
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.trainer.synced_policy import TRANSITIONS, DeviceSharing, SyncedPolicy
+from or1_megatron.types import TokenScores
 
 TRAINER = ["restore parameters gradients optimizer"]
 HANDOFF = ["offload optimizer gradients", "check_replicas"]
@@ -29,11 +32,11 @@ AGAIN = [*REPLACED, "restore parameters"]
 class Diary:
     """Ranks, engines, their pool and the rollouts in one: notes each call, and fails at the first call of one kind."""
 
-    def __init__(self, sharing: DeviceSharing, fails_in: str = "") -> None:
+    def __init__(self, sharing: DeviceSharing, fails_in: str = "", probe_every_steps: int = 0) -> None:
         self.calls: list[str] = []
         self.fails_in, self.lost = fails_in, False
         self.handles: list[object] = ["engine 0"]
-        config = HandoffConfig(probe_every_steps=0)
+        config = HandoffConfig(probe_every_steps=probe_every_steps)
         probe = Probe(config, "float32", 16, 8)
         parts: Any = self
         self.policy = SyncedPolicy(parts, parts, parts, parts, parts, config, probe, BatchLayout(1, 64, 1), sharing)
@@ -136,3 +139,16 @@ def test_other_transitions_are_refused() -> None:
         if after not in TRANSITIONS[before]:
             with pytest.raises(RuntimeError, match=f"from '{before}' to '{after}'; expected "):
                 policy._pass_devices(after)
+
+
+@pytest.mark.parametrize(("version", "said"), [(0, "before any training: the weights in model"), (7, "after step 7")])
+def test_a_policy_that_is_not_finite_is_not_blamed_on_an_engine(
+    version: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent, and no restart follows."""
+    diary = Diary(APART, probe_every_steps=1)
+    scores = TokenScores((np.array([-1.0, np.nan], dtype=np.float32),), ())
+    monkeypatch.setattr(diary.policy, "score", lambda *_: scores)
+    with pytest.raises(PolicyNotFinite, match=rf"log-probs of the probe are not finite {said}") as raised:
+        diary.policy.hand_off(version)
+    assert diary.calls == [] and not isinstance(raised.value, PartLost)

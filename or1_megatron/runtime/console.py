@@ -1,0 +1,64 @@
+"""Standard output and error that may go away: a closed terminal or pipe, a full disk, a reader that does not read."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S: Final = 5.0
+"""How long a write waits for a reader that does not read, such as a terminal after Ctrl-S."""
+
+
+class _Console(io.FileIO):
+    """A file descriptor whose writes never fail and never block for long: what it does not take is lost."""
+
+    _lost = False
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        try:
+            if select.select((), (self,), (), 0.0 if self._lost else _PATIENCE_S)[1]:
+                written = super().write(data)
+                self._lost = False
+                return written or size
+            why = f"not read for {_PATIENCE_S:g} s"
+        except (OSError, ValueError) as error:
+            why = str(error)
+        if not self._lost:
+            self._lost = True
+            # As information: a warning would go to the console.
+            logger.info("the console takes no lines any more: %s; the run goes on", why)
+        return size
+
+
+def outlive_console() -> None:
+    """Have nothing that becomes of standard output or error end this process; a closed one becomes /dev/null.
+
+    Streams that a test or a notebook has put in their place are left as they are.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free: fd
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not (before := getattr(sys, f"__{name}__")):
+            continue
+        # One that was closed at the start may have its number taken by another file now.
+        own, encoding = (os.open(os.devnull, os.O_WRONLY), "utf-8") if before is None else (os.dup(fd), before.encoding)
+        raw = io.BufferedWriter(_Console(own, "w"))
+        setattr(sys, name, io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True))
+
+
+def native_lines_to(log: Path) -> None:
+    """Append what C++ code and child processes write to standard error to a file, after ``outlive_console``, whose
+    streams have descriptors of their own: this process's Python lines alone go to the console."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
