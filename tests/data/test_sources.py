@@ -201,7 +201,7 @@ def test_math_benchmarks_in_their_published_columns() -> None:
          "\\frac{1}{2}"),
         ({"question": "p", "solution": ["s"], "final_answer": ["$3$", "$5$"]}, "3, 5"),
         ({"question": "p", "answer": "18 - 2 = <<18-2=16>>16.\n#### 1,216"}, "1216"),
-        ({"problem": "p", "level": "Level 5", "type": "Algebra", "solution": "\\boxed{1}, so \\boxed{\\frac{1}{2}}."},
+        ({"problem": "p", "level": "Level 5", "type": "Algebra", "solution": "It is \\boxed{\\frac{1}{2}}."},
          "\\frac{1}{2}"),
     ]  # fmt: skip
     for row, gold in rows:

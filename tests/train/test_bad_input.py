@@ -493,7 +493,9 @@ sys.exit(run_ranks("or1_port_rank", [], ranks=2, threads_per_rank=None, grace_s=
 """
 PORT_RANK = """
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
+from torch import distributed
 start_process_group(300)
+distributed.barrier()  # else the first to leave may close the other's connection while it is made
 stop_process_group()
 """
 
