@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.failures import SendError
+from or1_megatron.handoff.failures import EngineStrayed, SendError
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.engine_group import EngineError
@@ -29,11 +31,11 @@ AGAIN = [*REPLACED, "restore parameters"]
 class Diary:
     """Ranks, engines, their pool and the rollouts in one: notes each call, and fails at the first call of one kind."""
 
-    def __init__(self, sharing: DeviceSharing, fails_in: str = "") -> None:
+    def __init__(self, sharing: DeviceSharing, fails_in: str = "", probe_every_steps: int = 0) -> None:
         self.calls: list[str] = []
         self.fails_in, self.lost = fails_in, False
         self.handles: list[object] = ["engine 0"]
-        config = HandoffConfig(probe_every_steps=0)
+        config = HandoffConfig(probe_every_steps=probe_every_steps)
         probe = Probe(config, "float32", 16, 8)
         parts: Any = self
         self.policy = SyncedPolicy(parts, parts, parts, parts, parts, config, probe, BatchLayout(1, 64, 1), sharing)
@@ -44,7 +46,7 @@ class Diary:
             self.fails_in, self.lost = "", True
             raise SendError("an engine has died") if call == "send" else EngineError("an engine has died")
 
-    def call(self, verb: str, *arguments: Any) -> int:
+    def call(self, verb: str, *arguments: Any, per_replica: Any = None) -> int:
         self.note(" ".join([verb, *(each for each in arguments if isinstance(each, str))]))
         return 0
 
@@ -121,6 +123,28 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     diary.lost = True
     assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
     assert diary.policy._version == 0
+
+
+@pytest.mark.parametrize("method", ["score", "score_reference", "update"])
+def test_the_ranks_compute_when_they_have_the_devices(method: str) -> None:
+    diary = Diary(SHARED)
+    diary.do("hand_off")
+    diary.calls, diary.fails_in = [], method
+    batch = SimpleNamespace(ranks=[], token_count=0)
+    with pytest.raises(EngineError):  # no rank is there to answer
+        getattr(diary.policy, method)(batch, None)
+    assert diary.calls == ["sleep", *TRAINER, method]
+
+
+def test_every_second_handoff_is_probed() -> None:
+    """An engine that strays after the first one may be repaired by a restart."""
+    policy: Any = Diary(APART, probe_every_steps=2).policy
+    zeros = [np.zeros(each.size - 1, np.float32) for each in policy._probe.token_ids]
+    policy.score = lambda *_: SimpleNamespace(log_probs=zeros)
+    policy._engines.score_prompts = lambda _: [[each + (policy._handoffs == 2) for each in zeros]]
+    assert [policy.hand_off(0).probe_max_abs_diff for _ in range(2)] == [0.0, None]
+    with pytest.raises(EngineStrayed):
+        policy.hand_off(0)
 
 
 def test_what_was_moved_for_a_new_engine_comes_back_to_a_trainer_that_never_offloads() -> None:
