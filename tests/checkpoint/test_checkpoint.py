@@ -20,7 +20,7 @@ import ranks
 import torch
 from at_layouts import STATE, Rank, travel
 
-from or1_megatron.checkpoint import loader
+from or1_megatron.checkpoint import loader, shard_files
 from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.checkpoint.sharded_state import slices_of
@@ -164,6 +164,17 @@ def test_a_flat_range_as_slices() -> None:
             parts = [whole[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].ravel() for part in slices]
             assert np.concatenate([np.empty(0), *parts]).tolist() == list(range(first, last))
             assert len(slices) <= 2 * len(sizes) - 1
+
+
+def test_a_tensor_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    """Half of it is on disk. Nothing is changed."""
+    half, whole = (shard_files.TensorSlice("w", (4,), (0,), (size,), 0) for size in (2, 4))
+    written, _ = shard_files.write_slices(tmp_path / "0", [(half, torch.ones(2))])
+    shard_files.write_metadata(tmp_path, written)
+    target = torch.zeros(4)
+    with pytest.raises(shard_files.StateMismatch, match=r"2 of the 4 elements of w at \(0,\) \+ \(4,\) are there"):
+        shard_files.read_shards(tmp_path, [shard_files.LocalShard(lambda: target, (whole,), True, False)])
+    assert not target.any()
 
 
 def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:

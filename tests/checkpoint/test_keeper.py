@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from or1_megatron.checkpoint import manifest
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
-from or1_megatron.checkpoint.manifest import CheckpointDamaged, write_manifest
+from or1_megatron.checkpoint.manifest import CheckpointDamaged, CheckpointUnreadable, write_manifest
 
 
 def make_checkpoint(keeper: CheckpointKeeper, step: int) -> Path:
@@ -93,6 +94,17 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, caplog: pytest.LogCap
     assert "step_000003/weights.bin is corrupt" in corrupt and corrupt.endswith("resuming from step_000002")
     keeper.clean()
     assert (tmp_path / "step_000003.damaged").is_dir()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be intact: the run does not resume from an older one."""
+    keeper = CheckpointKeeper(tmp_path, keep_last=2, keep_best=True)
+    for step in (1, 2):
+        make_checkpoint(keeper, step)
+    monkeypatch.setattr(manifest, "entry_of", lambda path: (path / "no folder").stat())
+    with pytest.raises(CheckpointUnreadable, match=r"step_000002/weights\.bin cannot be read \(\[Errno"):
+        keeper.newest_intact()
+    assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
 def test_files_are_compared_once_per_start(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ BAD_ROWS = {
         row(reward_model={"ground_truth": "null", "style": "rule"}),
         ["ground_truth", "of a NoneType", "list"],
     ),
+    "gold is a truth value": (row(reward_model={"ground_truth": "true"}), ["ground_truth", "of a bool", "list"]),
     "tests are a number": (
         row(ability="code", reward_model={"ground_truth": "2", "style": "rule"}),
         ["ground_truth", "of a int", "list"],

@@ -160,8 +160,8 @@ MBPP = {
 }  # fmt: skip
 SANITIZED = {
     "source_file": "f", "task_id": 7, "prompt": "Write a function to find the square root.",
-    "code": "import math\ndef root(n):\n    return math.sqrt(n)", "test_imports": ["import math"],
-    "test_list": ["assert math.isclose(root(2), math.sqrt(2))"],
+    "code": "import math\ndef root(n):\n    return math.sqrt(n)", "test_imports": ["from math import isclose"],
+    "test_list": ["assert isclose(root(2), 2**0.5)"],
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def tokens(*lengths: int) -> np.ndarray:
 
 
 def test_two_responses_on_one_engine() -> None:
-    """A prompt of 10 is read once by the engine: 0.2 + 0.1 s. Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4)
+    """A prompt of 10 is read once by each engine: 0.2 + 0.1 s. Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4)
     = 1.7, and the keys of 20 and 22 tokens. Then the second alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13
     tokens. Its verdict takes 0.25 s."""
     engines = PlannedEngines(CLOCK, 1, verdict_s=0.25)
@@ -35,6 +35,10 @@ def test_two_responses_on_one_engine() -> None:
     assert sum(parts_s.values()) == pytest.approx(expected)
     assert parts_s["prompts"] == pytest.approx(0.3) and parts_s["keys and values"] == pytest.approx(0.01 * 67)
     assert parts_s["per response"] == pytest.approx(0.1 * 6) and parts_s["products"] == 0
+    for count, readings in ((2, 2), (8, 4)):  # four responses on two engines, or on four of eight
+        engines = PlannedEngines(CLOCK, count)
+        engines.wait(engines.ask(tokens(10), tokens(3, 3, 3, 3), 4))
+        assert engines.parts_s()[PARTS.index("prompts")] == pytest.approx(readings * 0.3)
 
 
 def test_one_verifier_is_a_queue() -> None:

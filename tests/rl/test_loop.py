@@ -449,6 +449,7 @@ def test_a_checkpoint_counts_when_it_is_written(tmp_path: Path) -> None:
     assert told == [*first, *second, "save 3", "waited", "kept 3"]
     assert "checkpoint/write_s" not in world.diary.rows[2]  # it was complete when that row was written
     assert world.diary.rows[3]["checkpoint/write_s"] == 0.125
+    assert world.loop.saving.take_write_s() and not world.loop.saving.take_write_s()  # of step 3, told once
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:

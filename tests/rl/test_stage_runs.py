@@ -197,14 +197,14 @@ def test_filters_by_pass_rate(tmp_path: Path) -> None:
     """Right are riddles 0 to 3 always, 4 to 7 never, the others by chance, whatever the policy says."""
     given = stages(
         {"prompts_per_step": 16, "prompts_per_update": 16, "steps": 1},
-        {"prompts_per_step": 4, "prompts_per_update": 4, "steps": 4, "min_pass_rate": 0.01},
+        {"prompts_per_step": 4, "prompts_per_update": 4, "min_pass_rate": 0.01, "max_pass_rate": 0.9},
     )
     world = World(tmp_path, given, evaluated=False)
     judge_by_problem(world)
     world.loop.run()
     assert (world.diary.rows[2]["filter/solved"], world.diary.rows[2]["filter/outside"]) == (4, 4)
     assert world.diary.rows[2]["filter/left"] == 8
-    assert set().union(*problems_of(world, range(2, 6))) == set(range(8, 16))
+    assert set().union(*problems_of(world, range(2, 5))) == set(range(8, 16))
 
 
 def judge_by_problem(world: World) -> None:
@@ -232,15 +232,16 @@ def test_a_filter_that_leaves_too_few(tmp_path: Path) -> None:
 
 
 def test_steps_without_a_kept_group_end_the_run_at_the_limit(tmp_path: Path) -> None:
-    """Two in a row are tolerated, a good step starts anew; across a resume the third ends it."""
+    """Two in a row are tolerated, a good step and a new stage start anew; across a resume the third ends it."""
+    given = stages({"steps": 1}, {"steps": 8})
     safety = SafetyConfig(max_rejected_in_a_row=3)
     bad = (1, 2, 4, 5, 6)
-    first = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], evaluated=False, safety=safety, every_steps=1)
+    first = World(tmp_path, given, evaluated=False, safety=safety, every_steps=1)
     first.rollouts.overrule = lambda call, verdict: Verdict(0.0, "wrong", "", "", 0.0) if call in bad else verdict
     first.stop_in(6)
     assert first.loop.run().steps == 5
-    assert [first.diary.rows[k]["groups/steps_rejected_in_a_row"] for k in range(1, 6)] == [1, 2, 0, 1, 2]
-    second = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], evaluated=False, safety=safety)
+    assert [first.diary.rows[k]["groups/steps_rejected_in_a_row"] for k in range(1, 6)] == [1, 1, 0, 1, 2]
+    second = World(tmp_path, given, evaluated=False, safety=safety)
     second.rollouts.overrule = lambda _, __: Verdict(0.0, "wrong", "", "", 0.0)
     with pytest.raises(
         AllRejected, match=r"3 rollout steps in a row \(safety.max_rejected_in_a_row = 3\).* 8, 0 were "

@@ -73,6 +73,9 @@ class Turmoil:
                 case Judge():
                     self.answered[action.completion.seed] += 1
                     self.verifying.append(action)
+        for held in self.scheduler._held.values():
+            is_wanted = held.key is None or self.scheduler.at(held.ticket).budget.wants(held.key[0])
+            assert is_wanted, "an engine has what cannot be part of the result, and was not told"
 
     def step(self) -> None:
         """Let one thing happen."""
@@ -255,5 +258,6 @@ def test_an_answer_to_what_was_not_asked() -> None:
         scheduler.judged(ticket, judge.key, Verdict(1.0, "right", "", "", 0.0))
     (again,) = scheduler.lose(1)
     assert again == Submit(0, [sent[1]]) and scheduler.finished(1, [answer(sent[1], 1)]) == []
+    assert scheduler.at(ticket).given == 2
     with pytest.raises(ValueError, match="gives two requests the same seed"):
         scheduler.begin(prompts(2), 1, SAMPLING, 1)

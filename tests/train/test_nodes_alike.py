@@ -40,11 +40,13 @@ def test_nodes_that_differ_are_refused_by_all_ranks(small_config: Callable[[Path
 
 def test_models_and_data_are_facts(small_config: Callable[[Path], Path], tmp_path: Path) -> None:
     """A file of another content or size, and code; a data file that only node 0 has is no difference."""
-    loaded = load_config(small_config(tmp_path / "run"), [])
+    (reference := tmp_path / "config.json").write_text("{}")
+    loaded = load_config(small_config(tmp_path / "run"), [f"algorithm.kl.reference={tmp_path}"])
     found = facts(loaded)
     weights = [name for name in found if name.endswith("model.safetensors")]
     data = [name for name in found if name.startswith("data ")]
     assert weights and len(data) == 2 and "code of or1_megatron" in found and "package torch" in found
+    assert f"file {reference}" in found
     without = {name: value for name, value in found.items() if name not in data}
     assert differences([found, without], ["a", "b"]) == []
     assert differences([found, {**without, weights[0]: "other"}, found], ["a", "b", "c"]) == [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.errors import PartLost
-from or1_megatron.handoff.failures import PolicyNotFinite, SendError
+from or1_megatron.handoff.failures import EngineStrayed, PolicyNotFinite, SendError
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.engine_group import EngineError
@@ -47,7 +48,7 @@ class Diary:
             self.fails_in, self.lost = "", True
             raise SendError("an engine has died") if call == "send" else EngineError("an engine has died")
 
-    def call(self, verb: str, *arguments: Any) -> int:
+    def call(self, verb: str, *arguments: Any, per_replica: Any = None) -> int:
         self.note(" ".join([verb, *(each for each in arguments if isinstance(each, str))]))
         return 0
 
@@ -124,6 +125,28 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     diary.lost = True
     assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
     assert diary.policy._version == 0
+
+
+@pytest.mark.parametrize("method", ["score", "score_reference", "update"])
+def test_the_ranks_compute_when_they_have_the_devices(method: str) -> None:
+    diary = Diary(SHARED)
+    diary.do("hand_off")
+    diary.calls, diary.fails_in = [], method
+    batch = SimpleNamespace(ranks=[], token_count=0)
+    with pytest.raises(EngineError):  # no rank is there to answer
+        getattr(diary.policy, method)(batch, None)
+    assert diary.calls == ["sleep", *TRAINER, method]
+
+
+def test_every_second_handoff_is_probed() -> None:
+    """An engine that strays after the first one may be repaired by a restart."""
+    policy: Any = Diary(APART, probe_every_steps=2).policy
+    zeros = [np.zeros(each.size - 1, np.float32) for each in policy._probe.token_ids]
+    policy.score = lambda *_: SimpleNamespace(log_probs=zeros)
+    policy._engines.score_prompts = lambda _: [[each + (policy._handoffs == 2) for each in zeros]]
+    assert [policy.hand_off(0).probe_max_abs_diff for _ in range(2)] == [0.0, None]
+    with pytest.raises(EngineStrayed):
+        policy.hand_off(0)
 
 
 def test_what_was_moved_for_a_new_engine_comes_back_to_a_trainer_that_never_offloads() -> None:
