@@ -32,7 +32,6 @@ class Saving:
             self.saved_at = step
             self._writing = (step, best)
         elif best:
-            self.finish(wait=True)
             self._keeper.saved(step, best)
 
     def finish(self, wait: bool) -> None:
