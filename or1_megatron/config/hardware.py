@@ -52,8 +52,6 @@ class Hardware(Section):
     """Parts of the device names that CUDA reports."""
     bf16_flops: Constant
     """Dense bf16 operations per second; on CPU, of the run's dtype."""
-    multiprocessors: Constant
-    """Streaming multiprocessors of a GPU; on CPU, cores."""
     memory_bytes: Constant
     """Memory of a device."""
     memory_bytes_per_s: Constant

@@ -6,19 +6,18 @@ Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from typing import Literal
 
 import torch
 
-from or1_megatron.config.hardware import read_hardware
-from or1_megatron.kernels.estimate import Mode, head_seconds
+Mode = Literal["recompute", "one_pass"]
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
-    # So tiles are large, and nearly square in recompute, which can cut both axes. One pass with half of these bytes
-    # takes 11% longer by ``head_seconds``.
+    # So tiles are large, and nearly square in recompute, which can cut both axes. By arithmetic, one pass with half of
+    # these bytes takes 11% longer on an H100.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 2_560_000_000,
     # Tiles of 1,024 x 1,024, 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py at d9f6202).
@@ -83,15 +82,13 @@ def allocation_plan(
 ) -> AllocationPlan:
     """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
 
-    On CUDA the plan takes sizes near the budget with the least expected time (``head_seconds``, on an H100).
-
     Args:
         dtype: of hidden and weight.
         scratch: whether the epilogue needs scratch (torch does, Triton does not).
         ranks: number of ranks that share the vocabulary.
         budget_bytes: for logits and scratch; None takes the default of the device and the mode.
 
-    Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 8,448 rows, 277 MB of
+    Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 10,176 rows, 333 MB of
     logits; one_pass: 4,096 tokens by all rows, 2,491 MB.
     """
     on_cuda = device_type == "cuda"
@@ -106,12 +103,6 @@ def allocation_plan(
         block_rows = rows if on_cuda else min(rows, _CPU_BLOCK_ROWS)
         blocks = -(-rows // block_rows)
         tile_tokens = _even(numbers // (blocks * aligned(block_rows)), tokens)
-    if on_cuda:
-        gpu = read_hardware("h100")
-        tile_tokens, block_rows = min(
-            product(_near(tile_tokens, tokens), _near(block_rows, rows) if mode == "recompute" else [rows]),
-            key=lambda tile: head_seconds(tokens, hidden, rows, tile[0], tile[1], mode, gpu),
-        )
     widest = aligned(block_rows)
     cast = dtype != torch.float32 and not on_cuda
     return AllocationPlan(
@@ -130,14 +121,6 @@ def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
     tile_tokens = _even(math.isqrt(numbers), tokens)
     block_rows = _even(max(numbers // tile_tokens // _ALIGNMENT, 1) * _ALIGNMENT, rows)
     return _even(numbers // aligned(block_rows), tokens), block_rows
-
-
-def _near(size: int, whole: int) -> Iterator[int]:
-    """Yield ``size``, and smaller sizes that cut ``whole`` into up to a third more pieces."""
-    yield size
-    pieces = -(-whole // size)
-    for more in range(pieces + 1, pieces + max(pieces // 3, 1) + 1):
-        yield min(aligned(-(-whole // more)), size)
 
 
 def _even(limit: int, whole: int) -> int:
