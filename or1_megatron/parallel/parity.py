@@ -177,44 +177,30 @@ def _mean_loss(
     return objective(log_probs, entropies, inputs)[0] / counts.sum()
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """The largest differences between one layout's numbers and the reference's, and the tensors that have them."""
+Deviation = dict[str, Any]
+"""The largest differences between one layout's numbers and the reference's.
 
-    log_prob: float
-    """Largest absolute difference over tokens; likewise ``entropy``, and ``loss`` over steps. A loss beyond 1 is
-    compared relative to its size."""
-    entropy: float
-    loss: float
-    grad_norm: float
-    """Largest relative difference over steps."""
-    gradient: float
-    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise for three steps' changes."""
-    gradient_at: str
-    parameters: float
-    parameters_at: str
-
-    def times(self, share: float) -> Deviation:
-        """Return this deviation with all numbers multiplied by ``share``."""
-        numbers: dict[str, Any] = {
-            name: value * share for name, value in vars(self).items() if isinstance(value, float)
-        }
-        return replace(self, **numbers)
+log_prob, entropy    absolute, over tokens
+loss                 absolute, over steps; of a loss beyond 1 relative to its size
+grad_norm            relative, over steps
+gradient             ||g - g_ref|| / ||g_ref|| over tensors, and ``gradient_at``: the tensor that has it
+parameters           the same of three steps' changes, with ``parameters_at``
+"""
 
 
 def compare(measured: Numbers, expected: Numbers) -> Deviation:
     gradient, gradient_at = _worst(measured.gradient, expected.gradient)
     parameters, parameters_at = _worst(measured.moved, expected.moved)
-    return Deviation(
-        log_prob=_largest(measured.log_probs, expected.log_probs),
-        entropy=_largest(measured.entropies, expected.entropies),
-        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(measured.losses, expected.losses, strict=True)),
-        grad_norm=_maximum(abs(a - b) / b for a, b in zip(measured.grad_norms, expected.grad_norms, strict=True)),
-        gradient=gradient,
-        gradient_at=gradient_at,
-        parameters=parameters,
-        parameters_at=parameters_at,
-    )
+    return {
+        "log_prob": _largest(measured.log_probs, expected.log_probs),
+        "entropy": _largest(measured.entropies, expected.entropies),
+        "loss": _maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(measured.losses, expected.losses, strict=True)),
+        "grad_norm": _maximum(abs(a - b) / b for a, b in zip(measured.grad_norms, expected.grad_norms, strict=True)),
+        "gradient": gradient,
+        "gradient_at": gradient_at,
+        "parameters": parameters,
+        "parameters_at": parameters_at,
+    }
 
 
 def _largest(measured: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
