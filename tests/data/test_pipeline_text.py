@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from or1_megatron.data.pipeline.contamination import Decontamination
-from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates, _groups
+from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, embed, first_alike
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, read_outcomes, write_shard
@@ -63,27 +63,6 @@ def test_rows_of_other_guards_share_no_band() -> None:
     keys = band_keys(signed, 32, np.array([1, 1, 2], dtype=np.uint64))
     assert (keys[0] == keys[1]).all() and not np.isin(keys[2], keys[0]).any()
     assert len(set(keys[0].tolist())) == 32
-
-
-def test_groups_are_connected_components() -> None:
-    rng = np.random.default_rng(0)
-    keys = rng.integers(0, 400, (300, 3)).astype(np.uint64) + np.arange(3, dtype=np.uint64) * 1000
-    parent = list(range(300))
-
-    def root(row: int) -> int:
-        while parent[row] != row:
-            row = parent[row]
-        return row
-
-    for one in range(300):
-        for other in range(one):
-            if (keys[one] == keys[other]).any():
-                parent[root(one)] = root(other)
-    expected: dict[int, list[int]] = {}
-    for row in range(300):
-        expected.setdefault(root(row), []).append(row)
-    wanted = sorted(group for group in expected.values() if len(group) > 1)
-    assert sorted(_groups(keys)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ from or1_megatron.data.pipeline.text import (
     signatures,
     text_key,
 )
+from or1_megatron.types import BoolArray
 
 _SHINGLE_CHARS = 5
 _BANDS, _COLUMNS_PER_BAND = 32, 3
 """Two texts of Jaccard similarity 0.5 agree in some band with probability 1 - (1 - 0.5^3)^32 = 0.986."""
 _BATCH_ROWS = 2048
+_CACHED_SETS = 1 << 14
 _MOST_COMPARED = 8  # rows that a row is compared with; unlimited, N rows of one template would cost N^2
 
 Repeats = Mapping[int, tuple[int, float]]
@@ -111,41 +115,31 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare the rows of each group of likely duplicates; only their statements are held in memory."""
+        """Compare each row with those before it that share keys; only the statements of such rows are in memory."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
-        groups = _groups(keys)
-        wanted = {row for group in groups for row in group}
-        texts = {row: comparable(text) or text for row, (text,) in numbered(shards, ("statement",)) if row in wanted}
+        shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
+        staying: dict[int, list[int]] = defaultdict(list)  # by key
+        texts: dict[int, str] = {}  # of rows that stay
+        earlier = lru_cache(_CACHED_SETS)(lambda other: shingles(texts[other], _SHINGLE_CHARS))
         repeats: dict[int, tuple[int, float]] = {}
-        for group in groups:
-            self._compare(group, texts, keys, repeats)
+        for row, (statement,) in numbered(shards, ("statement",)):
+            own = keys[row, shared[row]].tolist()
+            if not own:
+                continue
+            text = comparable(statement) or statement
+            together = Counter(other for key in own for other in staying[key])
+            likely = sorted(together, key=lambda other: (-together[other], other))[:_MOST_COMPARED]
+            mine = shingles(text, _SHINGLE_CHARS)
+            alike = {other: jaccard(mine, earlier(other)) for other in likely}
+            best = max(alike, key=lambda other: alike[other], default=row)
+            if alike.get(best, 0.0) >= self._config.threshold:
+                repeats[row] = (best, alike[best])
+                continue
+            texts[row] = text
+            for key in own:
+                staying[key].append(row)
         return repeats
-
-    def _compare(
-        self,
-        group: Sequence[int],
-        texts: Mapping[int, str],
-        keys: UInt64Array,
-        repeats: dict[int, tuple[int, float]],
-    ) -> None:
-        own = keys[np.array(group)]
-        stays = np.zeros(len(group), dtype=bool)
-        sets: dict[int, UInt64Array] = {}
-        for index, row in enumerate(group):
-            shared = (own[:index] == own[index]).sum(axis=1) * stays[:index]
-            likely = np.argsort(-shared, kind="stable")[:_MOST_COMPARED]
-            mine = shingles(texts[row], _SHINGLE_CHARS)
-            best = (-1, 0.0)
-            for other in likely[shared[likely] > 0].tolist():
-                similarity = jaccard(mine, sets[other])
-                if similarity > best[1]:
-                    best = (group[other], similarity)
-            if best[1] >= self._config.threshold:
-                repeats[row] = best
-            else:
-                stays[index] = True
-                sets[index] = mine
 
 
 def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
@@ -160,25 +154,10 @@ def _short_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _groups(keys: UInt64Array) -> list[list[int]]:
-    """Return the groups of two or more rows that share keys, directly or through other rows; each is sorted."""
-    above: dict[int, int] = {}  # row -> an earlier row of its group
-
-    def first(row: int) -> int:
-        while (earlier := above.setdefault(row, row)) != row:
-            above[row] = row = above.setdefault(earlier, earlier)
-        return row
-
-    for band in range(keys.shape[1]):
-        order = np.argsort(keys[:, band], kind="stable")
-        same = np.flatnonzero(keys[order[1:], band] == keys[order[:-1], band])
-        for one, other in zip(order[same].tolist(), order[same + 1].tolist(), strict=True):
-            ends = sorted((first(one), first(other)))
-            above[ends[1]] = ends[0]
-    groups: dict[int, list[int]] = {}
-    for row in sorted(above):
-        groups.setdefault(first(row), []).append(row)
-    return list(groups.values())
+def _occurs_again(band: UInt64Array) -> BoolArray:
+    """Return [rows] whether another row has the same key in this band."""
+    _, place, counts = np.unique(band, return_inverse=True, return_counts=True)
+    return counts[place] > 1
 
 
 def numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
