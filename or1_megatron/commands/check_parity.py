@@ -30,9 +30,6 @@ def check_parity(
         ),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model.")] = "float32",
-    sequences: Annotated[int, typer.Option(min=1, help="How many sequences the probe has.")] = 24,
-    longest: Annotated[int, typer.Option(min=4, help="Tokens of the probe's longest sequence, at most.")] = 48,
-    seed: Annotated[int, typer.Option(help="Seed of the probe.")] = 1,
     tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
     objective: Annotated[
@@ -58,9 +55,6 @@ def check_parity(
             Console(),
             tolerance=tolerance,
             out=out,
-            sequences=sequences,
-            longest=longest,
-            seed=seed,
             objective=objective,
             args=parameters(args or ()),
         )

@@ -1,9 +1,11 @@
-"""The versions of Python and of the packages that compute."""
+"""The versions of Python, of the packages that compute, and of our own code."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = (
@@ -24,3 +26,11 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def digest_of_code(folder: Path) -> str:
+    """Return a digest of a folder's Python files: a copy of the tree has no commit."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -18,7 +18,7 @@ from or1_megatron.config.resume import leaves
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.mesh import start_process_group
-from or1_megatron.runtime.versions import versions
+from or1_megatron.runtime.versions import digest_of_code, versions
 from or1_megatron.runtime.world import several_nodes
 
 _BLOCKS: Final = 64
@@ -60,7 +60,7 @@ def facts(config: Config) -> dict[str, str]:
     found = {f"key {key}": value for key, value in leaves(config.model_dump(mode="json")).items()}
     found |= {f"package {name}": version for name, version in versions().items()}
     for package in (or1_megatron, or1_verify):
-        found[f"code of {package.__name__}"] = _digest_of_code(Path(package.__path__[0]))
+        found[f"code of {package.__name__}"] = digest_of_code(Path(package.__path__[0]))
     for folder in filter(None, (config.model.hf, config.algorithm.kl.reference)):
         for path in sorted(folder.iterdir() if folder.is_dir() else ()):
             if path.suffix in (".json", ".safetensors"):
@@ -100,11 +100,3 @@ def fingerprint(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(_BLOCK_BYTES))
     return f"{size:,} bytes, digest {digest.hexdigest()[:12]}"
-
-
-def _digest_of_code(folder: Path) -> str:
-    """Return a digest of a folder's Python files: a copy of the tree has no commit."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors import safe_open
 
 from or1_megatron.weights.families import ModelError, family_of
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
@@ -23,7 +24,6 @@ INDEX = "model.safetensors.index.json"
 """Names the file of each tensor."""
 _WHOLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
-_COMPARED_BYTES = 64 << 20
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes of weights, as a safetensors file names them."""
 (_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
@@ -60,13 +60,13 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     """
     family = family_of(hf)
     wanted = family.shapes(hf)
-    stored: dict[str, tuple[Path, StoredTensor, int]] = {}
+    stored: dict[str, tuple[Path, StoredTensor]] = {}
     for path in weight_files(folder):
         header = read_header(path)
         if twice := sorted(header.tensors.keys() & stored.keys()):
             raise ModelError(f"{twice[0]} is in {stored[twice[0]][0]} and in {path}; expected it in one file")
-        stored |= {name: (path, tensor, header.size_bytes) for name, tensor in header.tensors.items()}
-    for name, (path, tensor, _) in stored.items():
+        stored |= {name: (path, tensor) for name, tensor in header.tensors.items()}
+    for name, (path, tensor) in stored.items():
         if tensor.dtype not in DTYPES:
             raise ModelError(
                 f"{path}: the weights are quantised: {name} is of dtype {tensor.dtype}; expected {', '.join(DTYPES)}"
@@ -75,7 +75,7 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
         if name not in stored:
             missing = len(wanted.keys() - stored.keys())
             raise ModelError(f"{folder}: its safetensors lack {name} ({missing} of {len(wanted)} tensors are missing)")
-        path, tensor, _ = stored[name]
+        path, tensor = stored[name]
         if tensor.shape != shape:
             raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json implies {shape}")
     # A tied model's files may hold the output layer too, and old files hold RoPE's frequencies.
@@ -83,7 +83,7 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     unknown = sorted(name for name in stored.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
     if unknown:
         raise ModelError(f"{stored[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
-    if tied(hf) and _OUTPUT in stored and not _same_bytes(stored[_OUTPUT], stored[_EMBEDDING]):
+    if tied(hf) and _OUTPUT in stored and not _same_bytes(stored[_OUTPUT][0], stored[_EMBEDDING][0]):
         raise ModelError(
             f"{folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set tie_word_embeddings "
             "to false if the two are meant to differ"
@@ -122,20 +122,12 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _same_bytes(one: tuple[Path, StoredTensor, int], other: tuple[Path, StoredTensor, int]) -> bool:
-    """Return whether two tensors agree in dtype, shape, bytes."""
-    if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
-        return False
-    with one[0].open("rb") as first, other[0].open("rb") as second:
-        first.seek(one[2] + one[1].begin)
-        second.seek(other[2] + other[1].begin)
-        left = one[1].end - one[1].begin
-        while left > 0:
-            count = min(left, _COMPARED_BYTES)
-            if first.read(count) != second.read(count):
-                return False
-            left -= count
-    return True
+def _same_bytes(one: Path, other: Path) -> bool:
+    """Return whether the output layer in ``one`` agrees with the embedding in ``other`` in dtype, shape, bytes."""
+    with safe_open(one, framework="pt") as first, safe_open(other, framework="pt") as second:
+        output, embedding = first.get_tensor(_OUTPUT), second.get_tensor(_EMBEDDING)  # pages of the files
+    same_form = (output.dtype, output.shape) == (embedding.dtype, embedding.shape)
+    return same_form and torch.equal(output.view(torch.uint8), embedding.view(torch.uint8))
 
 
 def read_header(path: Path) -> Header:

@@ -24,6 +24,7 @@ from or1_megatron.data.pipeline.records import (
     write_shard,
 )
 from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.versions import digest_of_code
 from or1_verify.problems.rows import DataError
 
 MANIFEST = "manifest.json"
@@ -79,17 +80,13 @@ class Manifest:
 
 def step_folder(number: int, name: str, settings: Mapping[str, Any], before: Any) -> str:
     """Return the folder of a step's result. ``before``: the folder of the step before, or digests of the sources."""
-    text = json.dumps([name, settings, _code_digest(), before], sort_keys=True)
+    text = json.dumps([name, settings, _code_digests(), before], sort_keys=True)
     return f"steps/{number:02d}-{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @functools.cache
-def _code_digest() -> str:
-    digest = hashlib.sha256()
-    for package in ("or1_megatron/data", "or1_verify"):
-        for file in sorted((_PACKAGES / package).rglob("*.py")):
-            digest.update(str(file.relative_to(_PACKAGES)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
+def _code_digests() -> tuple[str, ...]:
+    return tuple(digest_of_code(_PACKAGES / package) for package in ("or1_megatron/data", "or1_verify"))
 
 
 def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,17 +36,13 @@ class HeadCase:
     mode: str = "recompute"
 
 
-@dataclass(frozen=True)
-class HeadNumbers:
+class HeadNumbers(NamedTuple):
     """The results of one call: log-probs and entropies [T], and the gradients of hidden states and weight."""
 
     log_probs: Tensor
     entropies: Tensor
     of_hidden: Tensor
     of_weight: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.log_probs, self.entropies, self.of_hidden, self.of_weight))
 
 
 def normal_case(
