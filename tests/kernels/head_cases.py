@@ -91,7 +91,7 @@ def main(epilogue: str, cases: str, found: str) -> None:
 
         tiles_triton._BLOCK = 16  # several blocks and a tail in rows of a hundred logits
     torch.save(
-        {name: vars(run_head(HeadCase(**fields), epilogue)) for name, fields in torch.load(cases).items()}, found
+        {name: run_head(HeadCase(**fields), epilogue)._asdict() for name, fields in torch.load(cases).items()}, found
     )
 
 
