@@ -3,7 +3,7 @@
 head               the functions that the policy calls, with their gradients; a vocabulary cut over ranks
 tiled              the work tile by tile; ``tiles_triton`` and ``tiles_torch`` have the epilogues
 statistics         four numbers of a token's logits, which merge over tiles and ranks
-plan, estimate     tile sizes from a budget in bytes; seconds from a GPU's rates
+plan               tile sizes from a budget in bytes
 weight_gradient    sums the weight's gradient in fp32
 reference          the oracle: plain autograd on whole logits
 """
