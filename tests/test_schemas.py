@@ -7,16 +7,16 @@ from pathlib import Path
 import pyarrow as pa
 
 from or1_megatron.schemas import fields
-from or1_megatron.schemas.__main__ import markdown
 from or1_megatron.schemas.metrics import METRICS
 from or1_verify.types import Verdict
+from tools.schemas_page import markdown
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_docs_are_current() -> None:
     text = (ROOT / "docs" / "schemas.md").read_text()
-    assert text == markdown(), "run: python -m or1_megatron.schemas > docs/schemas.md"
+    assert text == markdown(), "run: python -m tools.schemas_page > docs/schemas.md"
 
 
 def test_every_table_row_of_the_docs_has_four_cells() -> None:

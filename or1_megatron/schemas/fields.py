@@ -153,14 +153,3 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
         metadata={"or1_schema": str(SCHEMA_VERSION)},
     )
-
-
-def type_name(kind: pa.DataType) -> str:
-    """Name an Arrow type in the words of JSON and Python."""
-    if pa.types.is_list(kind):
-        return f"list of {type_name(kind.value_type)}"
-    if pa.types.is_map(kind):
-        return f"object of {type_name(kind.item_type)}"
-    if pa.types.is_struct(kind):
-        return "{" + ", ".join(f"{part.name}: {type_name(part.type)}" for part in kind) + "}"
-    return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
