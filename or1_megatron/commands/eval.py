@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from or1_megatron.commands.explained import explained
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from or1_verify.verifier_threads import VerifierThreads
 
 _DAY = "%Y-%m-%d"
-_SHOWN_PROBLEMS = 20
-"""Problems per table of a comparison on the console; its page has all."""
 
 
 def evaluate(
@@ -43,7 +40,7 @@ def evaluate(
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Responses, results, picture; the same command resumes it. --compare: its page."),
+        typer.Option(help="Responses, results, picture; the same command resumes it."),
     ] = None,
     k: Annotated[
         int | None, typer.Option(min=1, help="Samples per problem; the report's for its sets, else 1.")
@@ -59,20 +56,12 @@ def evaluate(
         datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems up to this day's midnight.")
     ] = None,
     sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two finished evaluations instead.")
-    ] = None,
 ) -> None:
     """Measure avg@k and pass@k of MODEL on DATA, with intervals, by response length and by context budget."""
     with explained():
-        if compare is not None:
-            given = {"model": model, "data": data, "k": k, "config": config, "set": overrides}
-            _refuse({**given, "since": since, "until": until})
-            compare_evaluations(*compare, out, Console())
-            return
         missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
         if missing or out is None:
-            raise typer.BadParameter(f"expected {', '.join(missing)} (or --compare A B)")
+            raise typer.BadParameter(f"expected {', '.join(missing)}")
         outlive_console()
         if not model.startswith(("http://", "https://")):  # engines of our own
             check_driver()
@@ -82,12 +71,6 @@ def evaluate(
         settings = load_as(EvaluationSettings, config, overrides or ())
         days = [None if day is None else day.date() for day in (since, until)]
         evaluate_model(model, data, k, out, settings, Console(), sets, *days)
-
-
-def _refuse(others: Mapping[str, object]) -> None:
-    """Raise BadParameter for options that say nothing about a comparison."""
-    if given := [f"--{name}" for name, value in others.items() if value]:
-        raise typer.BadParameter(f"--compare takes no {', '.join(given)}; expected --out alone beside it")
 
 
 def evaluate_model(
@@ -156,18 +139,6 @@ def evaluate_model(
         reasons = frequent_reasons(response for row in responses for response in row)
         console.print(f"no response earned a reward: {reasons}", highlight=False, soft_wrap=True)
     return results
-
-
-def compare_evaluations(first: Path, second: Path, out: Path | None, console: Console) -> None:
-    """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
-    from or1_megatron.evaluate.comparison import compare, comparison_page
-
-    compared = compare(first, second)
-    console.print(Markdown(comparison_page(compared, _SHOWN_PROBLEMS)))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "comparison.md", comparison_page(compared).encode(), "the comparison")
-        console.print(str(out / "comparison.md"), highlight=False, soft_wrap=True)
 
 
 def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:

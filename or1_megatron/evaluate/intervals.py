@@ -60,24 +60,10 @@ def sizes(n: int) -> list[int]:
 def passed(rewards: Rewards, k: int) -> Score:
     """Return pass@k; for k = 1 it is avg@n."""
     estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
-    return _interval(estimates[right], _variances(estimates)[right], 0.0)
+    return _interval(estimates[right], _variances(estimates)[right])
 
 
-def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, Score]:
-    """Return pass@k (k = 1: avg@n) of two evaluations and the second minus the first. Row i is one problem in both.
-
-    Raises ValueError for tables of different shapes.
-    """
-    if first.shape != second.shape:
-        raise ValueError(f"expected rewards of the same problems and samples, found {first.shape} and {second.shape}")
-    estimates = pass_at(first.shape[1], k)
-    variances = _variances(estimates)
-    one, two = (rewards.sum(axis=1).astype(int) for rewards in (first, second))
-    score = _interval(estimates[two] - estimates[one], variances[one] + variances[two], -1.0)
-    return float(estimates[one].mean()), float(estimates[two].mean()), score
-
-
-def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least: float) -> Score:
+def _interval(values: NDArray[np.float64], variances: NDArray[np.float64]) -> Score:
     """Return the mean of the problems' ``values`` [P]; ``variances`` [P] are over other samples.
 
     Problems with the same value are alike, so the bootstrap draws from a histogram.
@@ -89,7 +75,7 @@ def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
     return Score(
         value,
-        ConfidenceInterval(max(least, value - spread), min(1.0, value + spread)),
+        ConfidenceInterval(max(0.0, value - spread), min(1.0, value + spread)),
         ConfidenceInterval(float(low), float(high)),
     )
 

@@ -10,7 +10,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from or1_megatron.evaluate.intervals import ConfidenceInterval, difference, pass_at, passed
+from or1_megatron.evaluate.intervals import pass_at, passed
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
@@ -74,24 +74,6 @@ def pass_at_2(rewards: np.ndarray) -> np.ndarray:
     """Return [P], by counting pairs of the four samples."""
     pairs = [list(pair) for pair in combinations(range(4), 2)]
     return np.array([np.mean([row[pair].any() for pair in pairs]) for row in rewards])
-
-
-def test_a_difference_is_that_of_problems_drawn_in_pairs() -> None:
-    """A bootstrap by hand over pairs of problems; avg@4 is k = 1."""
-    one, two = paired(np.random.default_rng(5), 80)
-    each = pass_at_2(two) - pass_at_2(one)
-    first, second, found = difference(one, two, 2)
-    assert (first, second) == pytest.approx((pass_at_2(one).mean(), pass_at_2(two).mean()))
-    assert found.value == pytest.approx(each.mean())
-    drawn = each[np.random.default_rng(6).integers(0, 80, (40_000, 80))].mean(axis=1)
-    interval = (found.problems.low, found.problems.high)
-    assert interval == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.01)
-    apart = [passed(rewards, 2).problems for rewards in (one, two)]
-    assert interval[1] - interval[0] < 0.9 * sum((it.high - it.low) ** 2 for it in apart) ** 0.5
-    assert difference(one, two, 1)[2].value == pytest.approx(two.mean() - one.mean())
-    assert difference(one, one, 2)[2].problems == ConfidenceInterval(0.0, 0.0)
-    with pytest.raises(ValueError, match=r"found \(80, 4\) and \(79, 4\)"):
-        difference(one, two[1:], 1)
 
 
 def test_a_set_solved_entirely_is_not_certain() -> None:
