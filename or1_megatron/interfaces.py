@@ -130,7 +130,7 @@ class Objective(Protocol):
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] of counted tokens.
 
-        Return sums, never means: the policy divides once, by the batch's ``token_count``. A term of a sequence is
+        Return sums, never means: the policy divides once, by the batch's counted tokens. A term of a sequence is
         spread over its tokens. Named values are added over micro-batches and ranks; for names that begin
         with ``max_`` the maximum is taken. N may be 0, unless the scope is "batch".
         """

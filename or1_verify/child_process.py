@@ -1,6 +1,6 @@
 """Runs our Python modules as child processes, which are bounded in time and replaced when they hang or die.
 
-Requests and replies are JSON, one message per line behind its CRC-32. The first line out is {} when the child is ready,
+Requests and replies are JSON, one message per line after its CRC-32. The first line out is {} when the child is ready,
 or {"raised": words}. Every request is then answered by its reply, by {"raised": words}, or by {"exhausted": bytes},
 after which the child ends. The end of its input ends it too. ``serve`` is the child's side.
 """

@@ -1,7 +1,8 @@
 """The prompts of a run: its problem sets read and checked, and each problem's messages turned into token ids.
 
 ``read_problems`` refuses rows that do not fit their layout, which takes seconds. ``make_prompts`` then reads every
-ground truth and measures every prompt, which may take minutes: engines can start meanwhile.
+ground truth and measures every prompt, which may take minutes: engines can start meanwhile. It leaves out prompts that
+are longer than ``data.max_prompt_tokens``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The head's memory: tile sizes from a budget in bytes.
+"""The head's memory: tile sizes from a budget in bytes. ``tiled`` chooses between Triton and torch.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """

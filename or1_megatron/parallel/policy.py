@@ -66,7 +66,10 @@ class MegatronPolicy:
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
-        """Take an optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
+        """Take an optimizer step on this data-parallel rank's micro-batches.
+
+        ``token_count``: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
+        """
         return self.update_and_score(rows, objective, token_count)[0]
 
     def update_and_score(

@@ -205,7 +205,8 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
-    """Accumulate the gradient of the objective's global token mean.
+    """Accumulate the gradient of the objective's global token mean: Megatron divides by the counted tokens of all ranks
+    (``calculate_per_token_loss``).
 
     Returns, per micro-batch, (the objective's sums, log-probs and entropies [2, C]) on the last stage.
     """

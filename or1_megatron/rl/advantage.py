@@ -69,6 +69,7 @@ def reject(
 
     Groups whose responses are all right or all wrong are rejected even if penalties give them advantages, because
     DAPO's dynamic sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.
+    A step without a kept group makes no SGD step (``rl.loop``).
     """
     uniform = config.reject_uniform_groups
     tells = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]

@@ -142,6 +142,8 @@ def dispatch(
 ) -> dict[int, list[tuple[RequestKey, Request]]]:
     """Take requests from the front of ``waiting`` and give each to the engine that has the fewest.
 
+    A group's requests may go to several engines.
+
     Args:
         outstanding: engine -> requests that it has.
         room: an engine takes no more than this many.

@@ -2,9 +2,9 @@
 
 What is sampled does not depend on the drafts. ``DraftSampler`` draws each token as it would be drawn without them, from
 the model's distribution and with the request's next random number, and keeps what it has drawn up to the first token
-that is not the drafted one. vLLM's own rejection sampler has the same distribution on paper, but needs other random
-numbers for other drafts; on CPU vLLM 0.32.0 leaves its temperatures uninitialised (``expand_kernel``), it reports
-log-probs after top-p, and it leaves out those that ``score_prompts`` asks for.
+that is not the drafted one. vLLM's own rejection sampler has the same distribution on paper, but its draws
+depend on the drafts. In vLLM 0.32.0 it also reports log-probs after top-p, omits those that ``score_prompts`` asks for,
+and on CPU reads uninitialised temperatures (``expand_kernel``).
 """
 
 from __future__ import annotations

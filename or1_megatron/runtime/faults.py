@@ -70,7 +70,7 @@ class FaultRecord:
                     yield fault
 
     def counts(self) -> dict[str, float]:
-        """Return the metrics that count the faults; each is there from the first fault of the run on."""
+        """Return the metrics that count the faults: none before the run's first fault, afterwards every one."""
         counted = Counter(fault.kind for fault in self.read())
         return {name: float(counted[kind]) for kind, name in COUNTED.items()} if counted else {}
 

@@ -154,7 +154,7 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Make the check of a task (``run_checks``) in this process; note its outcome after each figure."""
+    """Run the check of a ``run_checks`` task in this process; pass its outcome to ``note`` after each figure."""
     check = Check(**task["check"])
     # A killed check keeps the outcome that it noted last: it has failed unless it has passed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")

@@ -28,7 +28,7 @@ _FRAMES = NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}
 def claimed_answer(text: str) -> str | None:
     """Return the one value that a text claims as its answer, or None.
 
-    A text that claims two values claims none, so a guess behind the answer, or a correction, earns nothing.
+    A text that claims two values claims none, so a guess after the answer, or a correction, earns nothing.
     """
     text = WITHOUT_SPACES.sub(r" \g<0> ", _EMPHASIS.sub("", _AFTERWARDS.sub("", text)))
     sentences = [part.strip() for part in _SENTENCE_END.split(text) if part.strip(" .。")]

@@ -90,7 +90,7 @@ def _parse_boxed(content: str) -> Sequence[Any]:
 def _parse(text: str) -> Sequence[Any]:
     from math_verify import parse
 
-    return tuple(parse(text, parsing_timeout=None))  # None: no time-out, see _verify
+    return tuple(parse(text, parsing_timeout=None))  # None: the parent ends this process
 
 
 if __name__ == "__main__":

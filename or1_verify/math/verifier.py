@@ -4,7 +4,8 @@ The text after ``</think>`` is the answer text; a truncated response, or one tha
 0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
 (docs/math_verifier.md). Without any box the answer is what the last sentence claims (``math.claim``).
 
-An answer is compared in a child process that is killed and replaced at its time limit.
+An answer is compared in a child process that is killed and replaced at its time limit, ``verify.timeout_s``; the status
+is then ``timeout``.
 """
 
 from __future__ import annotations

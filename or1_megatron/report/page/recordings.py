@@ -35,7 +35,7 @@ class Recording:
     label: str
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
-    """By step and name; None: not finite."""
+    """By step and name; None: not finite. A resume has deleted the rows of steps that it repeats."""
     stages: tuple[Stage, ...]
     files: Sequence[Path]
     rows: pd.DataFrame

@@ -21,8 +21,8 @@ class GSPO(PolicyGradientLoss):
 
     All tokens of response i share one J; ``response_mean`` then gives the mean over responses, the paper's eq. 5. The
     paper's bounds are 3e-4 and 4e-4: s_i is a geometric mean, so it moves far less than the ratio of a token. On policy
-    and without a correction s_i is 1 and its gradient, summed over the response, is that of the tokens' ratios, so that
-    J is pointwise. A correction w_t multiplies J at each token; s_i does not change.
+    and without a correction, s_i is 1, and the tokens' own ratios give the same total gradient over the response: J is
+    pointwise. A correction w_t multiplies J at each token; s_i does not change.
 
     Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2: s = sqrt(1.8) = 1.342, clipped: J = 2.4, no
     gradient. With rho 1.1 and 1.0: s = sqrt(1.1) = 1.0488, J = 2.0976 at both tokens; the gradient of their sum by
