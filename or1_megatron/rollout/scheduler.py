@@ -1,7 +1,7 @@
 """When a request is sent, and when a rollout is over. It takes events and answers with actions.
 
-``request_plan.dispatch`` chooses the engine. It has no clock, no engine and no Ray: ``manager`` carries out its actions
-with engines and verifiers.
+``request_plan.dispatch`` chooses the engine. This module has no clock, no engine and no Ray: ``manager`` carries out
+its actions with engines and verifiers.
 
 Every request is with at most one engine, and is answered once: an engine's answer to a request that it does not have is
 an error, and whatever a lost engine still says is dropped. Several rollouts may be under way. Requests of older ones
