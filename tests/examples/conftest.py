@@ -1,0 +1,1 @@
+from ranks import rank_server  # noqa: F401
