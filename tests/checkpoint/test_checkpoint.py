@@ -22,8 +22,9 @@ from at_layouts import STATE, Rank, travel
 
 from or1_megatron.checkpoint import loader, shard_files
 from or1_megatron.checkpoint.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
-from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.saver import RANDOM, CheckpointSaver
 from or1_megatron.checkpoint.sharded_state import slices_of
+from or1_megatron.runtime.seeds import random_state, seed_everything
 
 FLOAT32 = [
     {"tensor": 2},
@@ -72,7 +73,27 @@ def save_and_resume(model: Path, folder: Path) -> dict[str, Any]:
     resumed = {"draws": draws(), "updates": [second.update(), second.update()]}
     later = Rank(model, "float32", layout)
     loader.load(later.policy, folder.with_name("step_000004"))
-    return {"state": state, "went_on": went_on, "resumed": resumed, "third": [third, later.update()]}
+    third_again = later.update()
+    return {
+        "state": state,
+        "went_on": went_on,
+        "resumed": resumed,
+        "third": [third, third_again],
+        "own draws": draws_after_a_load_of_more_ranks(later, folder),
+    }
+
+
+def draws_after_a_load_of_more_ranks(rank: Rank, folder: Path) -> list[list[float]]:
+    """Return the draws of freshly seeded generators without and with a load of a checkpoint that three ranks saved."""
+    of_three = folder.with_name(f"of_three_{rank.mesh.rank}")
+    shutil.copytree(folder, of_three)
+    torch.save(torch.load(of_three / RANDOM, weights_only=False) + [random_state()], of_three / RANDOM)
+    drawn = []
+    for load in (lambda: None, lambda: loader.load(rank.policy, of_three)):
+        seed_everything(1, rank.mesh.rank)
+        load()
+        drawn.append(draws())
+    return drawn
 
 
 def resume_and_travel(model: Path, plan: dict[str, Any], scratch: Path) -> dict[str, Any]:
@@ -101,12 +122,15 @@ def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch:
 
 def test_same_layout_resumes_to_the_bit(told: Any) -> None:
     """Losses, gradient norms, learning rates and random draws of the resumed run are those of the run that went on
-    while the checkpoint was written; so is what a second save, over the same buffers, resumes."""
+    while the checkpoint was written; so is what a second save, over the same buffers, resumes. With another number of
+    ranks generators keep their own seeds."""
     resume = told["resume"]
     assert resume["state"] == STATE
     assert resume["resumed"] == resume["went_on"]
     third, again = resume["third"]
     assert third == again and third != resume["went_on"]["updates"][1]
+    without, with_load = resume["own draws"]
+    assert with_load == without
 
 
 @pytest.mark.parametrize(
