@@ -1,5 +1,5 @@
-"""House rules on names that no linter has: one class per name, and docstrings whose sentences begin with a subject or
-a verb."""
+"""House rules on names that no linter has: one class per name, docstrings whose sentences begin with a subject or a
+verb, and a sentence for every file (docs/files.md)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from tools.budget import tracked
+from tools.files_page import PACKAGES, first_sentence, markdown
 
 ROOT = Path(__file__).parents[2]
 OF = re.compile(r"(?:\A|[.:]\s)\s*Of\s")
@@ -40,3 +43,8 @@ def test_no_sentence_of_a_docstring_begins_with_of() -> None:
     assert len(docstrings) > 3000  # it looked at all folders
     assert [where for where, text in docstrings.items() if OF.search(text)] == []
     assert OF.search("It is so. Of all") and OF.search("So: Of all") and OF.search("Of all") and not OF.search("So of")
+
+
+def test_every_file_has_a_sentence_and_docs_list_them() -> None:
+    assert [file.name for file in tracked(PACKAGES) if not first_sentence(file).endswith(".")] == []
+    assert (ROOT / "docs/files.md").read_text() == markdown(), "run: python -m tools.files_page > docs/files.md"
