@@ -51,7 +51,7 @@ ROLES = {  # what the command line of a process holds: its first word for Ray's 
     "rank": r"or1_megatron\.trainer\.run ",
     "engine": r"^ray::EngineActor",
     "manager": r"^ray::RolloutManager",
-    "verifier": r"or1_megatron\.verify\.[\w.]*worker",
+    "verifier": r"or1_verify\.pool\.pool_process ",
     "Ray": r"/raylet/raylet |/gcs/gcs_server ",
 }
 WEIGHTS = {"launcher": 1, "rank": 2, "engine": 2, "manager": 2, "verifier": 1, "Ray": 1}
