@@ -18,13 +18,13 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from or1_megatron.parallel.experts import GroupedExperts
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
@@ -109,7 +109,7 @@ def _mlp(column: Any, row: Any, experts: bool) -> Any:
     linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if not experts:
         return partial(MLP.as_mlp_submodule, submodules=linears)
-    return partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))
+    return partial(MoELayer, submodules=MoESubmodules(experts=partial(GroupedExperts, submodules=linears)))
 
 
 def _spec(

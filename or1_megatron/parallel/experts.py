@@ -1,0 +1,68 @@
+"""A layer's experts: two rounds of products, one per expert, and one activation for all tokens between them.
+
+The parameters are those of Megatron's ``SequentialMLP``, by the same names, and so are the results, to the bit. That
+class calls each expert as a module and splits, activates and joins the tokens of each; small experts make that dear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.parallel.weight_gradient import add_weight_gradient
+
+
+class GroupedExperts(SequentialMLP):
+    """The experts of one layer on one rank."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Map [T, H] tokens, sorted by expert, to [T, H]; there is no bias.
+
+        Args:
+            tokens_per_expert: [E] counts of the rank's experts; their sum is T.
+            permuted_probs: [T] the router's weight of each token's expert.
+        """
+        counts = tokens_per_expert.tolist()
+        first, second = (
+            [getattr(expert, name).weight for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
+        )
+        gate_and_up = _GroupedProducts.apply(permuted_local_hidden_states, counts, *first)
+        hidden = weighted_bias_swiglu_impl(gate_and_up, None, permuted_probs.unsqueeze(-1))
+        return _GroupedProducts.apply(hidden, counts, *second), None
+
+
+class _GroupedProducts(torch.autograd.Function):
+    """x W^T with another W for each run of rows. The weights' gradients go to their main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        """``x``: [T, in]; ``counts``: [E]; ``weights``: E times [out, in]. Returns [T, out]."""
+        ctx.save_for_backward(x, *weights)
+        ctx.counts = counts
+        return _products(x, counts, [weight.t() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gradients = [WeightGradient(weight) for weight in weights]
+        for of_weight, inputs, outputs in zip(gradients, x.split(ctx.counts), grad.split(ctx.counts), strict=True):
+            if len(inputs):
+                add_weight_gradient(inputs, outputs, of_weight.sum)
+        of_x = _products(grad.contiguous(), ctx.counts, weights)
+        return of_x, None, *(gradient.for_autograd() for gradient in gradients)
+
+
+def _products(x: Tensor, counts: list[int], factors: list[Tensor]) -> Tensor:
+    """Return [T, out]: each run of ``counts`` rows of ``x`` [T, in] times its own factor [in, out]."""
+    out = x.new_empty(len(x), factors[0].shape[1])
+    for rows, target, factor in zip(x.split(counts), out.split(counts), factors, strict=True):
+        if len(rows):
+            torch.mm(rows, factor, out=target)
+    return out
