@@ -87,7 +87,7 @@ def draws_after_a_load_of_more_ranks(rank: Rank, folder: Path) -> list[list[floa
     """Return the draws of freshly seeded generators without and with a load of a checkpoint that three ranks saved."""
     of_three = folder.with_name(f"of_three_{rank.mesh.rank}")
     shutil.copytree(folder, of_three)
-    torch.save(torch.load(of_three / RANDOM, weights_only=False) + [random_state()], of_three / RANDOM)
+    torch.save([*torch.load(of_three / RANDOM, weights_only=False), random_state()], of_three / RANDOM)
     drawn = []
     for load in (lambda: None, lambda: loader.load(rank.policy, of_three)):
         seed_everything(1, rank.mesh.rank)
@@ -107,7 +107,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
+def results(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
     """What rank 0 saw."""
     one_kv_head, experts = tiny("one_kv_head"), tiny("qwen3_moe")
     plan = {
@@ -120,11 +120,11 @@ def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch:
     return ranks.call(resume_and_travel, 2, tiny_qwen2, plan, scratch)[0]
 
 
-def test_same_layout_resumes_to_the_bit(told: Any) -> None:
+def test_same_layout_resumes_to_the_bit(results: Any) -> None:
     """Losses, gradient norms, learning rates and random draws of the resumed run are those of the run that went on
     while the checkpoint was written; so is what a second save, over the same buffers, resumes. With another number of
     ranks generators keep their own seeds."""
-    resume = told["resume"]
+    resume = results["resume"]
     assert resume["state"] == STATE
     assert resume["resumed"] == resume["went_on"]
     third, again = resume["third"]
@@ -143,10 +143,10 @@ def test_same_layout_resumes_to_the_bit(told: Any) -> None:
         ("experts", EXPERTS),
     ],
 )
-def test_any_layout_loads_any_other(told: Any, name: str, layouts: list[Any]) -> None:
+def test_any_layout_loads_any_other(results: Any, name: str, layouts: list[Any]) -> None:
     """Each layout loads what the one before it saved, and saves it again: every whole tensor, the optimizer's included,
     is that of the first checkpoint to the bit. The updates that follow agree within rounding."""
-    travels = told["travels"][name]
+    travels = results["travels"][name]
     assert len(travels) == len(layouts)
     tolerance = 2e-2 if name == "bfloat16" else 1e-5
     for stop in travels[1:]:
@@ -155,11 +155,11 @@ def test_any_layout_loads_any_other(told: Any, name: str, layouts: list[Any]) ->
             assert mine == pytest.approx(theirs, rel=tolerance)
 
 
-def test_what_is_saved_of_a_parameter(told: Any) -> None:
+def test_what_is_saved_of_a_parameter(results: Any) -> None:
     """Each parameter, two moments, and in bf16 an fp32 master weight. Parameters are nine kinds of tensors of a layer,
     the embedding, the last norm and the head. Nothing else, in particular no extra state of Transformer Engine."""
     key = "decoder.layers.mlp.linear_fc1.weight"
-    float32, bfloat16 = (told["travels"][name][0]["tensors"] for name in ("float32", "bfloat16"))
+    float32, bfloat16 = (results["travels"][name][0]["tensors"] for name in ("float32", "bfloat16"))
     assert [name for name in float32 if key in name] == [
         key,
         f"optimizer.state.exp_avg.{key}",
@@ -201,7 +201,7 @@ def test_a_tensor_that_is_not_whole_is_named(tmp_path: Path) -> None:
     assert not target.any()
 
 
-def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:
+def damaged(results: Any, scratch: Path, tmp_path: Path) -> Path:
     """Copy a checkpoint; the copy is still intact."""
     copy = tmp_path / "copy"
     shutil.copytree(scratch / "step_000002", copy)
@@ -209,9 +209,9 @@ def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_flipped_bit_is_named(told: Any, scratch: Path, tmp_path: Path) -> None:
+def test_flipped_bit_is_named(results: Any, scratch: Path, tmp_path: Path) -> None:
     """A flipped bit in any file."""
-    copy = damaged(told, scratch, tmp_path)
+    copy = damaged(results, scratch, tmp_path)
     files = sorted(path for path in copy.iterdir() if path.name != MANIFEST)
     assert [path.name for path in files] == [
         *(".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "loop.json", "metadata.json", "random.pt")
@@ -227,8 +227,8 @@ def test_flipped_bit_is_named(told: Any, scratch: Path, tmp_path: Path) -> None:
         file.write_bytes(intact)
 
 
-def test_cut_and_missing_files_are_named(told: Any, scratch: Path, tmp_path: Path) -> None:
-    copy = damaged(told, scratch, tmp_path)
+def test_cut_and_missing_files_are_named(results: Any, scratch: Path, tmp_path: Path) -> None:
+    copy = damaged(results, scratch, tmp_path)
     file = copy / "loop.json"
     file.write_text(file.read_text()[:-1])
     with pytest.raises(CheckpointDamaged, match=r"loop\.json has \d+ bytes; the manifest says"):

@@ -170,14 +170,14 @@ def live_and_die(model: Path, folder: Path, kills: int, seed: int) -> tuple[coll
             life.resumed(folder, digests)
 
         delay_s = rng.uniform(0.0, 0.5) if phase == AT_ANY_TIME else None
-        told = {key: value for message in live(body, delay_s) for key, value in message.items()}
-        if "resumed" in told and (told["resumed"] < complete or not told["same"]):
-            wrong.append({"complete": complete, **told})
-        complete = max(complete, told.get("complete", 0))
-        if told["killed"]:
+        results = {key: value for message in live(body, delay_s) for key, value in message.items()}
+        if "resumed" in results and (results["resumed"] < complete or not results["same"]):
+            wrong.append({"complete": complete, **results})
+        complete = max(complete, results.get("complete", 0))
+        if results["killed"]:
             phases[phase] += 1
-        elif told["code"] != 0:
-            wrong.append(told)
+        elif results["code"] != 0:
+            wrong.append(results)
             break
         if complete >= STEPS - 6:
             shutil.rmtree(folder)

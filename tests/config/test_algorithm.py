@@ -95,8 +95,8 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
     gspo = ("algorithm.objective.name=gspo", "algorithm.loss.aggregation=response_mean")
     bounds = ("algorithm.loss.clip_low=3e-4", "algorithm.loss.clip_high=4e-4")
     clips = [
-        any("they clip nothing" in line for line in plan(load(tmp_path, *told), MODEL).warnings)
-        for told in (gspo, (*gspo, *bounds))
+        any("they clip nothing" in line for line in plan(load(tmp_path, *overrides_seen), MODEL).warnings)
+        for overrides_seen in (gspo, (*gspo, *bounds))
     ]
     assert clips == [True, False]
     separate = ("rollout.placement=separate", "rollout.max_staleness=2")
@@ -108,8 +108,8 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
         ),
         (("algorithm.objective.name=cispo",), "algorithm.loss.clip_low=1", "its paper has no lower bound"),
     ):
-        for told, warned in ((wrong, True), ((*wrong, right), False)):
-            assert any(expected in line for line in plan(load(tmp_path, *told), MODEL).warnings) == warned
+        for overrides_seen, warned in ((wrong, True), ((*wrong, right), False)):
+            assert any(expected in line for line in plan(load(tmp_path, *overrides_seen), MODEL).warnings) == warned
 
 
 def test_the_references_weights_count(tmp_path: Path) -> None:

@@ -191,8 +191,8 @@ def test_a_slurm_job_finds_its_nodes_and_is_queued_again_when_stopped_or_failed(
         assert run({**stage, **slurm, **failing}, *job).returncode == int(failed)
         assert ("scontrol requeue 12345" in lines(stage)) == again
     Path(stage["HEARD"]).unlink()
-    status, told = signalled({**stage, **slurm}, signal.SIGUSR1, *job)
-    assert status == 3 and "queued again" in told
+    status, output = signalled({**stage, **slurm}, signal.SIGUSR1, *job)
+    assert status == 3 and "queued again" in output
     assert lines(stage)[-1] == "scontrol requeue 12345"
     assert (
         "examples/none.sh is not a script" in run({**stage, **slurm}, "examples/job.sbatch", "examples/none.sh").stderr

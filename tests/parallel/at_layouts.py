@@ -101,7 +101,7 @@ def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path
     folder = scratch / "0"
     first.save(folder)
     expected = whole(folder)
-    told = [{"tensors": sorted(expected), "differ": [], "updates": [first.update(), first.update()]}]
+    results = [{"tensors": sorted(expected), "differ": [], "updates": [first.update(), first.update()]}]
     for number, layout in enumerate(layouts[1:], start=1):
         rank = Rank(model, dtype, layout)
         loader.load(rank.policy, folder)
@@ -111,5 +111,7 @@ def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path
         differ = [
             n for n in expected.keys() | tensors.keys() if n not in tensors or not torch.equal(tensors[n], expected[n])
         ]
-        told.append({"tensors": sorted(tensors), "differ": sorted(differ), "updates": [rank.update(), rank.update()]})
-    return told
+        results.append(
+            {"tensors": sorted(tensors), "differ": sorted(differ), "updates": [rank.update(), rank.update()]}
+        )
+    return results

@@ -60,13 +60,13 @@ class Begun(Run):
 
         self._lockstep._verbs["update"] = noting  # type: ignore[index]
 
-    def told(self) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any] | None:
         ended = self.to_the_end()
         return {"begins": self._state, "before_update": self.seen, "end": ended, "parts": parts(self.policy)}
 
 
 def start(model: Path, layout: dict[str, Any], scratch: Path, name: str, stages: Any, **changes: Any) -> Any:
-    return Begun(model, layout, scratch / name, scratch / "rollouts.pickle", 1, stages, **changes).told()
+    return Begun(model, layout, scratch / name, scratch / "rollouts.pickle", 1, stages, **changes).result()
 
 
 def first_runs(model: Path, scratch: Path) -> tuple[Any, ...]:

@@ -240,12 +240,12 @@ def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
     code += "        loss = -self.scale * (log_probs * tokens.advantages).sum() / max(len(log_probs), 1)\n"
     (tmp_path / "faulty_of_test.py").write_text(f"{code}        return loss, {{}}\n")
     monkeypatch.chdir(tmp_path)
-    told = StringIO()
+    given = StringIO()
     args = parameters(["scale=0.5"])
     model = ModelConfig(hf=tiny_qwen2, dtype="float32")
     assert args == {"scale": 0.5}
-    assert measure_layouts(model, [], Console(file=told), objective="faulty_of_test:Mean", args=args) == 1
-    assert "objective faulty_of_test:Mean: Mean returns a mean: its loss is" in told.getvalue()
+    assert measure_layouts(model, [], Console(file=given), objective="faulty_of_test:Mean", args=args) == 1
+    assert "objective faulty_of_test:Mean: Mean returns a mean: its loss is" in given.getvalue()
     with pytest.raises(ConfigError, match="did you mean cispo"):
         measure_layouts(model, [], Console(), objective="cisop")
     with pytest.raises(ConfigError, match="--arg scale: expected NAME=VALUE"):
@@ -341,12 +341,12 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     log_probs, _ = reference_numbers(tiny_qwen2, samples)
-    told = [
+    given = [
         torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
         for of in ("engine", "policy", "reference")
     ]
     scores = torch.tensor(np.concatenate(log_probs))
-    ratio = np.exp((scores - told[1]).numpy())
+    ratio = np.exp((scores - given[1]).numpy())
     assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
     advantages = [sample.advantage for sample in samples]
     assert min(advantages) < 0 < max(advantages)
@@ -354,7 +354,7 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     assert isinstance(objective, ClippedPolicyLoss) and not objective.on_policy and objective.entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
     advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
-    sums = objective(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]
+    sums = objective(scores, torch.zeros_like(scores), TokenInputs(advantage, *given))[1]
     seen = {
         name: float(sums[name]) / len(scores)
         for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")

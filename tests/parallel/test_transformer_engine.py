@@ -74,10 +74,10 @@ def test_equals_transformers_and_exports_to_the_bit(name: str, tiny: Callable[..
 
 
 def test_handoff_is_the_same(tiny: Callable[..., Path]) -> None:
-    told = call(handed_off, tiny("qwen2"))
-    assert told["same"] and told["differ"] == []
-    assert set(told["names"]) == set(load_file(tiny("qwen2") / "model.safetensors"))
-    assert told["held"] >= len(told["names"])
+    result = call(handed_off, tiny("qwen2"))
+    assert result["same"] and result["differ"] == []
+    assert set(result["names"]) == set(load_file(tiny("qwen2") / "model.safetensors"))
+    assert result["held"] >= len(result["names"])
 
 
 def test_a_checkpoint_travels_between_kinds_of_layers(tiny: Callable[..., Path], tmp_path: Path) -> None:

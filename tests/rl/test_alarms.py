@@ -30,13 +30,13 @@ SAFE = {
 
 
 class Run:
-    """Steps fed to the alarms one by one; ``told`` are (step, alarm) as they come."""
+    """Steps fed to the alarms one by one; ``raised`` are (step, alarm) as they come."""
 
     def __init__(self, config: SafetyConfig | None = None, dtype: str = "bfloat16") -> None:
         self.config, self.dtype = config or SafetyConfig(), dtype
         self.alarms = Alarms(self.config, dtype)
         self.step = 0
-        self.told: list[tuple[int, str]] = []
+        self.raised: list[tuple[int, str]] = []
         self.texts: list[str] = []
         self.metrics: dict[str, float] = {}
 
@@ -45,7 +45,7 @@ class Run:
         self.step += 1
         row = SAFE | {name.replace("__", "/"): value for name, value in changes.items()}
         texts, self.metrics = self.alarms.look(StepSeen(self.step, index, stage_step or self.step, stage, row))
-        self.told += [(self.step, text.split("'")[1]) for text in texts]
+        self.raised += [(self.step, text.split("'")[1]) for text in texts]
         self.texts += texts
         return self
 
@@ -65,7 +65,7 @@ def test_a_calm_run_has_none() -> None:
     run = Run()
     for _ in range(120):
         run.go()
-    assert run.told == [] and run.metrics == {f"alarm/{name}": 0.0 for name in ALARMS}
+    assert run.raised == [] and run.metrics == {f"alarm/{name}": 0.0 for name in ALARMS}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_calm_run_has_none() -> None:
 )
 def test_gradient_norm_against_its_median(norms: list[float], factor: float, raised_at: int | None) -> None:
     run = Run(SafetyConfig(grad_norm_factor=factor)).go_on("policy__grad_norm", norms)
-    assert run.told == ([] if raised_at is None else [(raised_at, "grad_norm")])
+    assert run.raised == ([] if raised_at is None else [(raised_at, "grad_norm")])
     if raised_at == 12:
         assert "gradient norm 61 is 10.2 times its median over the last 11 steps, 6 (" in run.texts[0]
 
@@ -94,11 +94,11 @@ def test_once_per_episode_and_across_a_resume() -> None:
     run.restart()
     assert run.metrics["alarm/mismatch"] == 1
     run.go(mismatch__mean_abs=0.06)
-    assert run.told == [(1, "mismatch")]
+    assert run.raised == [(1, "mismatch")]
     run.go_on("mismatch__mean_abs", [0.01] * CALM_STEPS)
     assert run.metrics["alarm/mismatch"] == 0
     run.go(mismatch__mean_abs=0.06)
-    assert run.told == [(1, "mismatch"), (2 + CALM_STEPS - 1 + 1 + CALM_STEPS + 1, "mismatch")]
+    assert run.raised == [(1, "mismatch"), (2 + CALM_STEPS - 1 + 1 + CALM_STEPS + 1, "mismatch")]
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_once_per_episode_and_across_a_resume() -> None:
 )
 def test_mismatch(dtype: str, mean: float, largest: float, config: SafetyConfig, alarm: bool) -> None:
     run = Run(config, dtype).go(mismatch__mean_abs=mean, mismatch__max_abs=largest)
-    assert bool(run.told) == alarm
+    assert bool(run.raised) == alarm
 
 
 def test_low_entropy_names_its_likely_cause() -> None:
-    assert Run().go(entropy__sampled=0.05, accuracy__all=0.5).told == []
-    assert Run().go(entropy__sampled=0.04, accuracy__all=0.9).told == []  # learnt: nothing is left to explore
+    assert Run().go(entropy__sampled=0.05, accuracy__all=0.5).raised == []
+    assert Run().go(entropy__sampled=0.04, accuracy__all=0.9).raised == []  # learnt: nothing is left to explore
     run = Run().go(entropy__sampled=0.04, accuracy__all=0.5)
-    assert run.told == [(1, "entropy")] and "within the first 100 steps" in run.texts[0]
+    assert run.raised == [(1, "entropy")] and "within the first 100 steps" in run.texts[0]
     assert "temperature and N_SGD are the recipe's" in run.texts[0]
     cold = STAGE.model_copy(update={"temperature": 0.6, "prompts_per_update": 16})
     text = Run().go(entropy__sampled=0.04, accuracy__all=0.5, stage=cold).texts[0]
     assert "the temperature is 0.6" in text and "N_SGD is 4" in text
     late = Run().go_on("entropy__sampled", [0.3] * 100).go(entropy__sampled=0.04, accuracy__all=0.5)
-    assert late.told == [(101, "entropy")] and "within the first" not in late.texts[0]
+    assert late.raised == [(101, "entropy")] and "within the first" not in late.texts[0]
 
 
 def trend(rise: float, fall: float, steps: int = 40, first_stage_step: int = 1) -> Run:
@@ -146,14 +146,14 @@ def trend(rise: float, fall: float, steps: int = 40, first_stage_step: int = 1) 
 def test_accuracy_up_and_non_truncated_down() -> None:
     """0.0625 and 0.0625 are enough; a change too small on either side is not, nor are 39 steps."""
     run = trend(0.0625, 0.0625)
-    assert (40, "non_truncated") in run.told
+    assert (40, "non_truncated") in run.raised
     assert "rose from 0.500 to 0.562" in run.texts[0] and "fell from 0.750 to 0.688" in run.texts[0]
     assert "Expected in the first ~100 steps" in run.texts[0] and "T = 8192, 40.0% truncated" in run.texts[0]
     late = trend(0.0625, 0.0625, first_stage_step=200)
     assert "it is not expected" in late.texts[0]
     for other in (trend(0.0, 0.0625), trend(0.0625, 0.0), trend(0.02, 0.0625), trend(0.0625, 0.02)):
-        assert other.told == []
-    assert trend(0.0625, 0.0625, steps=39).told == []
+        assert other.raised == []
+    assert trend(0.0625, 0.0625, steps=39).raised == []
 
 
 def test_a_new_stage_begins_a_new_comparison() -> None:
@@ -161,7 +161,7 @@ def test_a_new_stage_begins_a_new_comparison() -> None:
     for index, (everything, whole) in enumerate([(0.5, 0.75), (0.6, 0.65)]):
         for _ in range(20):
             run.go(accuracy__all=everything, accuracy__non_truncated=whole, index=index)
-    assert run.told == []
+    assert run.raised == []
 
 
 def plateau(gain: float, level: float = 0.5, steps: int = 400, index: int = 0) -> list[tuple[int, str]]:
@@ -170,7 +170,7 @@ def plateau(gain: float, level: float = 0.5, steps: int = 400, index: int = 0) -
     for k in range(100):
         now = level + gain * (k >= 50)
         run.go(accuracy__all=now, accuracy__non_truncated=now, stage=stage, index=index)
-    return run.told
+    return run.raised
 
 
 def test_plateau_early_in_the_first_stage() -> None:
@@ -199,5 +199,5 @@ def test_a_step_without_a_kept_group_is_said_with_the_reasons() -> None:
 def test_steps_without_the_metric_are_passed_over() -> None:
     """No SGD step, and every response truncated: neither rule sees the step."""
     alarms = Alarms(SafetyConfig(), "float32")
-    told, metrics = alarms.look(StepSeen(1, 0, 1, STAGE, {"accuracy/all": 0.0}))
-    assert told == [] and set(metrics.values()) == {0.0}
+    raised, metrics = alarms.look(StepSeen(1, 0, 1, STAGE, {"accuracy/all": 0.0}))
+    assert raised == [] and set(metrics.values()) == {0.0}

@@ -206,9 +206,9 @@ def test_the_observer_is_told_what_the_policy_made_of_each_trained_token(
     assert world.policy.calls.count("score") == int(mini_batches * reuse > 1)
     scores, kept = world.diary.scores[1], world.diary.rolled[1][2]
     assert scores is not None and kept
-    told = zip(scores.log_probs, scores.entropies, strict=True)
+    events = zip(scores.log_probs, scores.entropies, strict=True)
     completions = [(one.group, c) for one in kept for c in one.group.completions]
-    for (group, completion), (log_probs, entropies) in zip(completions, told, strict=True):
+    for (group, completion), (log_probs, entropies) in zip(completions, events, strict=True):
         np.testing.assert_allclose(log_probs, completion.log_probs, atol=1e-6)
         before = [*group.prompt.token_ids, *completion.token_ids[:-1]]
         np.testing.assert_allclose(entropies, entropy_of[before], atol=1e-6)
@@ -431,22 +431,22 @@ def test_a_checkpoint_counts_when_it_is_written(tmp_path: Path) -> None:
     """The write of step 1 is done when step 2 ends, and told there; that of step 2 still runs when step 3 wants to
     save, and is waited for; that of step 3 at the end of the run. The keeper hears of each before the next begins."""
     world = World(tmp_path, [STAGE], every_steps=1, evaluate_every=0)
-    told: list[str] = []
+    events: list[str] = []
     keeper, policy = world.loop.ports.keeper, world.policy
     save, finish, saved = policy.save, policy.finish_save, keeper.saved
 
     def slow_finish(wait: bool) -> float | None:
-        if not wait and told[-1] != "save 1":
+        if not wait and events[-1] != "save 1":
             return None  # still running
-        told.append("waited" if wait else "polled")
+        events.append("waited" if wait else "polled")
         return finish(wait)
 
-    policy.save = lambda folder, state, _: (told.append(f"save {state['steps_done']}"), save(folder, state))[1]  # type: ignore[method-assign]
+    policy.save = lambda folder, state, _: (events.append(f"save {state['steps_done']}"), save(folder, state))[1]  # type: ignore[method-assign]
     policy.finish_save = slow_finish  # type: ignore[method-assign]
-    keeper.saved = lambda step, best: (told.append(f"kept {step}"), saved(step, best))[1]  # type: ignore[method-assign]
+    keeper.saved = lambda step, best: (events.append(f"kept {step}"), saved(step, best))[1]  # type: ignore[method-assign]
     world.loop.run()
     first, second = ["save 1", "polled", "kept 1"], ["save 2", "waited", "kept 2"]
-    assert told == [*first, *second, "save 3", "waited", "kept 3"]
+    assert events == [*first, *second, "save 3", "waited", "kept 3"]
     assert "checkpoint/write_s" not in world.diary.rows[2]  # it was complete when that row was written
     assert world.diary.rows[3]["checkpoint/write_s"] == 0.125
     assert world.loop.saving.take_write_s() and not world.loop.saving.take_write_s()  # of step 3, told once

@@ -36,7 +36,7 @@ def start_engine() -> Any:
         def __init__(self) -> None:
             self.requests: list[Any] = []
             self.seeds: set[int] = set()
-            self.told: asyncio.Queue[bytes] = asyncio.Queue()
+            self.harvests: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def submit(self, requests: bytes, caller: int) -> None:
             for request in unpack(requests):
@@ -45,13 +45,13 @@ def start_engine() -> Any:
                 self.requests.append(request)
 
         async def harvest(self, wait_s: float, keep: bool, caller: int) -> bytes:
-            return await self.told.get()
+            return await self.harvests.get()
 
         async def release(self, seeds: list[int]) -> None:
             """Forget nothing: the manager calls it after each rollout."""
 
         async def say(self, harvest: bytes) -> None:
-            await self.told.put(harvest)
+            await self.harvests.put(harvest)
 
         async def take(self) -> bytes:
             """Return the requests that came since the last call."""

@@ -40,22 +40,22 @@ class Settings:
         self.rollout = RolloutConfig(**rollout)
 
 
-def main(told: dict[str, Any]) -> int:
-    ranks = told["ranks"]
+def main(task: dict[str, Any]) -> int:
+    ranks = task["ranks"]
     rank = fork(len(ranks))
-    dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=rank, world_size=len(ranks))
+    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=len(ranks))
     if rank > 0:
         os.environ.update(ranks[rank])
-        for name, rollout in told["scenarios"].items():
+        for name, rollout in task["scenarios"].items():
             assert name == "no trainer" or engine_places(Settings(rollout)) is None
         return 0
-    nodes = start_nodes(told["nodes"])
+    nodes = start_nodes(task["nodes"])
     try:
         cluster.start_ray(nodes.address, RUN)
         placement.node_gpus = cache(placement.node_gpus)  # it stays the same, and each answer starts two processes
         os.environ.update(ranks[0])  # not earlier: Ray's nodes would inherit it
         seen = {}
-        for name, rollout in told["scenarios"].items():
+        for name, rollout in task["scenarios"].items():
             settings = Settings(rollout)
             seen[name] = seen_by_engines(settings, None if name == "no trainer" else engine_places(settings))
         cluster.stop_ray()

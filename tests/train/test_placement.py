@@ -50,7 +50,7 @@ SCENARIOS = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By scenario and engine: the GPUs that it sees (``gpus``), all of its node (``machine``), its ``environment``."""
-    told = {"nodes": NODES, "ranks": RANKS, "scenarios": SCENARIOS, "store": str(tmp_path_factory.mktemp("s") / "s")}
+    task = {"nodes": NODES, "ranks": RANKS, "scenarios": SCENARIOS, "store": str(tmp_path_factory.mktemp("s") / "s")}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE / "pretended_gpus"), str(HERE.parents[1])]),
@@ -58,7 +58,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as Megatron leaves it in rank 0, from which embedded Ray inherits it
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "gpu_cluster.py"), json.dumps(told)],
+        [sys.executable, str(HERE / "gpu_cluster.py"), json.dumps(task)],
         env=environment,
         capture_output=True,
         text=True,
