@@ -33,6 +33,9 @@ SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
 WALL_PER_CPU = 2.0
 """A run's wall time limit is this many times its CPU time limit."""
 
+_STACK_BYTES = 128 << 20
+"""The main thread's stack: cached recursive functions fill it; Linux keeps at least so much room below it."""
+
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
     "cpu_time": "used more than",
@@ -98,6 +101,7 @@ class SandboxLimits:
             "RLIMIT_CPU": math.ceil(self.cpu_s)
             + 1,  # our own clock comes first and is exact, but it sees one process only
             "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_STACK": min(_STACK_BYTES, self.memory_bytes),
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NPROC": self.processes + in_cgroup,
             "RLIMIT_NOFILE": self.open_files,

@@ -78,12 +78,52 @@ def open_streams(open_path: Any) -> Any:
     return opened
 
 
+def lift_c_recursion_limit() -> None:
+    """Let this thread's calls through C, as of cached functions, go as deep as its stack: CPython 3.12 and 3.13 stop
+    them at a fixed depth, which honest programs exceed. Other versions count no such calls.
+
+    The number of calls left stands behind the recursion limit in the thread's state (Include/cpython/pystate.h).
+    """
+    if not (3, 12) <= sys.version_info < (3, 14):
+        return
+    import ctypes
+
+    limit, mark = sys.getrecursionlimit(), 987_654
+    sys.setrecursionlimit(mark)
+    ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
+    state = (ctypes.c_int * 32).from_address(ctypes.pythonapi.PyThreadState_Get())
+    behind = list(state).index(mark) + 1
+    if 0 < state[behind] <= 10_000:
+        state[behind] = 1_000_000
+    sys.setrecursionlimit(limit)
+
+
+def lift_in_threads() -> None:
+    """Make each thread that is started from now on call ``lift_c_recursion_limit`` first."""
+    import _thread
+
+    def lifted(start: Any) -> Any:
+        def started(function: Any, *arguments: Any, **keywords: Any) -> Any:
+            def run(*given: Any, **named: Any) -> None:
+                lift_c_recursion_limit()
+                function(*given, **named)
+
+            return start(run, *arguments, **keywords)
+
+        return started
+
+    for name in {"start_new_thread", "start_joinable_thread"} & vars(_thread).keys():
+        setattr(_thread, name, lifted(getattr(_thread, name)))
+
+
 def run_here(path: str, arguments: list[str]) -> None:
     """Do what ``python path *arguments`` would do, without starting Python again, and with integers of any length."""
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = [path, *arguments]
     sys.set_int_max_str_digits(0)
+    lift_c_recursion_limit()
+    lift_in_threads()
     builtins.open = io.open = open_streams(io.open)
     sys.path.insert(0, os.path.dirname(path))
     main_module = ModuleType("__main__")
@@ -96,7 +136,10 @@ def main() -> None:
     gate = int(sys.argv[1])
     instructions = marshal.loads(os.read(gate, 1 << 20))
     for name, value in instructions["rlimits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        limit = getattr(resource, name)
+        hard = resource.getrlimit(limit)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (most, most))
     if instructions["lock"]:
         lock(instructions["lock"])
     os.write(gate, b"r")
