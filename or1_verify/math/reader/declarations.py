@@ -133,9 +133,12 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
     words = [token.text for token in part if token.kind == "word"]
     letters = [token for token in part if token.kind == "symbol" and (token.text != "a" or not words)]
     kind = tuple(sorted({word.removesuffix("s") for word in words if word not in _FILLING}))
+    if not kind and "some" in words and not any(token.text == "=" for token in items):
+        kind = ("some",)  # n^2 for some n; in f(x) = cx it is a constant
     if kind and not set(kind) & {"constant", "parameter"}:
-        said = NumberSet(_KINDS[kind]) if kind in _KINDS else Words(" ".join(words))
-        yield from (_within(letter.text, said) for letter in letters)
+        words_said = Words(" ".join(kind))
+        said = NumberSet(_KINDS[kind]) if kind in _KINDS else words_said
+        yield from (_within(letter.text, said) for letter in letters) if letters else (words_said,)
 
 
 def _argument(items: Sequence[Token]) -> Token:

@@ -51,7 +51,7 @@ _UNICODE = {
 _TRANSLATION = str.maketrans(_UNICODE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "hbox", "emph")
+_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "texttt", "hbox", "emph")
 _STYLE_MACROS = (
     *("mathrm", "mathbf", "mathit", "mathsf", "mathcal", "boldsymbol", "bm", "operatorname", "bf", "rm", "it"),
     *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
@@ -60,6 +60,7 @@ _STYLE_MACROS = (
     *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
     *("blacksquare", "square", "Box", "checkmark", "therefore", "qed"),
 )
+_UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
 _SAME = (
     "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
@@ -130,7 +131,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
     text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
     text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
-    text = text.replace("{,}", ",").replace(r"\left.", "").replace(r"\right.", "")
+    text = text.replace("{,}", ",").replace("{:}", ":").replace(r"\left.", "").replace(r"\right.", "")
     text = re.sub(r"\\(?:text)?color\s*\{[a-z]+\}|\\color\s*[a-z]+(?=\d)", " ", text)
     text = re.sub(r"\\\\(?:\[\d+\w+\])?", "\x00", text)  # row breaks, before spacing macros are looked for
     text = _SPACE.sub(" ", text)
@@ -200,7 +201,8 @@ def _macros(text: str, depth: int) -> str:
         name, position = macro.group(1), macro.end()
         if name in ("cancel", "bcancel", "xcancel", "sout", "phantom", "hphantom", "vphantom", "not"):
             raise Unreadable(f"\\{name}")
-        if name in _TEXT_MACROS and (end := _argument(text, position)):
+        worded = name in _TEXT_MACROS or (name == "mathrm" and _UNITS_OF_RATE.match(text, position))
+        if worded and (end := _argument(text, position)):
             content = text[text.index("{", position) + 1 : end]
             out.append(" " + _words(_macros(content, depth + 1)) + " ")
             position = end + 1
@@ -283,7 +285,7 @@ FUNCTION_FAMILIES = (
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
 _TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
 _ALSO = (
-    "infty inf infinity Infinity; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; ceil ceiling Ceil"
+    "infty inf infinity Infinity oo; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; ceil ceiling Ceil"
 )
 _NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
 _NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}

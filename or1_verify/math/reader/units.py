@@ -98,7 +98,7 @@ NEUTRAL = _words(
     "matrix matrice vector path route line segment edge vertex vertices vertice face side angle triangle squares",
     "rectangle circle polygon diagonal region intersection primes factors divisors multiples zeros case",
     "possibility possibilities outcome choice option color colour month decade century centuries yen rupee peso",
-    "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
+    "old year franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
     "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
     "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本",
