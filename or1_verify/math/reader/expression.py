@@ -75,7 +75,7 @@ class _Parser:
         while token := self.peek():
             if token.kind == "sign" and token.text in "+-":
                 self.at += 1
-                right = self.product(signed=False)
+                right = self.product(signed=self.is_next("+", "-"))
                 tree = Node("add", (tree, right if token.text == "+" else Node("neg", (right,))))
             elif token.kind == "command" and token.text in ("pm", "mp"):
                 self.at += 1
