@@ -229,8 +229,10 @@ def _labelled(items: list[Token]) -> Relation | Several | None:
         if not label or not value:
             return None
         values.append((label, _read(value)))
-    named = tuple(_equation(label, value) for label, value in values)
-    return None if len(dict(values)) < len(values) or not named else Several(named) if len(named) > 1 else named[0]
+    if not values or len(dict(values)) < len(values):
+        return None
+    equations = tuple(_equation(label, value) for label, value in values)
+    return Several(equations) if len(equations) > 1 else equations[0]
 
 
 def _equation(name: str, value: Reading) -> Relation:
