@@ -149,6 +149,22 @@ KNOWN_WORDS = frozenset(
     | JOINERS
     | QUALIFIERS
     | set(_COMMON.split())
-    | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way", "them", "each"}
+    | {
+        "percent",
+        "square",
+        "cubic",
+        "all",
+        "any",
+        "every",
+        "some",
+        "real",
+        "numbers",
+        "choice",
+        "per",
+        "ways",
+        "way",
+        "them",
+        "each",
+    }
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""
