@@ -22,7 +22,7 @@ _AFTERWARDS = re.compile(r"I hope it is correct\.?\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!。！])\s+|\n+")
 _EMPHASIS = re.compile(r"\*\*|__|`|</?answer>")
 _WORD = re.compile(r"[\s#>(\"✅✔]*([^\W\d_]{2,}|[^\W\d_a-zα-ω]|a(?= [a-z]{2}))(?!['’\w])[\s,:：，、]*", re.IGNORECASE)
-_FRAMES = (NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}) - {"different", "possible"}
+_FRAMES = (NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}) - {"different", "possible", "candidate"}
 
 
 def claimed_answer(text: str) -> str | None:
