@@ -51,7 +51,7 @@ def _claim(sentence: str) -> tuple[bool, str | None]:
     while (word := _WORD.match(sentence, end)) and change_nothing([word[1].lower()], _FRAMES):
         end = word.end()
     value, speaks = _plain(sentence[end:]), bool(_ANSWER.search(sentence[:end]))
-    if re.search(r"\bof\b.*\banswer\b", sentence[:end]):  # "the square of the answer is"
+    if re.search(r"\b(?:of\b.*|m(?:ax|in)\w*\s+)\banswers?\b", sentence[:end]):  # "the square of the answer is"
         return True, None
     if end and not value:
         return speaks, ""

@@ -227,6 +227,8 @@ def test_another_answer_is_not_right(verifier: MathVerifier, gold: str, answer: 
         ("The answer is 17?", None),
         ("A possible answer is 17.", None),
         ("Answer candidates: 17", None),
+        ("The sum of the answers is 17.", None),
+        ("The maximum answer is 17.", None),
         ("The answer to a different problem is 17.", None),
         ("<answer>17</answer>", "17"),
         ("✅ Final Answer: **17**", "17"),
