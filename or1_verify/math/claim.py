@@ -20,9 +20,9 @@ _CLAIMS = re.compile(
 )
 _AFTERWARDS = re.compile(r"I hope it is correct\.?\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!。！])\s+|\n+")
-_EMPHASIS = re.compile(r"\*\*|__|`")
-_WORD = re.compile(r"[\s#>(\"]*([^\W\d_]{2,}|[^\W\d_a-zα-ω]|a(?= [a-z]{2}))(?!['’\w])[\s,:：，、]*", re.IGNORECASE)
-_FRAMES = NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}
+_EMPHASIS = re.compile(r"\*\*|__|`|</?answer>")
+_WORD = re.compile(r"[\s#>(\"✅✔]*([^\W\d_]{2,}|[^\W\d_a-zα-ω]|a(?= [a-z]{2}))(?!['’\w])[\s,:：，、]*", re.IGNORECASE)
+_FRAMES = (NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}) - {"different", "possible", "candidate"}
 
 
 def claimed_answer(text: str) -> str | None:
@@ -51,7 +51,7 @@ def _claim(sentence: str) -> tuple[bool, str | None]:
     while (word := _WORD.match(sentence, end)) and change_nothing([word[1].lower()], _FRAMES):
         end = word.end()
     value, speaks = _plain(sentence[end:]), bool(_ANSWER.search(sentence[:end]))
-    if re.search(r"\bof\b.*\banswer\b", sentence[:end]):  # "the square of the answer is"
+    if re.search(r"\b(?:of\b.*|m(?:ax|in)\w*\s+)\banswers?\b", sentence[:end]):  # "the square of the answer is"
         return True, None
     if end and not value:
         return speaks, ""

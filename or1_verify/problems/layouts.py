@@ -14,52 +14,19 @@ TIGER-Lab/AceCode-87K, deepmind/code_contests.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from or1_verify.answer import is_answered_once, last_box
-from or1_verify.problems.rows import MISSING, RowError, check_no_image, parse_row, shown
-from or1_verify.problems.wording import (
-    BEGINS_WITH,
-    COMPLETE,
-    COMPLETE_END,
-    LIVECODEBENCH_OPENING,
-    MBPP_OPENING,
-    MBPP_TESTS,
-    ONE_BLOCK,
-    READS_STDIN,
-    livecodebench_instructions,
-)
+from or1_verify.problems.code_layouts import CODE_READERS
+from or1_verify.problems.columns import Columns, Published, golds, some
+from or1_verify.problems.rows import RowError, check_no_image, parse_row, shown
 
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
     "livecodebench", "humaneval", "mbpp", "olympiadbench", "math", "deepmath", "openmath", "intellect2", "areal",
     "rlvr", "deepcoder", "kodcode", "acecode", "code_contests",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A row of any layout. ``source`` follows the set's own name; "" where the row names none."""
-
-    ability: str
-    statement: str
-    ground_truth: str
-    """As Skywork-OR1-RL-Data has it; "" where the row has no answer or no tests."""
-    source: str = ""
-    instructions: str = ""
-    solutions: tuple[str, ...] = ()
-    difficulty: Mapping[str, int] = field(default_factory=dict)
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    opening: str = ""
-    """What the prompt says before the statement, as ``instructions`` after it."""
-
-    @property
-    def content(self) -> str:
-        """The user's message."""
-        return self.opening + self.statement + self.instructions
 
 
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
@@ -91,86 +58,6 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
     return _READERS[layout](Columns(row, layout, origin))
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """A row's values by name, each checked for its type."""
-
-    row: Mapping[str, Any]
-    layout: str
-    origin: str
-
-    def text(self, *names: str) -> str:
-        """Return the value of the first of ``names`` that the row has, stripped; "" when it is null."""
-        return self.verbatim(*names).strip()
-
-    def verbatim(self, *names: str) -> str:
-        """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
-        value = self._value(names)
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text")
-        return value if value.strip() else ""
-
-    def answer(self, *names: str) -> str:
-        """Return text or a number, as text."""
-        value = self._value(names)
-        if value is None:
-            return ""
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
-        whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
-        text = str(int(value) if whole else value).strip()
-        return "" if text.lower() in MISSING else text
-
-    def texts(self, name: str) -> list[str]:
-        """Return a list of texts; empty when it is null or the row has no such column."""
-        value = self.row.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(name, f"found {shown(value)}, expected a list of texts")
-        return value
-
-    def optional(self, name: str) -> str:
-        return self.text(name) if name in self.row else ""
-
-    def decoded(self, name: str, kind: type) -> Any:
-        """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
-        value = self._value((name,))
-        if isinstance(value, str):
-            if not value.strip():
-                return None
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                expected = f"expected the JSON of a {kind.__name__}"
-                raise self._wrong(name, f"not JSON ({error}), found {shown(value)}; {expected}") from None
-        if value is not None and not isinstance(value, kind):
-            raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
-        return value
-
-    def _value(self, names: tuple[str, ...]) -> Any:
-        for name in names:
-            if name in self.row:
-                return self.row[name]
-        missing = f"no column '{' or '.join(names)}'"
-        raise RowError(
-            self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"
-        )
-
-    def _wrong(self, name: str, detail: str) -> RowError:
-        return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
-
-
-def _golds(answer: str) -> str:
-    return json.dumps([answer], ensure_ascii=False) if answer else ""
-
-
-def _some(*solutions: str) -> tuple[str, ...]:
-    return tuple(solution for solution in solutions if solution)
-
-
 def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
     row = parse_row(dict(raw), origin)
     if len(row.messages) != 1 or row.messages[0].role != "user":
@@ -182,19 +69,13 @@ def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
         )
     solution = Columns(raw, "skywork", origin).optional("solution")
     statement, source = row.messages[0].content, row.source or ""
-    return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
+    return Published(row.ability, statement, row.ground_truth, source, "", some(solution), row.difficulty)
 
 
 def _numinamath(row: Columns) -> Published:
     notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
     said = {name: value for name, value in notes.items() if value}
     return _solved(row, row.answer("answer"), source=row.text("source"), notes=said)
-
-
-def _problem_answer(row: Columns) -> Published:
-    statement = row.text("problem", "Problem", "question")
-    solution = row.optional("solution") or row.optional("Solution")
-    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
 
 
 def _math(row: Columns) -> Published:
@@ -208,16 +89,16 @@ def _math(row: Columns) -> Published:
 
 
 def _solved(row: Columns, gold: str, **more: Any) -> Published:
-    return Published("math", row.text("problem"), _golds(gold), solutions=_some(row.text("solution")), **more)
+    return Published("math", row.text("problem"), golds(gold), solutions=some(row.text("solution")), **more)
 
 
 def _still3(row: Columns) -> Published:
     """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
     solution, marked, gold = row.answer("answer").rpartition("####")
     if not marked:
-        return Published("math", row.text("question"), _golds(gold))
+        return Published("math", row.text("question"), golds(gold))
     return Published(
-        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
+        "math", row.text("question"), golds(gold.strip().replace(",", "")), solutions=some(solution.strip())
     )
 
 
@@ -225,11 +106,11 @@ def _olympiadbench(row: Columns) -> Published:
     """All parts of the final answer are asked for, each of which the set writes between dollars."""
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
-    golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
+    parts = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
     return Published(
         "math",
         row.text("question"),
-        _golds(", ".join(filter(None, golds))),
+        golds(", ".join(filter(None, parts))),
         source=row.optional("subfield"),
         solutions=tuple(row.texts("solution")),
     )
@@ -239,105 +120,9 @@ def _omni_math(row: Columns) -> Published:
     return _solved(row, row.answer("answer"), source=row.optional("source"))
 
 
-def _taco(row: Columns) -> Published:
-    tests = row.decoded("input_output", dict)
-    solutions = row.decoded("solutions", list) or []
-    starter = row.optional("starter_code")
-    pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
-    return Published(
-        "code",
-        row.text("question"),
-        json.dumps(tests, ensure_ascii=False) if tests else "",
-        source=row.optional("difficulty").lower(),
-        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
-        solutions=_some(*(solution for solution in solutions if isinstance(solution, str))),
-        notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
-    )
-
-
-def _leetcode(row: Columns) -> Published:
-    test = row.text("test")
-    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
-    return Published(
-        "code",
-        row.text("problem_description"),
-        json.dumps(truth, ensure_ascii=False) if test else "",
-        source=row.optional("difficulty"),
-        instructions=BEGINS_WITH.format(row.text("starter_code")),
-        solutions=_some(row.text("completion")),
-    )
-
-
-def _livecodebench(row: Columns) -> Published:
-    """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
-    starter = row.verbatim("starter_code")
-    tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
-    truth = {**tests, "starter_code": starter}
-    some = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
-    return Published(
-        "code",
-        row.verbatim("question_content"),
-        json.dumps(truth, ensure_ascii=False) if some else "",
-        source=row.optional("platform"),
-        instructions=livecodebench_instructions(starter),
-        notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
-        opening=LIVECODEBENCH_OPENING,
-    )
-
-
-def _humaneval(row: Columns) -> Published:
-    """The statement is the beginning of a program."""
-    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
-    truth = {"entry_point": entry, "import_prefix": program, "test_code": test}
-    return Published(
-        "code",
-        program,
-        json.dumps(truth, ensure_ascii=False) if test else "",
-        instructions=COMPLETE_END,
-        solutions=_some(program + row.verbatim("canonical_solution")),
-        opening=COMPLETE,
-    )
-
-
-def _mbpp(row: Columns) -> Published:
-    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
-    tests = row.texts("test_list")
-    setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
-    return Published(
-        "code",
-        row.text("text", "prompt"),
-        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
-        instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
-        solutions=_some(row.text("code")),
-        opening=MBPP_OPENING,
-    )
-
-
-def _deepmath(row: Columns) -> Published:
-    solutions = [row.optional(f"r1_solution_{number}") for number in (1, 2, 3)]
-    return Published("math", row.text("question"), _golds(row.answer("final_answer")), solutions=_some(*solutions))
-
-
-def _openmath(row: Columns) -> Published:
-    solution = row.optional("generated_solution")
-    gold, source = _golds(row.answer("expected_answer")), row.optional("problem_source")
-    return Published("math", row.text("problem"), gold, source, solutions=_some(solution))
-
-
-def _intellect2(row: Columns) -> Published:
-    """Math: {ground_truth}; code: {test_cases: [{input, output, fn_name}]}. Other kinds of task have no verifier."""
-    task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
-    if task == "verifiable_math":
-        gold = str(truth.get("ground_truth") or "").strip().removeprefix("$").removesuffix("$")
-        return Published("math", row.text("prompt"), _golds(gold))
-    if "code" not in task:
-        raise RowError(row.origin, f"task_type '{task}'", f"column 'task_type': found '{task}', expected math or code")
-    return Published("code", row.text("prompt"), _cases(truth.get("test_cases") or []))
-
-
 def _areal(row: Columns) -> Published:
-    golds = _some(*(last_box(solution) or "" for solution in row.texts("solutions")))
-    return Published("math", row.text("prompt"), json.dumps(golds, ensure_ascii=False) if golds else "")
+    boxed = some(*map(last_box, row.texts("solutions")))
+    return Published("math", row.text("prompt"), json.dumps(boxed, ensure_ascii=False) if boxed else "")
 
 
 def _rlvr(row: Columns) -> Published:
@@ -346,95 +131,33 @@ def _rlvr(row: Columns) -> Published:
     if named == "ifeval":
         raise RowError(row.origin, "dataset 'ifeval'", "column 'dataset': found 'ifeval', which has no verifier")
     statement = messages[0].get("content") if isinstance(messages[0], Mapping) else None
-    return Published("math", str(statement or "").strip(), _golds(row.answer("ground_truth")), source=named)
+    return Published("math", str(statement or "").strip(), golds(row.answer("ground_truth")), source=named)
 
 
-def _deepcoder(row: Columns) -> Published:
-    tests = row.decoded("tests", object)
-    starter = row.optional("starter_code")
-    if isinstance(tests, list):
-        metadata = row.decoded("metadata", dict) if "metadata" in row.row else None
-        truth = _cases(tests, (metadata or {}).get("func_name"))
-    else:
-        truth = json.dumps(tests, ensure_ascii=False) if tests else ""
-    solutions = row.decoded("solutions", list) if "solutions" in row.row else []
-    return Published(
-        "code",
-        row.text("problem"),
-        truth,
-        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
-        solutions=_some(*(solution for solution in solutions or [] if isinstance(solution, str))),
-    )
+def _answered(statement: str, answer: str, solutions: str = "", source: str = "") -> Callable[[Columns], Published]:
+    """Return the reader of rows whose columns hold what is named; of a statement's or answer's, the first there is."""
+
+    def read(row: Columns) -> Published:
+        gold, known = golds(row.answer(*answer.split())), some(*map(row.optional, solutions.split()))
+        return Published("math", row.text(*statement.split()), gold, row.optional(source), solutions=known)
+
+    return read
 
 
-def _kodcode(row: Columns) -> Published:
-    """Its tests are functions for pytest that import the solution; here they are called one by one."""
-    test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
-    told: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
-    imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
-    entry = told.get("function_name") or (imported and imported[1])
-    if not entry:
-        expected = "expected a function_name in test_info, or an import from solution in test"
-        raise RowError(row.origin, "no name of the function", f"column 'test': {expected}")
-    body = re.sub(r"^from solution import .*$", "", test, flags=re.MULTILINE)
-    calls = re.findall(r"^def (test\w*)\(\s*\)", body, flags=re.MULTILINE)
-    check = "\n\ndef check(candidate):\n" + "".join(f"    {call}()\n" for call in calls)
-    truth = {"entry_point": entry, "import_prefix": "", "test_code": body + check}
-    declared = told.get("function_declaration") or ""
-    return Published(
-        "code",
-        row.text("question"),
-        json.dumps(truth, ensure_ascii=False) if calls else "",
-        source=row.optional("subset"),
-        instructions=BEGINS_WITH.format(declared) if declared else ONE_BLOCK,
-        solutions=_some(row.verbatim("solution")),
-    )
-
-
-def _acecode(row: Columns) -> Published:
-    tests = row.texts("test_cases")
-    truth = json.dumps({"assert_case": tests}, ensure_ascii=False) if tests else ""
-    return Published("code", row.text("question"), truth, instructions=ONE_BLOCK)
-
-
-def _code_contests(row: Columns) -> Published:
-    parts = [row.decoded(f"{kind}_tests", dict) or {} for kind in ("public", "private", "generated")]
-    inputs, outputs = ([item for part in parts for item in part.get(side) or []] for side in ("input", "output"))
-    truth = json.dumps({"inputs": inputs, "outputs": outputs}, ensure_ascii=False) if inputs else ""
-    return Published("code", row.text("description"), truth, instructions=READS_STDIN)
-
-
-def _cases(cases: Any, function: str | None = None) -> str:
-    """Return the ground truth of test cases {input, output, fn_name?}, one by one as several sets have them."""
-    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
-        return ""
-    named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)
-    truth = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
-    return json.dumps(truth | ({"fn_name": named} if named else {}), ensure_ascii=False)
-
-
+_PROBLEM_ANSWER = _answered("problem Problem question", "answer Answer", "solution Solution")
 _READERS: Mapping[str, Callable[[Columns], Published]] = {
+    **CODE_READERS,
     "numinamath": _numinamath,
-    "deepscaler": _problem_answer,
+    "deepscaler": _PROBLEM_ANSWER,
     "still3": _still3,
     "omni_math": _omni_math,
-    "taco": _taco,
-    "leetcode": _leetcode,
-    "aime": _problem_answer,
-    "livecodebench": _livecodebench,
-    "humaneval": _humaneval,
-    "mbpp": _mbpp,
+    "aime": _PROBLEM_ANSWER,
     "olympiadbench": _olympiadbench,
     "math": _math,
-    "deepmath": _deepmath,
-    "openmath": _openmath,
-    "intellect2": _intellect2,
+    "deepmath": _answered("question", "final_answer", "r1_solution_1 r1_solution_2 r1_solution_3"),
+    "openmath": _answered("problem", "expected_answer", "generated_solution", "problem_source"),
     "areal": _areal,
     "rlvr": _rlvr,
-    "deepcoder": _deepcoder,
-    "kodcode": _kodcode,
-    "acecode": _acecode,
-    "code_contests": _code_contests,
 }
 
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (

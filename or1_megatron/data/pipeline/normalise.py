@@ -14,7 +14,8 @@ from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, candidate_id, write_shard
 from or1_megatron.data.pipeline.steps import Manifest, Say, finish_step, finished_step, step_folder
 from or1_megatron.data.problems import files_of, is_hub_id, read_rows
-from or1_verify.problems.layouts import Published, detect_layout, read_published
+from or1_verify.problems.columns import Published
+from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 

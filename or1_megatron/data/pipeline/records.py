@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-from or1_verify.problems.layouts import Published
+from or1_verify.problems.columns import Published
 from or1_verify.problems.problem import problem_id
 from or1_verify.types import Message, Problem
 

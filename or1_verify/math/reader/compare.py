@@ -28,7 +28,6 @@ from or1_verify.math.reader.records import (
     Conditional,
     Dots,
     Empty,
-    Labelled,
     Matrix,
     Modular,
     NumberSet,
@@ -49,6 +48,7 @@ from or1_verify.math.reader.units import LEAD_INS
 from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
+_LABEL = re.compile(r"[a-z-]{3,}")
 _LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
@@ -85,19 +85,6 @@ def _same_restated(gold: Reading, answer: Reading) -> bool:
         return all(compare(gold, way) for way in answer.ways)
     assert isinstance(gold, Restated)
     return any(compare(way, answer) for way in gold.ways)
-
-
-def _same_labelled(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Labelled) and isinstance(answer, Labelled):
-        ours, theirs = dict(gold.values), dict(answer.values)
-        return ours.keys() == theirs.keys() and all(compare(ours[label], theirs[label]) for label in ours)
-    return _all_same(_in_order(gold), _in_order(answer))
-
-
-def _in_order(reading: Reading) -> tuple[Reading, ...]:
-    if isinstance(reading, Labelled):
-        return tuple(value for _, value in reading.values)
-    return reading.items if isinstance(reading, Several) and reading.brackets in ("", "()") else (reading,)
 
 
 def _same_conditional(gold: Reading, answer: Reading) -> bool:
@@ -184,6 +171,8 @@ def _same_modular(gold: Reading, answer: Reading) -> bool:
             return False
     elif isinstance(answer, Modular) and not _is_least(answer):
         return False
+    elif isinstance(answer, Relation) and isinstance(gold, Modular) and isinstance(gold.value, Relation):
+        return False  # x = 2 is one of the numbers that are 2 mod 5
     return compare(_residue(gold), _residue(answer))
 
 
@@ -475,8 +464,9 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
     if _name_variables(ours or theirs) and any(isinstance(item, Relation) for item in (answer if ours else gold).items):
         return False  # x = 1 or x = 2, beside x = 1 and y = 2
     left = list(ours.values()) if ours else gold.items
-    # Against a tuple an answer's values count in the order of their names, not in the order that it lists them.
-    right = [value for _, value in sorted(theirs.items())] if theirs else answer.items
+    # Against a tuple an answer's values count in the order of their letters, not in the order that it lists them.
+    ordered = sorted((theirs or {}).items(), key=lambda named: "" if _LABEL.fullmatch(named[0]) else named[0])
+    right = [value for _, value in ordered] if theirs else answer.items
     if _all_same(left, right):
         return True
     return bool(theirs) and gold.brackets == "" and _all_same(left, list((theirs or {}).values()))
@@ -508,7 +498,6 @@ _Rules = Sequence[tuple[type, Callable[[Reading, Reading], bool]]]
 _WHOLE_RULES: _Rules = (
     (Conditional, _same_conditional),
     (Restated, _same_restated),
-    (Labelled, _same_labelled),
     (Words, _same_words),
     (Empty, operator.eq),
     (Dots, operator.eq),

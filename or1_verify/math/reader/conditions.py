@@ -21,6 +21,7 @@ from or1_verify.math.reader.records import (
     Words,
 )
 from or1_verify.math.reader.tree import Node, number_node, symbols
+from or1_verify.math.reader.units import NAMING, NEUTRAL, change_nothing
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
 """The conditions by the letters that they are about."""
@@ -116,10 +117,13 @@ def _is_order(value: Reading) -> bool:
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
     r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
+    head, tree = _formula(values[1])
+    if tree is not None and names and not names & {head, *symbols(tree)}:
+        return True  # 9 for n = 3
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
-    if any(isinstance(one, Relation) and isinstance(one.sides[-1], Words) for one in stated):
-        return bool(_NARROWING & {word for one in stated for word in _words(one)})
+    if words := [word for one in stated for word in _words(one)]:
+        return not change_nothing(words, _HARMLESS if names else NEUTRAL - {"possible"})
     domain = number_set(stated[0])
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True
@@ -131,7 +135,7 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
 
 
-_NARROWING = frozenset({"even", "odd", "prime", "composite", "negative"})
+_HARMLESS = NAMING | {"arbitrary", "fixed", "given", "positive", "natural", "real", "complex", "constants", "non-zero"}
 
 
 def _words(condition: Reading) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from or1_verify.math.reader.brackets import depths, spelling, split
 from or1_verify.math.reader.quantity import Quantity
@@ -133,9 +134,17 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
     words = [token.text for token in part if token.kind == "word"]
     letters = [token for token in part if token.kind == "symbol" and (token.text != "a" or not words)]
     kind = tuple(sorted({word.removesuffix("s") for word in words if word not in _FILLING}))
+    spelled = any(a.kind == b.kind == "symbol" and not b.spaced for a, b in pairwise(part))  # "for big n"
+    unread = spelled or any(token.kind not in ("word", "symbol") for token in part)
+    constant = any(token.text == "=" for token in items) and _argument(items).text not in {
+        letter.text for letter in letters
+    }  # f(x) = cx for some c
+    if not kind and (unread or ("some" in words and not constant)):
+        kind = ("some",)
     if kind and not set(kind) & {"constant", "parameter"}:
-        said = NumberSet(_KINDS[kind]) if kind in _KINDS else Words(" ".join(words))
-        yield from (_within(letter.text, said) for letter in letters)
+        words_said = Words(" ".join(kind))
+        said = NumberSet(_KINDS[kind]) if kind in _KINDS else words_said
+        yield from (_within(letter.text, said) for letter in letters) if letters else (words_said,)
 
 
 def _argument(items: Sequence[Token]) -> Token:

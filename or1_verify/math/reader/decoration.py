@@ -33,9 +33,6 @@ _TYPED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=[)\]}])\s*(?:\\text\s*\{)?\s*(?:U|union)\s*\}?\s*(?=\\?[(\[{])", r"\\cup "),
     (r"(?<![\\A-Za-z])log(2|10)(?=\()", r"\\log_{\1}"),
     (r"(?<![\\A-Za-z])(?:C|binom|comb)\(\s*([a-z0-9]+)\s*,\s*(\d+)\s*\)", lambda match: _chosen(match)),
-    (r"([+-])\s*\+\s*(?=[\d.A-Za-z])", r"\1 "),
-    (r"\+\s*-\s*(?=[\d.A-Za-z])", "- "),
-    (r"(?<=[\w)}])\s*-\s*-\s*(?=[\d.A-Za-z])", " + "),
 )
 
 

@@ -75,7 +75,9 @@ class _Parser:
         while token := self.peek():
             if token.kind == "sign" and token.text in "+-":
                 self.at += 1
-                right = self.product(signed=False)
+                right = self.product(signed=self.is_next("+", "-"))
+                if right.op == "mod" and self.items[self.at - 1].text != ")":
+                    raise Unreadable("a sum before mod, which may be all of it or its last term")
                 tree = Node("add", (tree, right if token.text == "+" else Node("neg", (right,))))
             elif token.kind == "command" and token.text in ("pm", "mp"):
                 self.at += 1

@@ -1,18 +1,13 @@
 r"""Compares families over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
-For even k, and for odd k, each formula must be an arithmetic progression. Two families are the same when their
-progressions have the same members, wherever k starts and however many formulas there are:
-``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
+Two families are the same when they have the same members around 0, wherever k starts and however many formulas there
+are: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
 
 import mpmath
 
@@ -26,13 +21,10 @@ from or1_verify.math.reader.value import TooLarge, Undefined, evaluate
 _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Not y: ``y = 2n + 1`` is a function of n."""
 
-_LOOKED_AT = range(-4, 5)
-_MAX_DENOMINATOR = 24
-_MAX_RESIDUES = 144
+_LOOKED_AT = 60
+"""The largest k, and the lowest is below 0. Members beyond those of the densest formula are not compared."""
+_FEWEST = 6
 _DIGITS = 40
-
-Progression = tuple[mpmath.mpf, mpmath.mpf]
-"""(a member, the step)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,6 @@ class _Family:
     unknown: str
     """Its name, or ""."""
     formulas: tuple[Node, ...]
-    progressions: tuple[Progression, ...]
 
 
 def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
@@ -53,12 +44,14 @@ def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
             return False
         if not all(any(is_worked_out(one, other) for one in ours.formulas) for other in theirs.formulas):
             return False
-        period = _period([step for _, step in (*ours.progressions, *theirs.progressions)])
-        return period is not None and _residues(ours, period) == _residues(theirs, period)
+        members = [[_members(tree, parameter) for tree in family.formulas] for family in (ours, theirs)]
+        reach = min((min(abs(each[0]), abs(each[-1])) for side in members for each in side if each), default=0)
+        near = [[{value for value in each if abs(value) < reach} for each in side] for side in members]
+        return min(map(len, near[0] + near[1])) >= _FEWEST and set().union(*near[0]) == set().union(*near[1])
 
 
 def _family(value: Reading, parameter: str) -> _Family | None:
-    """Return one unknown's formulas as progressions; None where one of them is none."""
+    """Return one unknown's formulas; None for anything else."""
     spreaded = spread(value)
     parts = spreaded.items if isinstance(spreaded, Several) and spreaded.brackets == "" else (spreaded,)
     heads: set[str] = set()
@@ -71,46 +64,19 @@ def _family(value: Reading, parameter: str) -> _Family | None:
             return None
         heads.add(part.heads[0] if isinstance(part, Relation) else "")
         formulas.append(formula.tree)
-    progressions = [_progression(tree, parameter, start) for tree in formulas for start in (0, 1)]
-    known = tuple(progression for progression in progressions if progression is not None)
-    return _Family(heads.pop(), tuple(formulas), known) if len(heads) == 1 and len(known) == len(progressions) else None
+    return _Family(heads.pop(), tuple(formulas)) if len(heads) == 1 else None
 
 
-def _progression(tree: Node, parameter: str, start: int) -> Progression | None:
-    """Return the values at ``start`` plus even numbers; None where they have no common step, or where it is 0."""
+def _members(tree: Node, parameter: str) -> list[int]:
+    """Return the values in order of k, in units of the last digit that counts.
+
+    None where one is no real number, and where those of even k, or of odd, are no arithmetic progression.
+    """
     try:
-        values = [evaluate(tree, {parameter: mpmath.mpf(start + 2 * k)}) for k in _LOOKED_AT]
+        values = [evaluate(tree, {parameter: mpmath.mpf(k)}) for k in range(-_LOOKED_AT, _LOOKED_AT + 1)]
     except (TooLarge, Undefined):
-        return None
-    if any(abs(mpmath.im(value)) > mpmath.mpf(10) ** -_DIGITS for value in values):
-        return None
-    reals = [mpmath.re(value) for value in values]
-    steps = [after - before for before, after in pairwise(reals)]
-    if any(abs(step - steps[0]) > mpmath.mpf(10) ** -_DIGITS for step in steps) or abs(steps[0]) < 1e-30:
-        return None
-    return reals[0], abs(steps[0])
-
-
-def _period(steps: Sequence[mpmath.mpf]) -> mpmath.mpf | None:
-    """Return the least common multiple of the steps; None where their ratios are not those of small integers."""
-    ratios = []
-    for step in steps:
-        ratio = Fraction(str(step / steps[0])).limit_denominator(_MAX_DENOMINATOR)
-        if abs(step / steps[0] - mpmath.mpf(ratio.numerator) / ratio.denominator) > mpmath.mpf(10) ** -_DIGITS:
-            return None
-        ratios.append(ratio)
-    common = Fraction(math.lcm(*(r.numerator for r in ratios)), math.gcd(*(r.denominator for r in ratios)))
-    if any(common / ratio > _MAX_RESIDUES for ratio in ratios):
-        return None
-    return steps[0] * common.numerator / common.denominator
-
-
-def _residues(family: _Family, period: mpmath.mpf) -> set[int]:
-    """Return the members within one period, as shares of it in units of the last digit that counts."""
-    unit = 10 ** (_DIGITS - 1)
-    residues = set()
-    for start, step in family.progressions:
-        for k in range(int(mpmath.nint(period / step))):
-            share = (start + k * step) / period
-            residues.add(int(mpmath.nint((share - mpmath.floor(share)) * unit)) % unit)
-    return residues
+        return []
+    units = [mpmath.nint(value * mpmath.mpf(10) ** _DIGITS) for value in values]
+    members = [int(mpmath.re(unit)) for unit in units]
+    steps = [after - before for before, after in zip(members, members[2:], strict=False)]
+    return [] if any(map(mpmath.im, units)) or max(steps) - min(steps) > 2 else members  # each is rounded

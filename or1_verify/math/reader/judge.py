@@ -125,9 +125,9 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
 
 
 def _gold_readings(gold: str, answer: str) -> tuple[bool, ...]:
-    """Return the same for a gold. A list with blanks does not answer one that is a number in groups of digits."""
+    """Return the same for a gold. A list with blanks or brackets does not answer a number in groups of digits."""
     groups = re.fullmatch(r"\d{1,3}((?:,\d{3})+)", gold.strip().strip("$"))
-    if groups and (len(groups[1]) > 4 or re.search(r"\d,\s+\d", answer)):
+    if groups and (len(groups[1]) > 4 or re.search(r"\d,\s+\d", answer) or _IN_BRACKETS.fullmatch(answer)):
         return (True,)
     return _comma_readings(gold)
 

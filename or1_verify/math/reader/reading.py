@@ -22,7 +22,6 @@ from or1_verify.math.reader.records import (
     Conditional,
     Dots,
     Empty,
-    Labelled,
     Matrix,
     Modular,
     NumberSet,
@@ -204,7 +203,7 @@ def _conditional(group: Several) -> Conditional | None:
     last = value.sides[-1] if isinstance(value, Relation) and value.operators == ("=",) else value
     if group.joined_by != "," or not isinstance(last, Quantity):
         return None
-    conditions = [_unlabelled(item) for item in rest]
+    conditions = [item.sides[1] if isinstance(item, Relation) and item.heads[0] == "domain" else item for item in rest]
     for item in conditions:
         if not isinstance(item, Relation) or not {head for head in item.heads if head} & symbols(last.tree):
             return None
@@ -213,14 +212,11 @@ def _conditional(group: Several) -> Conditional | None:
     return Conditional(value, tuple(conditions))
 
 
-def _unlabelled(item: Reading) -> Reading:
-    if isinstance(item, Labelled) and len(item.values) == 1 and item.values[0][0] == "domain":
-        return item.values[0][1]
-    return item
+def _labelled(items: list[Token]) -> Relation | Several | None:
+    """Read ``minimum: 1, maximum: 3`` as ``minimum = 1, maximum = 3``, where all words differ.
 
-
-def _labelled(items: list[Token]) -> Labelled | None:
-    """Read values that each have a word before them, all words different; a single one only with one of ``_LABELS``."""
+    A single value needs one of ``_LABELS``.
+    """
     parts = [part for part in split(items, _separates)[0] if part]
     values = []
     for part in parts:
@@ -233,7 +229,14 @@ def _labelled(items: list[Token]) -> Labelled | None:
         if not label or not value:
             return None
         values.append((label, _read(value)))
-    return Labelled(tuple(values)) if len(dict(values)) == len(values) > 0 else None
+    if not values or len(dict(values)) < len(values):
+        return None
+    equations = tuple(_equation(label, value) for label, value in values)
+    return Several(equations) if len(equations) > 1 else equations[0]
+
+
+def _equation(name: str, value: Reading) -> Relation:
+    return Relation(("=",), (Quantity(Node("sym", name=name)), value), (name, ""))
 
 
 def _restated(items: list[Token]) -> Restated | None:
@@ -322,7 +325,7 @@ def _point(items: list[Token]) -> Relation | None:
     group = _bracketed(items[start:]) if _POINT.fullmatch(name) else None
     if not (isinstance(group, Several) and group.brackets == "()"):
         return None
-    return Relation(("=",), (Quantity(Node("sym", name=name)), group), (name, ""))
+    return _equation(name, group)
 
 
 def _bracketed(items: list[Token]) -> Reading | None:

@@ -99,13 +99,6 @@ class SetBuilder:
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Values with a word each, in the order that they stand in: ``minimum: 1, maximum: 3``."""
-
-    values: tuple[tuple[str, Reading], ...]
-
-
-@dataclass(frozen=True)
 class Conditional:
     """An answer and what is said about its letters: ``y = x^2, x > 0``, ``x = k\\pi, k \\in Z``."""
 
@@ -122,5 +115,5 @@ class Restated:
 
 Reading = (
     Quantity | Several | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
-    | SetBuilder | Labelled | Conditional | Restated
+    | SetBuilder | Conditional | Restated
 )  # fmt: skip

@@ -16,7 +16,7 @@ import mpmath
 
 from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity, factors
-from or1_verify.math.reader.records import Conditional, Labelled, Reading, Relation, Several
+from or1_verify.math.reader.records import Conditional, Reading, Relation, Several
 from or1_verify.math.reader.tree import Node, operations, symbols
 from or1_verify.math.reader.units import UNITS
 from or1_verify.math.reader.value import rational, real
@@ -37,8 +37,6 @@ def as_rounded(gold: Reading) -> Reading:
         return replace(gold, sides=tuple(map(as_rounded, gold.sides)))
     if isinstance(gold, Conditional):
         return replace(gold, value=as_rounded(gold.value))
-    if isinstance(gold, Labelled):
-        return Labelled(tuple((label, as_rounded(value)) for label, value in gold.values))
     return gold
 
 

@@ -8,6 +8,7 @@ the product of c and m.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import batched
 from typing import Literal
@@ -51,7 +52,7 @@ _UNICODE = {
 _TRANSLATION = str.maketrans(_UNICODE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "hbox", "emph")
+_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "texttt", "hbox", "emph")
 _STYLE_MACROS = (
     *("mathrm", "mathbf", "mathit", "mathsf", "mathcal", "boldsymbol", "bm", "operatorname", "bf", "rm", "it"),
     *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
@@ -60,6 +61,7 @@ _STYLE_MACROS = (
     *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
     *("blacksquare", "square", "Box", "checkmark", "therefore", "qed"),
 )
+_UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)\*?")
 _SAME = (
     "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
@@ -73,40 +75,6 @@ _SPELLINGS = {name: spelling for spelling, *names in map(str.split, _SAME.split(
 """The one spelling of a macro by its others."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
-_DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
-_ARCMINUTES = re.compile(
-    _DEGREES + r"\s*(?:«and»\s*)?(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
-    r"(?:\s*(?:«and»\s*)?(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?"
-)
-_EVERY_INTEGER = re.compile(
-    r"\\cup\s*_\s*\{\s*([a-z])\s*(?:=\s*-\s*\\infty\s*\}\s*\^\s*\{?\s*\+?\s*\\infty\s*\}?"
-    r"|\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\})(.+)$"
-)
-_INTEGER = re.compile(
-    r"[,;(]?\s*(?:«?\b(?:where|for|with|and|any|all|every|some|an)»?\s*)*"
-    r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s+(?:«?(?:is|are|any|an|being)»?\s+)*«?integers?»?"
-    r"|(?<![A-Za-z\\])([a-z])\s*=\s*0\s*(?:,\s*\\pm\s*1\s*,\s*\\pm\s*2\s*(?:,\s*\\pm\s*3\s*)?),\s*"
-    r"(?:\\ldots|\.\.\.))\s*\)?\s*$"
-)
-_NUMBER_SET = re.compile(r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])")
-_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
-_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
-_FAMILY = re.compile(
-    r"^(?:([a-z]|\\[a-z]+ )\s*\\in\s*)?\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*"
-    r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
-)
-_HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
-_ALL = re.compile(
-    r"^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|are|is|with|for)»?| x)* "
-    r"(?:«?(?:(?P<but>except|but|excluding|other»? «?than)|(?P<less>less)|(?P<more>greater))»?(?: «?(?:than|for)»?)?"
-    r"(?P<equal> «or» «equal» «to»)? |(?=x *(?:\\ne |\\[lg]e |[<>])))(?P<rest>.+)$",
-    re.IGNORECASE,
-)
-_SIGNED_INTEGER = re.compile(
-    r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)"
-)
-_REALS_BUT = re.compile(r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)")
-_INTERCEPT = re.compile(r"\b([xy])\s*-\s*«intercept»")
 _BRACED_SYSTEM = re.compile(
     r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
     r"\\end\s*\{(?P=name)\}\s*\\right\s*\.",
@@ -130,27 +98,14 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
     text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
     text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
-    text = text.replace("{,}", ",").replace(r"\left.", "").replace(r"\right.", "")
+    text = text.replace("{,}", ",").replace("{:}", ":").replace(r"\left.", "").replace(r"\right.", "")
     text = re.sub(r"\\(?:text)?color\s*\{[a-z]+\}|\\color\s*[a-z]+(?=\d)", " ", text)
     text = re.sub(r"\\\\(?:\[\d+\w+\])?", "\x00", text)  # row breaks, before spacing macros are looked for
     text = _SPACE.sub(" ", text)
     text = _macros(text, 0).replace("\x00", r"\\")
-    text = _ARCMINUTES.sub(_arc, text)
-    text = _ORDINAL.sub(_cardinal, text)
-    text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
-    text = _SIGNED_INTEGER.sub(r"«\1-integer»", text)
-    text = _INTEGER.sub(lambda match: rf", {match[1] or match[2] or match[3]} \in \mathbb{{Z}}", text)
-    text = _NUMBER_SET.sub(r" \\mathbb {\1\2}", text)
-    text = _REALS_BUT.sub(r"\1 \\setminus ", text)
-    text = re.sub(r"(«(?:sq|cu)») *\.", r"\1", text)
-    text = _UNIT_FRACTION.sub(r"\1/\2", text)
-    text = _INTERCEPT.sub(r"«\1-intercept»", text)
-    text = re.sub(r"^\s*«?\b[Ee]qual»?\s+«?to»?(?![A-Za-z])", "«equals»", text)
-    text = re.sub(r"\s+", " ", text).strip()
-    text = re.sub(r"(?<!\.)\s*\.$", "", text)
-    text = _FAMILY.sub(_family, text)
-    text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
-    return _ALL.sub(_of_all, text)
+    for pattern, written in _PHRASES:
+        text = re.sub(pattern, written, text)
+    return text
 
 
 def _family(match: re.Match[str]) -> str:
@@ -182,6 +137,57 @@ def _cardinal(match: re.Match[str]) -> str:
     return match[1] if match["suffix"] == own and braced[0] == braced[1] else match[0]
 
 
+_DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
+_PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (
+        _DEGREES + r"\s*(?:«and»\s*)?(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
+        r"(?:\s*(?:«and»\s*)?(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?",
+        _arc,
+    ),
+    (r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])", _cardinal),
+    (
+        r"\\cup\s*_\s*\{\s*([a-z])\s*(?:=\s*-\s*\\infty\s*\}\s*\^\s*\{?\s*\+?\s*\\infty\s*\}?"
+        r"|\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\})(.+)$",
+        r"\2, \1 \\in \\mathbb{Z}",
+    ),
+    (
+        r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)",
+        r"«\1-integer»",
+    ),
+    (
+        r"[,;(]?\s*(?:«?\b(?:where|for|with|and|any|all|every|some|an)»?\s*)*"
+        r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s+(?:«?(?:is|are|any|an|being)»?\s+)*«?integers?»?"
+        r"|(?<![A-Za-z\\])([a-z])\s*=\s*0\s*(?:,\s*\\pm\s*1\s*,\s*\\pm\s*2\s*(?:,\s*\\pm\s*3\s*)?),\s*"
+        r"(?:\\ldots|\.\.\.))\s*\)?\s*$",
+        r", \1\2\3 \\in \\mathbb{Z}",
+    ),
+    (r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])", r" \\mathbb {\1\2}"),
+    (r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)", r"\1 \\setminus "),
+    (r"(«(?:sq|cu)») *\.", r"\1"),
+    (r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}", r"\1/\2"),
+    (r"\b([xy])\s*-\s*«intercept»", r"«\1-intercept»"),
+    (r"^\s*«?\b[Ee]qual»?\s+«?to»?(?![A-Za-z])", "«equals»"),
+    (r"\s+", " "),
+    (r"^ | $", ""),
+    (r"(?<!\.) ?\.$", ""),
+    (
+        r"^(?:([a-z]|\\[a-z]+ )\s*\\in\s*)?\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*"
+        r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$",
+        _family,
+    ),
+    (r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*>\s*0\s*\}", r"(0, \\infty )"),
+    (r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*\\ge\s*0\s*\}", r"[0, \\infty )"),
+    (
+        r"(?i)^«?(?:all|every|any)»?(?: «?(?:reals?|numbers?|values?|of|such|that|are|is|with|for)»?| x)* "
+        r"(?:«?(?:(?P<but>except|but|excluding|other»? «?than)|(?P<less>less)|(?P<more>greater))»?"
+        r"(?: «?(?:than|for)»?)?"
+        r"(?P<equal> «or» «equal» «to»)? |(?=x *(?:\\ne |\\[lg]e |[<>])))(?P<rest>.+)$",
+        _of_all,
+    ),
+)
+"""What is rewritten, and how: one spelling for phrases and signs that say the same. Each goes by the text so far."""
+
+
 def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
     whole = match.group(0)
     if not commas_group and "," in whole and "{" not in whole and "\\" not in whole:
@@ -200,7 +206,8 @@ def _macros(text: str, depth: int) -> str:
         name, position = macro.group(1), macro.end()
         if name in ("cancel", "bcancel", "xcancel", "sout", "phantom", "hphantom", "vphantom", "not"):
             raise Unreadable(f"\\{name}")
-        if name in _TEXT_MACROS and (end := _argument(text, position)):
+        worded = name in _TEXT_MACROS or (name == "mathrm" and _UNITS_OF_RATE.match(text, position))
+        if worded and (end := _argument(text, position)):
             content = text[text.index("{", position) + 1 : end]
             out.append(" " + _words(_macros(content, depth + 1)) + " ")
             position = end + 1
@@ -283,7 +290,8 @@ FUNCTION_FAMILIES = (
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
 _TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
 _ALSO = (
-    "infty inf infinity Infinity; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; ceil ceiling Ceil"
+    "infty inf infinity Infinity oo; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; "
+    "ceil ceiling Ceil"
 )
 _NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
 _NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}

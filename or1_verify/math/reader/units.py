@@ -98,8 +98,8 @@ NEUTRAL = _words(
     "matrix matrice vector path route line segment edge vertex vertices vertice face side angle triangle squares",
     "rectangle circle polygon diagonal region intersection primes factors divisors multiples zeros case",
     "possibility possibilities outcome choice option color colour month decade century centuries yen rupee peso",
-    "franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt watt ampere",
-    "kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
+    "old year franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt ampere",
+    "watt kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
     "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本",
     "人 件 条 枚 次 张 块 颗 棵 头 辆 页 名 位 支 双 個 개 명",
@@ -149,6 +149,22 @@ KNOWN_WORDS = frozenset(
     | JOINERS
     | QUALIFIERS
     | set(_COMMON.split())
-    | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way", "them", "each"}
+    | {
+        "percent",
+        "square",
+        "cubic",
+        "all",
+        "any",
+        "every",
+        "some",
+        "real",
+        "numbers",
+        "choice",
+        "per",
+        "ways",
+        "way",
+        "them",
+        "each",
+    }
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""

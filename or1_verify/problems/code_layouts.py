@@ -1,0 +1,169 @@
+"""Reads the published sets of code problems. Each reader makes a record of one row's columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from or1_verify.problems.columns import Columns, Published, golds, of_code, some
+from or1_verify.problems.rows import RowError
+from or1_verify.problems.wording import (
+    BEGINS_WITH,
+    COMPLETE,
+    COMPLETE_END,
+    LIVECODEBENCH_OPENING,
+    MBPP_OPENING,
+    MBPP_TESTS,
+    ONE_BLOCK,
+    READS_STDIN,
+    livecodebench_instructions,
+)
+
+
+def _taco(row: Columns) -> Published:
+    starter = row.optional("starter_code")
+    pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
+    return of_code(
+        row.text("question"),
+        row.decoded("input_output", dict),
+        source=row.optional("difficulty").lower(),
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=some(*(row.decoded("solutions", list) or [])),
+        notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
+    )
+
+
+def _leetcode(row: Columns) -> Published:
+    test = row.text("test")
+    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
+    return of_code(
+        row.text("problem_description"),
+        test and truth,
+        source=row.optional("difficulty"),
+        instructions=BEGINS_WITH.format(row.text("starter_code")),
+        solutions=some(row.text("completion")),
+    )
+
+
+def _livecodebench(row: Columns) -> Published:
+    """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
+    starter = row.verbatim("starter_code")
+    tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
+    tested = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
+    return of_code(
+        row.verbatim("question_content"),
+        tested and {**tests, "starter_code": starter},
+        source=row.optional("platform"),
+        instructions=livecodebench_instructions(starter),
+        notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
+        opening=LIVECODEBENCH_OPENING,
+    )
+
+
+def _humaneval(row: Columns) -> Published:
+    """The statement is the beginning of a program."""
+    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
+    return of_code(
+        program,
+        test and {"entry_point": entry, "import_prefix": program, "test_code": test},
+        instructions=COMPLETE_END,
+        solutions=some(program + row.verbatim("canonical_solution")),
+        opening=COMPLETE,
+    )
+
+
+def _mbpp(row: Columns) -> Published:
+    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
+    tests = row.texts("test_list")
+    setup = some(row.optional("test_setup_code"), *row.texts("test_imports"))
+    return of_code(
+        row.text("text", "prompt"),
+        tests and {"assert_case": [*setup, *tests]},
+        instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
+        solutions=some(row.text("code")),
+        opening=MBPP_OPENING,
+    )
+
+
+def _intellect2(row: Columns) -> Published:
+    """Math: {ground_truth}; code: {test_cases: [{input, output, fn_name}]}. Other kinds of task have no verifier."""
+    task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
+    if task == "verifiable_math":
+        gold = str(truth.get("ground_truth") or "").strip().removeprefix("$").removesuffix("$")
+        return Published("math", row.text("prompt"), golds(gold))
+    if "code" not in task:
+        raise RowError(row.origin, f"task_type '{task}'", f"column 'task_type': found '{task}', expected math or code")
+    return of_code(row.text("prompt"), _cases(truth.get("test_cases")))
+
+
+def _deepcoder(row: Columns) -> Published:
+    tests, starter = row.decoded("tests", object), row.optional("starter_code")
+    if isinstance(tests, list):
+        metadata = row.decoded("metadata", dict) if "metadata" in row.row else None
+        tests = _cases(tests, (metadata or {}).get("func_name"))
+    solutions = row.decoded("solutions", list) if "solutions" in row.row else []
+    return of_code(
+        row.text("problem"),
+        tests,
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=some(*(solutions or [])),
+    )
+
+
+def _kodcode(row: Columns) -> Published:
+    """Its tests are functions for pytest that import the solution; here they are called one by one."""
+    test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
+    told: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
+    imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
+    entry = told.get("function_name") or (imported and imported[1])
+    if not entry:
+        expected = "expected a function_name in test_info, or an import from solution in test"
+        raise RowError(row.origin, "no name of the function", f"column 'test': {expected}")
+    body = re.sub(r"^from solution import .*$", "", test, flags=re.MULTILINE)
+    calls = re.findall(r"^def (test\w*)\(\s*\)", body, flags=re.MULTILINE)
+    check = "\n\ndef check(candidate):\n" + "".join(f"    {call}()\n" for call in calls)
+    truth = {"entry_point": entry, "import_prefix": "", "test_code": body + check}
+    declared = told.get("function_declaration") or ""
+    return of_code(
+        row.text("question"),
+        calls and truth,
+        source=row.optional("subset"),
+        instructions=BEGINS_WITH.format(declared) if declared else ONE_BLOCK,
+        solutions=some(row.verbatim("solution")),
+    )
+
+
+def _acecode(row: Columns) -> Published:
+    tests = row.texts("test_cases")
+    return of_code(row.text("question"), tests and {"assert_case": tests}, instructions=ONE_BLOCK)
+
+
+def _code_contests(row: Columns) -> Published:
+    parts = [row.decoded(f"{kind}_tests", dict) or {} for kind in ("public", "private", "generated")]
+    inputs, outputs = ([item for part in parts for item in part.get(side) or []] for side in ("input", "output"))
+    truth = inputs and {"inputs": inputs, "outputs": outputs}
+    return of_code(row.text("description"), truth, instructions=READS_STDIN)
+
+
+def _cases(cases: Any, function: str | None = None) -> dict[str, Any]:
+    """Return the ground truth of test cases {input, output, fn_name?}, one by one as several sets have them."""
+    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
+        return {}
+    named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)
+    truth = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
+    return truth | ({"fn_name": named} if named else {})
+
+
+CODE_READERS: Mapping[str, Callable[[Columns], Published]] = {
+    "taco": _taco,
+    "leetcode": _leetcode,
+    "livecodebench": _livecodebench,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "intellect2": _intellect2,
+    "deepcoder": _deepcoder,
+    "kodcode": _kodcode,
+    "acecode": _acecode,
+    "code_contests": _code_contests,
+}

@@ -1,0 +1,118 @@
+"""What the layouts of published sets share: the record that each row becomes, and columns that are checked as read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from or1_verify.problems.rows import MISSING, RowError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A row of any layout. ``source`` follows the set's own name; "" where the row names none."""
+
+    ability: str
+    statement: str
+    ground_truth: str
+    """As Skywork-OR1-RL-Data has it; "" where the row has no answer or no tests."""
+    source: str = ""
+    instructions: str = ""
+    solutions: tuple[str, ...] = ()
+    difficulty: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    """What the prompt says before the statement, as ``instructions`` after it."""
+
+    @property
+    def content(self) -> str:
+        """The user's message."""
+        return self.opening + self.statement + self.instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A row's values by name, each checked for its type."""
+
+    row: Mapping[str, Any]
+    layout: str
+    origin: str
+
+    def text(self, *names: str) -> str:
+        """Return the value of the first of ``names`` that the row has, stripped; "" when it is null."""
+        return self.verbatim(*names).strip()
+
+    def verbatim(self, *names: str) -> str:
+        """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self._wrong(names[0], f"found {shown(value)}, expected text")
+        return value if value.strip() else ""
+
+    def answer(self, *names: str) -> str:
+        """Return text or a number, as text."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
+        whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
+        text = str(int(value) if whole else value).strip()
+        return "" if text.lower() in MISSING else text
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty when it is null or the row has no such column."""
+        value = self.row.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, f"found {shown(value)}, expected a list of texts")
+        return value
+
+    def optional(self, name: str) -> str:
+        return self.text(name) if name in self.row else ""
+
+    def decoded(self, name: str, kind: type) -> Any:
+        """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
+        value = self._value((name,))
+        if isinstance(value, str):
+            if not value.strip():
+                return None
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                expected = f"expected the JSON of a {kind.__name__}"
+                raise self._wrong(name, f"not JSON ({error}), found {shown(value)}; {expected}") from None
+        if value is not None and not isinstance(value, kind):
+            raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
+        return value
+
+    def _value(self, names: tuple[str, ...]) -> Any:
+        for name in names:
+            if name in self.row:
+                return self.row[name]
+        missing = f"no column '{' or '.join(names)}'"
+        raise RowError(
+            self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"
+        )
+
+    def _wrong(self, name: str, detail: str) -> RowError:
+        return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
+
+
+def some(*solutions: Any) -> tuple[str, ...]:
+    """Return what is text and not empty."""
+    return tuple(solution for solution in solutions if isinstance(solution, str) and solution)
+
+
+def golds(answer: str) -> str:
+    return json.dumps([answer], ensure_ascii=False) if answer else ""
+
+
+def of_code(statement: str, truth: Any, **more: Any) -> Published:
+    """Return a problem with the ground truth ``truth``, or without any where that is empty."""
+    return Published("code", statement, json.dumps(truth, ensure_ascii=False) if truth else "", **more)
