@@ -47,7 +47,7 @@ def test_labelled_pairs(verifier: MathVerifier, kind: str) -> None:
     [("frozen", 0), ("frozen_2", 5), ("frozen_3", 16), ("frozen_4", 18), ("tuning_4", 6)],
 )
 def test_rates_of_the_labelled_sets(verifier: MathVerifier, part: Part, refused: int) -> None:
-    """None of the wrong ones is accepted. Right ones refused are counted; docs/math_verifier.md has the rates."""
+    """None of the wrong ones is accepted. Right ones refused are counted; docs/verify_comparison.md has the rates."""
     errors = misjudged(verifier, math_pairs.load(part))
     assert sum(pair.right for pair in errors) <= refused and not any(not pair.right for pair in errors)
 
