@@ -2,9 +2,9 @@
 
 ``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``, which names a class (made
 without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, or a function of
-(problem, response, truncated), or one of verl's form (docs/custom_verifiers.md). It returns a reward: a number, a mapping
-with it as ``score`` or ``reward``, or a Verdict. Truncated responses are refused before the verifier is asked, as
-everywhere (RECIPE section 3).
+(problem, response, truncated), or one of verl's form (docs/custom_verifiers.md). It returns a reward: a number, a
+mapping with it as ``score`` or ``reward``, or a Verdict. Truncated responses are refused before the verifier is asked,
+as everywhere (RECIPE section 3).
 """
 
 from __future__ import annotations
