@@ -274,7 +274,7 @@ class TrackConfig(Section):
     wandb_project: str | None = None
     """Log to this project of Weights & Biases too. Needs the extra ``wandb``."""
     mlflow_experiment: str | None = None
-    """Log to this experiment of MLflow too, at MLFLOW_TRACKING_URI. Needs the package mlflow or mlflow-skinny."""
+    """Log to this experiment of MLflow too, at MLFLOW_TRACKING_URI. Needs the package mlflow."""
     tracker: str | None = None
     """A tracker of your own: package.module:Class or path/to/file.py:Class."""
     rollouts_every_steps: Positive = 1

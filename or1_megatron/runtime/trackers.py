@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from or1_megatron.config.schema import TrackConfig
     from or1_megatron.interfaces import Tracker
 
-_CLOSING_S: Final = 60.0
+_CLOSING_S: Final = 30.0
 _MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # of the run's folder and resolved configuration
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def find_tracker(path: str) -> Any:
 
 _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ("W&B", "wandb_project", check_wandb, WandbTracker, "`pip install wandb`, `wandb login` or WANDB_MODE=offline"),
-    ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow-skinny`, MLFLOW_TRACKING_URI"),
+    ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow`, MLFLOW_TRACKING_URI"),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
 """(name, key below ``track``, check of the key's value, class unless the check returns it, what it needs)."""
@@ -193,7 +193,7 @@ def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
                 makers[name] = check(wanted) or partial(kind, wanted)
         except (Exception, SystemExit) as error:  # a user's module may raise anything, and so may MLflow's store
             why = f"{type(error).__name__}: {error}"
-            wrong.append(f"track.{key}: '{wanted}' cannot be used: {why}; it needs {needed}, or leave track.{key} out")
+            wrong.append(f"track.{key}: '{wanted}' cannot be used: {why}; it needs {needed}; or leave track.{key} out")
     if wrong:
         raise UserError("\n".join(wrong))
     return makers
@@ -230,7 +230,7 @@ class BackgroundTracker:
         self._calls.put((f"take step {step}, which metrics.jsonl has", partial(self._tracker.log, step, dict(metrics))))
 
     def close(self) -> None:
-        """Wait until the last rows are taken, a minute at most."""
+        """Wait until the last rows are taken, 30 s at most."""
         self._calls.put(("be closed", self._tracker.close))
         self._calls.put(None)
         self._thread.join(_CLOSING_S)
