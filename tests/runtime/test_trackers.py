@@ -105,21 +105,6 @@ def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def test_tensorboard_reads_the_events_and_forgets_resumed_steps(tmp_path: Path) -> None:
-    """TensorBoard's own reader: a session that resumes at step 3 replaces the first session's steps from 3 on."""
-    first = TensorBoardTracker(tmp_path)
-    for step in range(6):
-        first.log(step, {"reward/mean": step})
-    first.close()
-    second = TensorBoardTracker(tmp_path, first_step=3)
-    second.log(3, {"reward/mean": 30.0, "entropy/e_k": 0.5})
-    second.close()
-    assert tensorboard_scalars(tmp_path) == {
-        "reward/mean": {0: 0.0, 1: 1.0, 2: 2.0, 3: 30.0},
-        "entropy/e_k": {3: 0.5},
-    }
-
-
 def test_dev_full_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
