@@ -333,3 +333,5 @@ class EvaluationResult:
     """Results by set name, if there are several sets."""
     entropy: float | None = None
     """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: those that all have."""

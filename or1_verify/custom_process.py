@@ -1,7 +1,7 @@
-"""The child process that holds a user's verifier for ``verify.custom``. Nothing else imports this file.
+"""The child process that holds a user's verifier for ``verify.custom``. Only ``by_path`` is imported elsewhere.
 
-Its arguments: the verifier's name, and the configuration's ``right_reward`` and ``lowest_reward``. ``{"operation":
-"check" | "verify", "problem", "response"}`` is answered by a verdict's fields.
+The process's arguments: the verifier's name, and the configuration's ``right_reward`` and ``lowest_reward``.
+``{"operation": "check" | "verify", "problem", "response"}`` is answered by a verdict's fields.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ _EXPECTED = (
 )
 
 
-def load(path: str) -> Any:
-    """Return the object with ``verify``, or the function, that ``path`` names. Raises ValueError."""
+def by_path(path: str) -> Any:
+    """Return the object that ``path`` names. Raises ValueError, or what its module raises."""
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ValueError("expected package.module:name or path/to/file.py:name")
     if module.endswith(".py"):  # whose name may be that of another module
         sys.path.append(str(Path(module).absolute().parent))
-        verifier = runpy.run_path(module)[name]
-    else:
-        verifier = pkgutil.resolve_name(path)
+        return runpy.run_path(module)[name]
+    sys.path.append(str(Path.cwd()))
+    return pkgutil.resolve_name(path)
+
+
+def load(path: str) -> Any:
+    """Return the object with ``verify``, or the function, that ``path`` names. Raises ValueError."""
+    verifier = by_path(path)
     if isinstance(verifier, type):
         verifier = verifier()
     if not callable(getattr(verifier, "verify", None)) and not callable(verifier):

@@ -24,11 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.runtime.versions import versions
+from or1_megatron.runtime.versions import ROOT as ROOT
+from or1_megatron.runtime.versions import commit, device, versions
 from or1_megatron.selftest.one_check import figure as figure
 from or1_megatron.selftest.one_check import shown as shown
-from or1_megatron.selftest.provenance import ROOT as ROOT
-from or1_megatron.selftest.provenance import commit, device
 
 RESULTS = ROOT / "lab" / "results"
 

@@ -273,6 +273,10 @@ class TrackConfig(Section):
     """Write TensorBoard event files."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases too. Needs the extra ``wandb``."""
+    mlflow_experiment: str | None = None
+    """Log to this experiment of MLflow too, at MLFLOW_TRACKING_URI. Needs the package mlflow."""
+    tracker: str | None = None
+    """A tracker of your own: package.module:Class or path/to/file.py:Class."""
     rollouts_every_steps: Positive = 1
     """Keep every n-th step's rollouts."""
     rollouts_keep_bytes: Positive = 10 << 30

@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from or1_megatron.config.schema import EvaluationConfig, EvaluationSetConfig
+from or1_megatron.evaluate.intervals import best_at, sizes
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.rl.checks import check_verdicts
 from or1_megatron.rl.entropy import sampled_entropy
@@ -74,6 +75,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
     sets = list(results.values())
     ended = [result.non_truncated_accuracy for result in sets if result.non_truncated_accuracy is not None]
     entropies = [result.entropy for result in sets if result.entropy is not None]
+    of_all = [name for name in sets[0].more if all(name in result.more for result in sets)]
     return EvaluationResult(
         accuracy=fmean(result.accuracy for result in sets),
         non_truncated_accuracy=fmean(ended) if ended else None,
@@ -85,6 +87,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
         wall_s=sum(result.wall_s for result in sets),
         sets=dict(results),
         entropy=fmean(entropies) if entropies else None,
+        more={name: fmean(result.more[name] for result in sets) for name in of_all},
     )
 
 
@@ -103,4 +106,17 @@ def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, gre
         decode_s=report.decode_s,
         wall_s=wall_s,
         entropy=None if greedy else sampled_entropy(groups),
+        more=_more(groups),
     )
+
+
+def _more(groups: Sequence[Group]) -> dict[str, float]:
+    """Return pass@k, best@k where rewards are not 1 and 0, and the accuracy of each data source where several are."""
+    right = np.array([group.right for group in groups], np.float64)
+    rewards = np.array([group.rewards for group in groups], np.float64)
+    kinds = {"pass": right} if (rewards == right).all() else {"pass": right, "best": rewards}
+    more = {f"{kind}@{k}": best_at(of, k) for kind, of in kinds.items() for k in sizes(right.shape[1])[1:]}
+    sources = np.array([group.prompt.problem.source for group in groups])
+    for source in np.unique(sources) if (sources != sources[0]).any() else ():
+        more[f"source/{source}/accuracy"] = float(right[sources == source].mean())
+    return more

@@ -52,6 +52,13 @@ def pass_at(n: int, k: int) -> Estimates:
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
 
 
+def best_at(rewards: Rewards, k: int) -> float:
+    """Return best@k: the mean highest reward of k of the n samples, over all choices. With 0 and 1 it is pass@k."""
+    n = rewards.shape[1]
+    highest = [math.comb(below, k - 1) / math.comb(n, k) for below in range(n)]
+    return float((np.sort(rewards, axis=1) @ highest).mean())
+
+
 def sizes(n: int) -> list[int]:
     """Return the values of k for which pass@k is reported: powers of two, and n."""
     return sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})

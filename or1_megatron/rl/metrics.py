@@ -107,7 +107,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
     lengths = np.array([completion.token_ids.size for completion in completions])
     statuses = [verdict.status for group in groups for verdict in group.verdicts]
     metrics: dict[str, float] = {
-        "reward/mean": rewards.mean(),
+        **{f"reward/{name}": getattr(rewards, name)() for name in ("mean", "std", "min", "max")},
         "accuracy/all": right.mean(),
         "truncation/ratio": truncated.mean(),
         "length/mean": lengths.mean(),
@@ -251,6 +251,7 @@ def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
             f"evaluation/{prefix}mean_length": one.mean_length_tokens,
             f"evaluation/{prefix}entropy": one.entropy,
             f"evaluation/{prefix}samples": one.samples,
+            **{f"evaluation/{prefix}{name}": value for name, value in one.more.items()},
         }
     return _measured(metrics)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,16 @@ class HostMemory:
 
     total: int
     free: int
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return the memory in use here and, on a GPU, the most that torch has held since the last call, in bytes."""
+    host = host_memory()
+    metrics = {"memory/host": float(host.total - host.free)}
+    if torch.cuda.is_available():
+        metrics["memory/gpu"] = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    return metrics
 
 
 def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:

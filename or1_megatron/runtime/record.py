@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.runtime.host_memory import memory_metrics
 from or1_megatron.runtime.jsonl import JsonlWriter, read_steps
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.runtime.trackers import TensorBoardTracker, WandbTracker
+from or1_megatron.runtime.trackers import BackgroundTracker, TensorBoardTracker, check_trackers
 from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 if TYPE_CHECKING:
@@ -29,27 +30,26 @@ class RunRecord:
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
-        """``config``: the run's resolved configuration, for W&B. Raises UserError if W&B is wanted and cannot be
-        used."""
+        """``config``: the run's resolved configuration. Raises UserError if a tracker is wanted and cannot be used."""
         self._folder = folder
         self._track = track
         self._resumed_at = -1
         self._metrics: JsonlWriter | None = None
         self._rollouts: RolloutStore | None = None
-        self._trackers: list[Tracker] = []
-        if track.wandb_project is not None:  # fails here rather than after the first step
-            self._trackers.append(WandbTracker(track.wandb_project, folder.root, folder.root.name, config))
+        makers = check_trackers(track)  # fails here rather than after the first step
+        self._others = [BackgroundTracker(name, make, folder.root, config) for name, make in makers.items()]
+        self._trackers: list[Tracker] = [*self._others]
 
     def resumed(self, step: int) -> None:
         """Discard steps after ``step``, that of the checkpoint; before the first row."""
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, with the count of the run's faults; they are on disk on return.
+        """Write the metrics of a step, with memory and the run's faults; they are on disk on return.
 
         Raises DiskFullError naming the file.
         """
-        metrics = {**metrics, **FaultRecord(self._folder.root).counts()}
+        metrics = {**metrics, **memory_metrics(), **FaultRecord(self._folder.root).counts()}
         self._opened()[0].write({"step": step, **{name: float(value) for name, value in metrics.items()}})
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -71,14 +71,10 @@ class RunRecord:
         if self._rollouts is not None:
             self._rollouts.wait_written()
 
-    def verb_started(self, step: int, verb: str) -> None:
-        """Ignore: the times per verb are metrics."""
+    def verb_started(self, *_: object) -> None:
+        """Ignore: times per verb, evaluations and alarms are metrics of their step."""
 
-    def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """Ignore: an evaluation is part of its step's metrics."""
-
-    def alarmed(self, text: str) -> None:
-        """Ignore: alarms are metrics and lines of the log."""
+    evaluated = alarmed = verb_started
 
     def close(self) -> None:
         """Wait until everything is on disk and close all files, also if one of them fails; then raise its error."""
@@ -93,9 +89,8 @@ class RunRecord:
         if self._metrics is None or self._rollouts is None:
             self._folder.create()
             self._folder.truncate_after(self._resumed_at)
-            for tracker in self._trackers:
-                if isinstance(tracker, WandbTracker) and self._folder.metrics.exists():
-                    tracker.fill(read_steps(self._folder.metrics))
+            for tracker in self._others if self._folder.metrics.exists() else ():
+                tracker.fill(read_steps(self._folder.metrics))
             self._metrics = JsonlWriter(self._folder.metrics)
             if self._track.tensorboard:
                 self._trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))
@@ -126,16 +121,9 @@ class Observers:
         for observer in self._observers:
             observer.verb_started(step, verb)
 
-    def rolled_out(
-        self,
-        step: int,
-        stage: str,
-        groups: Sequence[Group],
-        kept: Sequence[AdvantagedGroup],
-        scores: TokenScores | None = None,
-    ) -> None:
+    def rolled_out(self, *rollout: Any, **more: Any) -> None:
         for observer in self._observers:
-            observer.rolled_out(step, stage, groups, kept, scores)
+            observer.rolled_out(*rollout, **more)
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         for observer in self._observers:

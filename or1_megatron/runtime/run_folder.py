@@ -3,6 +3,7 @@
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     faults.jsonl       what died or stalled and was mended (runtime.faults)
+    sessions.jsonl     when, where and with which code each session began (runtime.versions)
     rollouts/          step_000012.parquet
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
                        damaged ones are renamed to step_000008.damaged
@@ -67,6 +68,7 @@ class RunFolder:
         self.root = root
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
+        self.sessions = root / "sessions.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
         self.hf = root / "hf"

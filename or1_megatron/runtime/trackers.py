@@ -1,24 +1,36 @@
-"""Trackers, which write the metrics of each step for other programs: TensorBoard, Weights & Biases."""
+"""Trackers, which write each step's metrics for other programs: TensorBoard, Weights & Biases, MLflow, a user's own."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import netrc
 import os
+import re
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from or1_megatron.config.resume import leaves
 from or1_megatron.runtime.files import append_whole, naming_disk_full
+from or1_verify.custom_process import by_path
 from or1_verify.errors import UserError
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
+    from or1_megatron.config.schema import TrackConfig
+    from or1_megatron.interfaces import Tracker
+
+_CLOSING_S: Final = 30.0
+_MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # of the run's folder and resolved configuration
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +90,10 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Check, without asking a server, that Weights & Biases can be used.
-
-    Raises:
-        UserError: the package or the key is missing.
-    """
+    """Look, without asking a server, for what Weights & Biases needs. Raises LookupError: package or key is missing."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
-        raise UserError(
-            f"track.wandb_project is '{project}', but the package wandb is not installed: `pip install wandb`, or "
-            "leave track.wandb_project out"
-        )
+        raise LookupError("the package wandb is not installed")
     if os.environ.get("WANDB_MODE", "online") != "online":
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -97,43 +102,144 @@ def check_wandb(project: str) -> None:
     except (OSError, netrc.NetrcParseError):
         known = False
     if not (known or os.environ.keys() & {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}):
-        raise UserError(
-            f"track.wandb_project is '{project}', but no key for {host} is known: `wandb login`, or set WANDB_API_KEY, "
-            "or WANDB_MODE=offline"
-        )
+        raise LookupError(f"no key for {host} is known")
 
 
 class WandbTracker:
     """Weights & Biases, used if ``track.wandb_project`` is set."""
 
-    def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Begin or resume the W&B run of this folder. Raises what ``check_wandb`` raises."""
-        check_wandb(project)
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        """Begin or resume the W&B run of this folder."""
         wandb = importlib.import_module("wandb")
         id_file = folder / "wandb_id"
         known = id_file.read_text().strip() if id_file.exists() else None
         self._run = wandb.init(
             project=project,
             dir=str(folder),
-            name=name,
+            name=folder.name,
             config=dict(config),
             id=known,
             resume="allow" if known else None,
         )
         if known is None:
             id_file.write_text(self._run.id)
-
-    def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the rows that W&B lacks: a killed session may not have sent its last ones. It keeps what it has."""
-        next_step = self._run.step  # after a resume: behind the last that W&B has
-        for step, row in rows.items():
-            if step >= next_step:
-                self.log(step, {name: value for name, value in row.items() if name != "step" and value is not None})
-        if next_step > max(rows, default=next_step) + 1:
-            logger.warning("W&B keeps the killed session's rows up to step %d; the files have new ones", next_step - 1)
+        self.next_step: int = self._run.step  # after a resume: behind the last that W&B has
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_mlflow(experiment: str) -> None:
+    """Ask the store that MLFLOW_TRACKING_URI names. Raises what MLflow and the store's libraries raise."""
+    store = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    if store.scheme in ("http", "https"):  # MLflow itself would try for minutes
+        port = store.port or socket.getservbyname(store.scheme)
+        socket.create_connection((store.hostname or "", port), timeout=10).close()
+    importlib.import_module("mlflow").search_experiments(max_results=1)
+
+
+class MlflowTracker:
+    """MLflow, used if ``track.mlflow_experiment`` is set."""
+
+    def __init__(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> None:
+        """Begin or resume the MLflow run of this folder."""
+        self._mlflow = importlib.import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        id_file = folder / "mlflow_id"
+        if not id_file.exists():
+            where = self._mlflow.set_experiment(experiment).experiment_id
+            new = self._client.create_run(where, run_name=folder.name).info.run_id
+            self._mlflow.log_params(leaves(dict(config)), synchronous=True, run_id=new)
+            id_file.write_text(new)
+        self._id = id_file.read_text().strip()
+        there = self._client.get_metric_history(self._id, "time/step")
+        self.next_step: int = max((metric.step for metric in there), default=-1) + 1
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        allowed = {re.sub(r"[^\w\-. :/]", "_", name): float(value) for name, value in metrics.items()}
+        self._mlflow.log_metrics(allowed, step=step, synchronous=True, run_id=self._id)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def find_tracker(path: str) -> Any:
+    """Return the class that ``track.tracker`` names. Raises what its module raises, TypeError for other parameters."""
+    kind = by_path(path)
+    inspect.signature(kind).bind(Path(), {})
+    inspect.signature(kind.log).bind(kind, 0, {})
+    inspect.signature(kind.close).bind(kind)
+    return kind
+
+
+_OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
+    ("W&B", "wandb_project", check_wandb, WandbTracker, "`pip install wandb`, `wandb login` or WANDB_MODE=offline"),
+    ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow`, MLFLOW_TRACKING_URI"),
+    ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
+)
+"""(name, key below ``track``, check of the key's value, class unless the check returns it, what it needs)."""
+
+
+def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
+    """Return by name what makes the trackers that are wanted. Raises UserError, with a line for each unusable one."""
+    makers: dict[str, _MakeTracker] = {}
+    wrong = []
+    for name, key, check, kind, needed in _OTHERS:
+        try:
+            if (wanted := getattr(track, key)) is not None:
+                makers[name] = check(wanted) or partial(kind, wanted)
+        except (Exception, SystemExit) as error:  # a user's module may raise anything, and so may MLflow's store
+            why = f"{type(error).__name__}: {error}"
+            wrong.append(f"track.{key}: '{wanted}' cannot be used: {why}; it needs {needed}; or leave track.{key} out")
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return makers
+
+
+class BackgroundTracker:
+    """A tracker that a thread calls: neither a server nor a user's code holds up or ends the run. What it raises is a
+    warning."""
+
+    def __init__(self, name: str, make: _MakeTracker, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises UserError if the tracker cannot be made."""
+        self._name = name
+        self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
+        try:
+            self._tracker = make(folder, config)
+        except Exception as error:
+            raise UserError(f"{name} cannot begin: {type(error).__name__}: {error}") from error
+        self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
+        self._thread.start()
+
+    def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Log the rows from the tracker's ``next_step`` on, if it has one: a killed session may not have sent its last
+        ones. It keeps what it has."""
+        last = max(rows, default=-1)
+        next_step: int = getattr(self._tracker, "next_step", last + 1)
+        for step, row in rows.items():
+            if step >= next_step:
+                self.log(step, {name: value for name, value in row.items() if name != "step" and value is not None})
+        if next_step > last + 1:
+            kept = "%s keeps the killed session's rows up to step %d; the files have new ones"
+            logger.warning(kept, self._name, next_step - 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._calls.put((f"take step {step}, which metrics.jsonl has", partial(self._tracker.log, step, dict(metrics))))
+
+    def close(self) -> None:
+        """Wait until the last rows are taken, 30 s at most."""
+        self._calls.put(("be closed", self._tracker.close))
+        self._calls.put(None)
+        self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            logger.warning("%s has not taken its last rows within %g s", self._name, _CLOSING_S)
+
+    def _follow(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            try:
+                asked[1]()
+            except Exception as error:
+                logger.warning("%s could not %s: %s: %s", self._name, asked[0], type(error).__name__, error)

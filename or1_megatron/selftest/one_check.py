@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from or1_megatron.runtime.versions import installed
-from or1_megatron.selftest.provenance import GPU_QUERY, ROOT, device, printed
+from or1_megatron.runtime.versions import GPU_QUERY, ROOT, device, installed, printed
 from or1_verify.errors import Or1Error
 
 CHECKS_PACKAGE: Final = "or1_megatron.selftest.checks."

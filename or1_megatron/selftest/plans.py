@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from or1_megatron.config.schema import Config
+from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.one_check import CheckedMachine
-from or1_megatron.selftest.provenance import ROOT
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
 DEADLINE_S: Final = 1800.0

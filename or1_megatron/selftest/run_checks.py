@@ -25,11 +25,10 @@ from typing import Final
 
 import psutil
 
-from or1_megatron.runtime.versions import versions
+from or1_megatron.runtime.versions import ROOT, commit, versions
 from or1_megatron.selftest.one_check import Check, CheckOutcome
 from or1_megatron.selftest.outcome_report import Report
 from or1_megatron.selftest.process import MODULE, write_task
-from or1_megatron.selftest.provenance import ROOT, commit
 from or1_verify.child_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>

@@ -25,7 +25,7 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
-from or1_megatron.runtime.trackers import check_wandb
+from or1_megatron.runtime.trackers import check_trackers
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
@@ -57,11 +57,10 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError: the model cannot be used.
-        UserError: Weights & Biases cannot be used.
+        UserError: a tracker cannot be used.
         OSError: the folder cannot be made.
     """
-    if config.track.wandb_project is not None:
-        check_wandb(config.track.wandb_project)
+    check_trackers(config.track)
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
@@ -37,12 +37,14 @@ from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat
+from or1_megatron.runtime.jsonl import JsonlWriter
 from or1_megatron.runtime.launch import threads_of_rank
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested
 from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.runtime.versions import session
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.nodes_alike import join_world
@@ -178,6 +180,8 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     keeper.newest_intact()
     begin = begin_of(config, folder, whole=True)
     folder.write_config(resolved_yaml(config))
+    with closing(JsonlWriter(folder.sessions, "the session")) as sessions:
+        sessions.write(session())
     return keeper, begin
 
 

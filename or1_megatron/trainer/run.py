@@ -85,6 +85,7 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        print(f"run {folder.root.resolve()}: {config.total_steps} steps in all", flush=True)
         with quick_imports():
             from or1_megatron.data.prompts import read_problems
         problems = read_problems(config)

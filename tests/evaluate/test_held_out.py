@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 
 from or1_megatron.config.schema import EvaluationConfig
-from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.evaluate.held_out import HeldOut, combine, summarise
 from or1_megatron.rl.metrics import evaluation_metrics
 from or1_megatron.types import Completion, Group, Prompt, RolloutReport, Sampling, VersionSpan
 from or1_verify.types import Message, Problem, Verdict
@@ -74,7 +76,30 @@ def test_average_at_k() -> None:
     assert (result.truncation_ratio, result.mean_length_tokens) == (pytest.approx(1 / 3), 3.0)
     assert (result.problems, result.samples, result.decode_s, result.wall_s) == (3, 3, 1.5, 4.0)
     assert result.sets == {}
+    assert result.more == pytest.approx({"pass@2": 5 / 9, "pass@3": 2 / 3})  # 0, 2 and 3 of 3 pairs hold a right one
     assert rollouts.asked == [(tuple(prompts), 3, Sampling(1.0, 1.0, 32), 7)]
+
+
+def test_pass_and_best_of_k_by_all_choices_and_sources() -> None:
+    """Oracle: the mean over all choices of k of 5 samples, enumerated. 0.25 and -1 are rewards of wrong responses."""
+    rewards = [[0.25, -1.0, 1.0, 0.0, 0.25], [0.0, 0.5, -1.0, -1.0, 0.5], [1.0, 1.0, 0.0, 1.0, 0.0]]
+    groups = []
+    for j, row in enumerate(rewards):
+        verdicts = tuple(Verdict(r, "right" if r == 1 else "wrong", "", "", 0.0) for r in row)
+        of = prompt(j)
+        of = replace(of, problem=replace(of.problem, source=("a/b", "a/b", "c")[j]))
+        groups.append(Group(of, tuple(response(of, i, 2, truncated=False) for i in range(5)), verdicts))
+    expected = {"source/a/b/accuracy": 0.1, "source/c/accuracy": 0.6}
+    for k in (2, 4, 5):
+        chosen = [list(combinations(row, k)) for row in rewards]
+        expected[f"pass@{k}"] = np.mean([np.mean([1.0 in each for each in row]) for row in chosen])
+        expected[f"best@{k}"] = np.mean([np.mean([max(each) for each in row]) for row in chosen])
+    result = summarise(groups, RolloutReport(1.5, (1.5,), 2.0, 0, 0, 0.0, 0), 1.0)
+    assert result.more == pytest.approx(expected)
+    metrics = evaluation_metrics(combine({"one": result, "two": replace(result, more={"pass@2": 1.0})}))
+    assert metrics["evaluation/pass@2"] == pytest.approx((expected["pass@2"] + 1) / 2)
+    assert "evaluation/pass@4" not in metrics and metrics["evaluation/one/pass@4"] == pytest.approx(expected["pass@4"])
+    assert metrics["evaluation/one/source/a/b/accuracy"] == pytest.approx(0.1)
 
 
 def test_several_sets() -> None:

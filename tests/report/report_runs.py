@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.runtime.versions import session
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, TokenScores, VersionSpan
 from or1_verify.types import Message, Problem, Verdict
 
@@ -67,8 +68,12 @@ def write_run(root: Path, steps: int = 4, stage_steps: int = 2, problems: int = 
     folder.create()
     tokenizer = tokenizer_of_bytes(folder.hf)
     folder.write_config(CONFIG % folder.hf)
+    sessions = (session(), {"date": "Monday", "host": "<b>a</b>"})
+    folder.sessions.write_text("".join(json.dumps(facts) + "\n" for facts in sessions))
     store = RolloutStore(folder.rollouts, 1 << 30)
-    rows = [{"step": 0, "evaluation/accuracy": 0.25, "time/evaluate": 2.0, "time/step": 2.0}]
+    rows = [
+        {"step": 0, "evaluation/accuracy": 0.25, "evaluation/pass@16": 0.75, "time/evaluate": 2.0, "time/step": 2.0}
+    ]
     for step in range(1, steps + 1):
         stage = int(step > stage_steps)
         groups = []
@@ -90,6 +95,7 @@ def write_run(root: Path, steps: int = 4, stage_steps: int = 2, problems: int = 
                 "stage/index": stage,
                 "accuracy/all": step / 10,
                 "reward/mean": step / 10,
+                "rollout/response_tokens": 500.0,
                 "entropy/sampled": 0.5 / step,
                 "time/roll_out": 3.0,
                 "time/update": 1.0,

@@ -35,6 +35,7 @@ STEP = {
     "groups/kept": 23,
     "groups/rejected": 9,
     "policy/grad_norm": 0.4213,
+    "policy/learning_rate": 1.5e-6,
     "rollout/tokens_per_s": 5123.0,
     "time/step": 3.216,
 }
@@ -66,14 +67,17 @@ def test_a_step_is_a_line() -> None:
     shown.verb_started(6, "take_problems")
     shown.log(7, STEP)
     shown.log(8, {"stage/index": 0, "reward/mean": 0.0, "time/step": 3725.0})  # what is not measured is a dash
+    shown.log(9, {"stage/index": 0, "reward/mean": 0.0, "time/step": 3.0, "policy/learning_rate": 0.0})
     shown.close()
-    # fmt: off
-    assert text.getvalue().splitlines() == [
-        " step       stage  reward  acc-nt   trunc  length  entropy/target    alpha     kept     grad   tok/s     time",
-        "    7  a-name-too   0.412   61.8%   31.2%    88.1     0.231/0.200   0.0100    23/32    0.421    5.1k    3.22s",
-        "    8       short       0       -       -       -         -/0.200        -      -/-        -       -    1h02m",
+    lines = text.getvalue().splitlines()
+    # Left after step 8: 4 steps of (3.216 s + 3725 s) / 2; after step 9: 3 of the mean of three.
+    assert [" ".join(line.split()) for line in lines] == [
+        "step stage reward acc-nt trunc length entropy/target alpha kept grad lr tok/s time left",
+        "7 a-name-too 0.412 61.8% 31.2% 88.1 0.231/0.200 0.0100 23/32 0.421 1.5e-06 5.1k 3.22s -",
+        "8 short 0 - - - -/0.200 - -/- - - - 1h02m 2h04m",
+        "9 short 0 - - - -/0.200 - -/- - 0.0e+00 - 3.00s 1h02m",
     ]
-    # fmt: on
+    assert {len(line) for line in lines} == {127}
 
 
 def test_verdicts_that_failed_are_counted() -> None:
@@ -86,10 +90,11 @@ def test_the_header_comes_again_and_step_0_has_no_line() -> None:
     shown, text = plain(total_steps=100)
     shown.log(0, {"evaluation/accuracy": 0.3, "time/step": 9.0})
     for step in range(1, 42):
-        shown.log(step, STEP)
+        shown.log(step, STEP | {"time/step": 3600.0 if step < 20 else 10.0})
     lines = text.getvalue().splitlines()
     assert [i for i, line in enumerate(lines) if "entropy/target" in line] == [0, 21, 42]
     assert len(lines) == 41 + 3
+    assert lines[-1].endswith("  9m50s")  # 59 steps of 10 s: those of an hour are long ago
 
 
 def test_evaluations_and_resumes_are_lines() -> None:
@@ -156,7 +161,7 @@ def test_plain_mode_writes_no_escape_codes() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_colourful())
     assert "\x1b" not in done.stdout
-    assert [len(line) for line in done.stdout.splitlines()] == [200, 109, 109]
+    assert [len(line) for line in done.stdout.splitlines()] == [200, 127, 127]
     assert done.stderr == ""
 
 

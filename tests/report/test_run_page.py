@@ -9,6 +9,7 @@ import base64
 import gzip
 import json
 import re
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ def test_curves_histograms_and_rows(run: Path, tmp_path: Path) -> None:
     assert told["metrics"]["accuracy/all"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
     assert told["metrics"]["evaluation/accuracy"] == [[0], [0.25]]
     assert told["stages"] == [["short", 1, 8], ["long", 3, 16]]
-    assert told["entropy_target"] == 0.25
+    assert told["config"]["algorithm"]["entropy"] == {"mode": "adaptive", "target": 0.25}
+    assert told["sessions"][-1]["host"] == "<b>a</b>" and told["sessions"][0]["host"] == socket.gethostname()
+    assert told["sessions"][0]["numpy"] == np.__version__
+    assert [unit for name, unit, meaning in head["metrics"] if "one of k" in meaning] == ["fraction"]  # pass@16
     short = told["histograms"][0]
     assert (short["stage"], short["responses"], short["steps"], short["limit"]) == ("short", 24, [1, 2], 8)
     assert {kind: sum(counts) for kind, counts in short["lengths"]["counts"].items()} == {

@@ -20,7 +20,7 @@ from or1_megatron.report.page.run_page import write_report
 from or1_megatron.runtime.rollout_store import to_table
 from or1_megatron.runtime.run_folder import RunFolder
 
-TABS = ("overview", "metrics", "time", "lengths", "problems", "rollouts")
+TABS = ("overview", "metrics", "time", "lengths", "problems", "rollouts", "setup")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,12 @@ def test_every_part_draws_itself_and_asks_for_nothing(
             browser.wait_for(f"document.querySelector('[data-tab={tab}] :is(canvas, table, .row)')")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, tab)
         assert_quiet(browser, path)
+    rows = "[...table.rows].map(row => [...row.cells].map(cell => cell.textContent))"
+    facts, differences, every = browser.evaluate(f"[...document.querySelectorAll('.setup')].map(table => {rows})")
+    assert facts[2] == ["sessions", "2", "2"] and facts[4] == ["last began", "Monday", "Monday"]
+    assert facts[5:] == [["host", "<b>a</b>", "<b>a</b>"]]
+    assert differences[1:] == [["model.hf", *(f'"{run}/hf"' for run in runs)]]
+    assert every[1] == differences[1] and ["stages.1.max_response_tokens", "16", "16"] in every
     browser.resize(1400, 900)
     show(browser, path)
     plot = '[data-tab=overview] [data-metric="accuracy/all"]'
@@ -164,6 +170,11 @@ def test_charts_tell_their_values_and_zoom(browser: Chromium, own: Path, tmp_pat
     point(browser, accuracy, 0.0)
     browser.wait_for("document.getElementById('tip').textContent === 'step 0\\nown, evaluation/accuracy: 0.25'")
 
+    # The steps end after 0, 500, 1000, ... tokens and after 2 s, 6.5 s, 11 s, ...
+    for axis, across, told in ("tokens", 0.28, "1, 500 response tokens"), ("hours", 0.5, "2, 0.00306 hours"):
+        pick(browser, "select[aria-label=axis]", axis)
+        point(browser, accuracy, across)
+        browser.wait_for(f"document.getElementById('tip').textContent.startsWith('step {told} (short)')")
     go(browser, "time")
     point(browser, "[data-tab=time]", 0.5)
     browser.wait_for("document.getElementById('tip').textContent.startsWith('step 2: 4 s')")

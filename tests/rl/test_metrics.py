@@ -46,6 +46,7 @@ def test_fractional_rewards_are_judged_by_their_status() -> None:
     ]
     metrics = rollout_metrics(groups, REPORT)
     assert (metrics["reward/mean"], metrics["accuracy/all"]) == (pytest.approx(0.7 / 6), pytest.approx(2 / 6))
+    assert (metrics["reward/min"], metrics["reward/max"]) == (-1.0, 0.75)
     kept, rejected = reject(assign_advantages(groups, AdvantageConfig(scale="none")), AdvantageConfig())
     assert [group.advantages.tolist() for group in kept] == [[0.125, -0.125], [-0.875, 0.875]]
     assert rejection_metrics(kept, rejected)["groups/rejected_all_wrong"] == 1
@@ -61,6 +62,9 @@ def test_rollout_metrics() -> None:
     metrics = rollout_metrics(groups, REPORT)
     expected = {
         "reward/mean": 0.25,
+        "reward/std": 0.1875**0.5,  # of 1, 0, 0, 0
+        "reward/min": 0.0,
+        "reward/max": 1.0,
         "accuracy/all": 0.25,
         "accuracy/non_truncated": 1 / 3,
         "truncation/ratio": 0.25,

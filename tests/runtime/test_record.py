@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from or1_megatron.config.schema import TrackConfig
@@ -47,6 +48,17 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == expected
+
+
+def test_rows_have_the_memory_of_host_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pretended GPU, whose peak is forgotten with each row."""
+    peaks = [7, 5]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
+    session(RunFolder(tmp_path), None, range(2), 0.5)
+    rows = read_steps(RunFolder(tmp_path).metrics).values()
+    assert [row["memory/gpu"] for row in rows] == [7.0, 5.0] and all(row["memory/host"] > 1e6 for row in rows)
 
 
 def test_a_run_that_begins_afresh_forgets_an_earlier_try(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
 from or1_megatron.handoff.transport.choice import check_transport
+from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.known_checks import CHECKS, chosen
 from or1_megatron.selftest.one_check import CheckedMachine, CheckOutcome, Context, lacking
 from or1_megatron.selftest.plans import (
@@ -29,7 +30,6 @@ from or1_megatron.selftest.plans import (
     training_values,
     transports_for,
 )
-from or1_megatron.selftest.provenance import ROOT
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
 from or1_megatron.weights.shape import Shape

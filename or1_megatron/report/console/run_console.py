@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,10 +37,13 @@ _WIDTHS = {
     "alpha": 7,
     "kept": 7,
     "grad": 7,
+    "lr": 7,
     "tok/s": 6,
     "time": 7,
+    "left": 7,
 }
-"""Columns of a step's line and their widths; acc-nt: accuracy of the responses that were not truncated."""
+"""Columns of a step's line and their widths; acc-nt: accuracy of the responses that were not truncated; left: the time
+of all steps to come, if they take as long as the last ones of this session."""
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
@@ -71,6 +75,7 @@ class RunConsole:
         self._entropy_target = entropy_target
         self._progress = progress
         self._lines = 0
+        self._took_s = deque[float](maxlen=20)
         self._verb = ""
         self._step = "start"
         self._lock = threading.Lock()
@@ -111,6 +116,7 @@ class RunConsole:
         if self._lines % _HEADER_EVERY_LINES == 0:
             self._print("  ".join(name.rjust(width) for name, width in _WIDTHS.items()), style="bold")
         self._lines += 1
+        self._took_s.append(metrics.get("time/step", 0.0))
         cells = self._cells(step, metrics)
         self._print("  ".join(cells[name].rjust(width) for name, width in _WIDTHS.items()))
         late, failed = (int(metrics.get(f"verify/{status}", 0)) for status in ("timeout", "error"))
@@ -157,6 +163,7 @@ class RunConsole:
         target = "-" if self._entropy_target is None else f"{self._entropy_target:.3f}"
         kept, rejected = get("groups/kept"), get("groups/rejected")
         groups = None if kept is None or rejected is None else kept + rejected
+        left_s = (self._total_steps - step) * sum(self._took_s) / len(self._took_s)
         return {
             "step": str(step),
             "stage": "-" if stage is None else self._stage_names[int(stage)][: _WIDTHS["stage"]],
@@ -168,8 +175,10 @@ class RunConsole:
             "alpha": number(get("entropy/coefficient")),
             "kept": f"{quantity(kept)}/{quantity(groups)}",
             "grad": number(get("policy/grad_norm")),
+            "lr": "-" if (rate := get("policy/learning_rate")) is None else f"{rate:.1e}",
             "tok/s": quantity(get("rollout/tokens_per_s")),
             "time": duration(get("time/step")),
+            "left": duration(left_s if len(self._took_s) > 1 else None),
         }
 
     def _poll(self) -> None:

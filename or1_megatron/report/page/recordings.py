@@ -14,7 +14,7 @@ import yaml
 
 from or1_megatron.report.page.rollout_table import read_table
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.jsonl import read_steps
+from or1_megatron.runtime.jsonl import read_rows, read_steps
 from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run
 
@@ -40,7 +40,9 @@ class Recording:
     files: Sequence[Path]
     rows: pd.DataFrame
     summary: Mapping[str, Any]
-    entropy_target: float | None
+    config: Mapping[str, Any]
+    sessions: Sequence[Mapping[str, Any]]
+    """When and where each session began, and with which code."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
@@ -69,7 +71,6 @@ def read_recording(run: Path, label: str) -> Recording:
     """Return the records of a run folder. A rollout file that cannot be read is left out and named in a note."""
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
-    entropy = config.get("algorithm", {}).get("entropy", {})  # another version may have written it
     metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
     files = rollout_files(folder.rollouts)
     rows = read_table(files, notes)
@@ -85,8 +86,9 @@ def read_recording(run: Path, label: str) -> Recording:
         stages=_stages(config, metrics),
         files=files,
         rows=rows,
+        config=config,
+        sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
-        entropy_target=float(entropy["target"]) if entropy.get("mode") == "adaptive" else None,
         model=None if model is None else Path(model),
         notes=notes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,7 +23,7 @@ from or1_megatron.report.page.selection import choose, named, thinned
 from or1_megatron.report.page.tokens import TOKENIZER, TokenTexts
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.schemas.metrics import METRICS
+from or1_megatron.schemas.metrics import METRICS, Metric
 
 TEXTS = 200
 """Responses that are chosen to be shown in full."""
@@ -33,7 +34,7 @@ _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
-    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "main.js"),
+    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "setup.js", "main.js"),
 )
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
@@ -117,7 +118,8 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
                 "path": str(recording.path),
                 "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
                 "notes": recording.notes,
-                "entropy_target": recording.entropy_target,
+                "config": recording.config,
+                "sessions": recording.sessions,
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names),
@@ -126,7 +128,8 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
                 "responses": len(rows),
             }
         )
-    described = [[name, known[name].unit, known[name].meaning] if name in known else [name, "", ""] for name in names]
+    found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
+    described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
     return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES}, columns)
 
 

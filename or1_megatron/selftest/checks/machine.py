@@ -19,10 +19,9 @@ import psutil
 
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.nvidia_driver import driver_problem
-from or1_megatron.runtime.versions import installed
+from or1_megatron.runtime.versions import GPU_QUERY, installed
 from or1_megatron.selftest.checks.sandbox import TIERS, why_refused
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.provenance import GPU_QUERY
 from or1_verify.child_process import describe_exit
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable

@@ -1,6 +1,7 @@
 // Charts, drawn by uPlot (vendor/uplot) in the page's colours.
 
 const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // steps between ticks
+const PARTS = WHOLE.map((step) => step / 1e4);
 
 /** The value of a colour such as var(--c0), since a canvas knows no variables. */
 const ink = (colour) => colour.replace(/var\((--\w+)\)/, (_, name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
@@ -34,9 +35,9 @@ function lazily(host, make) {
 /**
  * Draw a chart into `host`. `data`: [x, then the values of each of `series`], both as uPlot takes them, with CSS colours.
  * x, y: uPlot's scales; xText, yText: (value, step between ticks) => label; marks: see drawMarks; tell(i): the tooltip at
- * data[0][i]; room: px above the plot; zoom: whether dragging zooms in and a double click zooms out.
+ * data[0][i]; room: px above the plot; incrs: steps between the ticks of x; zoom: whether dragging zooms in and a double click zooms out.
  */
-function chart(host, { width, height, data, series, x = {}, y = {}, xText = tickText, yText = tickText, marks = [], tell, room = 10, zoom = false }) {
+function chart(host, { width, height, data, series, x = {}, y = {}, xText = tickText, yText = tickText, marks = [], tell, room = 10, zoom = false, incrs = WHOLE }) {
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
   const axis = (text, more) => ({
     stroke: ink("var(--soft)"), font, ticks: { show: false }, grid: { stroke: ink("var(--line)"), width: 1, filter: (plot, splits, place, ...more) => plot.axes[place].filter(plot, splits, place, ...more) },
@@ -50,7 +51,7 @@ function chart(host, { width, height, data, series, x = {}, y = {}, xText = tick
   host.chart = new uPlot({
     width, height, padding: [room, 10, 0, 0], legend: { show: false },
     scales: { x: { time: false, ...x }, y },
-    axes: [axis(xText, { size: 24, space: 60, incrs: WHOLE, grid: { show: false } }), axis(yText, { size: 50, space: 38 })],
+    axes: [axis(xText, { size: 24, space: 60, incrs, grid: { show: false } }), axis(yText, { size: 50, space: 38 })],
     series: [{}, ...series.map(coloured)],
     cursor: { x: zoom, y: false, points: { show: false }, drag: { x: zoom, y: false }, move: snapped },
     hooks: { draw: [(plot) => drawMarks(plot, marks)], setCursor: [told] },

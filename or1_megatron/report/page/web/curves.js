@@ -6,23 +6,51 @@ const MARKED_SHARE = 0.5; // a metric measured at a smaller share of the steps h
 /** The overview's charts: metrics that share an axis. */
 const OVERVIEW = [
   ["accuracy", ["accuracy/all", "evaluation/accuracy"], "line: training, ○: held-out"],
-  ["reward", ["reward/mean"]],
+  ["reward", ["reward/mean", "reward/min", "reward/max"], "line: mean, dashed: lowest and highest"],
+  ["spread of the reward", ["reward/std"]],
+  ["held-out: one of k right", /^evaluation\/pass@/],
+  ["held-out: best reward of k", /^evaluation\/best@/],
+  ["held-out accuracy by source", /^evaluation\/source\//],
   ["entropy, nats per token", ["entropy/sampled"]],
   ["response length, tokens", ["length/mean", "length/p95"], "line: mean, dashed: 95th percentile"],
   ["truncated responses", ["truncation/ratio"]],
   ["engine against policy, nats per token", ["mismatch/mean_abs"]],
+  ["memory in use, bytes", ["memory/host", "memory/gpu"], "line: host, dashed: GPU"],
 ];
 
-/** Return [{run, index, name, steps, values, secondary, marked}] for these metrics of the runs that are shown. */
+const AXES = { step: "steps", tokens: "response tokens", hours: "hours" };
+
+/** Return {axis: place of each of the run's steps at its end}; an axis that the run has not measured is left out. */
+function axesOf(run) {
+  const summed = (name, unit) => {
+    if (!run.metrics[name]) return null;
+    const found = new Array(run.steps.length).fill(0);
+    run.metrics[name][0].forEach((at, i) => { found[at] = (run.metrics[name][1][i] ?? 0) / unit; });
+    let sum = 0;
+    return found.map((value) => (sum += value));
+  };
+  return { step: run.steps, tokens: summed("rollout/response_tokens", 1), hours: summed("time/step", 3600) };
+}
+
+/** Return where on the axis the run had ended the steps before `step`. */
+function beginning(run, axis, step) {
+  if (axis === "step") return step - 0.5;
+  const before = run.steps.findLastIndex((each) => each < step);
+  return before < 0 ? 0 : run.axes[axis][before];
+}
+
+/** Return [{run, index, colour, name, steps, places, values, secondary, marked}] for these metrics of the runs shown. */
 function curvesOf(page, names) {
   const found = [];
   page.runs.forEach((run, index) => {
     if (!page.shown.has(index)) return;
     names.forEach((name, place) => {
       const series = run.metrics[name];
-      if (!series) return;
+      if (!series || !run.axes[page.axis]) return;
       const steps = series[0].map((at) => run.steps[at]);
-      found.push({ run, index, name, steps, values: series[1], secondary: place > 0, marked: steps.length < MARKED_SHARE * run.steps.length });
+      const marked = steps.length < MARKED_SHARE * run.steps.length;
+      const apart = names.apart && page.runs.length === 1;
+      found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: colourOf(apart ? place : index), secondary: place > 0 && !apart, marked });
     });
   });
   return found;
@@ -61,62 +89,65 @@ function drawCurves(page, names, host, width, height, level) {
   const log = page.log && least > 0 && most / least >= 10;
   const lines = curves.flatMap((curve) => linesOf(curve, page.window));
   if (level !== null) {
-    const ends = [Math.min, Math.max].map((either) => curves.flatMap((curve) => [curve.steps[0], curve.steps.at(-1)]).reduce((a, b) => either(a, b)));
-    lines.push({ steps: ends, values: [level, level], stroke: "var(--soft)", width: 1, dash: [6, 4] });
+    const ends = [Math.min, Math.max].map((either) => curves.flatMap((curve) => [curve.places[0], curve.places.at(-1)]).reduce((a, b) => either(a, b)));
+    lines.push({ places: ends, values: [level, level], stroke: "var(--soft)", width: 1, dash: [6, 4] });
   }
-  const crosses = curves.flatMap((curve) => curve.steps.filter((_, i) => curve.values[i] === null).map((x) => ({ kind: "cross", text: "✕", x, colour: colourOf(curve.index) })));
-  const data = uPlot.join(lines.map(({ steps, values }) => [steps, values]));
+  const crosses = curves.flatMap((curve) => curve.places.filter((_, i) => curve.values[i] === null).map((x) => ({ kind: "cross", text: "✕", x, colour: curve.colour })));
+  const data = uPlot.join(lines.map(({ places, values }) => [places, values]));
   chart(host, {
-    width, height, data, series: lines.map(({ steps, values, ...line }) => line), room: STAGES_PX, zoom: true,
+    width, height, data, series: lines.map(({ places, values, ...line }) => line), incrs: page.axis === "hours" ? PARTS : WHOLE, room: STAGES_PX, zoom: true,
     y: { distr: log ? 3 : 1, range: (_, low, high) => around(low, high, log) },
     yText: (value, step) => tickText(value, log ? value : step),
-    marks: [...stageMarks(page.runs, page.shown), ...crosses],
-    tell: (i) => valuesAt(curves, data[0][i]),
+    marks: [...stageMarks(page.runs, page.shown, page.axis), ...crosses],
+    tell: (i) => valuesAt(curves, page.axis, data[0][i]),
   });
 }
 
-/** Return the lines of a curve, [{steps, values, and options of uPlot}]: itself, and its smoothed values. */
+/** Return the lines of a curve, [{places, values, and options of uPlot}]: itself, and its smoothed values. */
 function linesOf(curve, window) {
-  const { steps, values, marked } = curve;
-  const stroke = colourOf(curve.index);
+  const { places, values, marked, colour: stroke } = curve;
   const dash = curve.secondary && !marked ? [5, 3] : curve.index >= 8 ? [8, 3] : [];
   const lacks = (i) => (values[i] ?? null) === null;
-  const lone = steps.filter((_, i) => !lacks(i) && lacks(i - 1) && lacks(i + 1)); // no line leads to them
+  const lone = places.filter((_, i) => !lacks(i) && lacks(i - 1) && lacks(i + 1)); // no line leads to them
   const points = marked
     ? { show: true, size: 7.5, width: 1.6, fill: curve.secondary ? "var(--ground)" : stroke }
-    : { show: true, size: 4.5, fill: stroke, filter: (plot) => lone.map((step) => plot.data[0].indexOf(step)) };
+    : { show: true, size: 4.5, fill: stroke, filter: (plot) => lone.map((place) => plot.data[0].indexOf(place)) };
   const smooth = window > 1 && !marked && values.length > 4;
-  const line = { steps, values, stroke, dash, points, width: smooth ? 1 : 1.6, alpha: smooth ? 0.35 : 1 };
-  return smooth ? [line, { steps, values: smoothed(curve, window), stroke, dash, width: 2, auto: false }] : [line];
+  const line = { places, values, stroke, dash, points, width: smooth ? 1 : 1.6, alpha: smooth ? 0.35 : 1 };
+  return smooth ? [line, { places, values: smoothed(curve, window), stroke, dash, width: 2, auto: false }] : [line];
 }
 
 /** Return a mark for each beginning of a stage, in the colour of its run unless all runs shown agree. */
-function stageMarks(runs, shown) {
+function stageMarks(runs, shown, axis = "step") {
   const at = new Map();
   runs.forEach((run, index) => {
-    if (!shown.has(index)) return;
+    if (!shown.has(index) || !run.axes[axis]) return;
     run.stages.slice(1).forEach(([name, first]) => {
-      const known = at.get(first) ?? { names: new Set(), runs: [] };
+      const place = beginning(run, axis, first);
+      const known = at.get(place) ?? { names: new Set(), runs: [] };
       known.names.add(name);
       known.runs.push(index);
-      at.set(first, known);
+      at.set(place, known);
     });
   });
-  return [...at].map(([first, found]) => ({
-    kind: "stage", x: first - 0.5, text: [...found.names].join(", "),
+  return [...at].map(([place, found]) => ({
+    kind: "stage", x: place, text: [...found.names].join(", "),
     colour: found.runs.length === shown.size ? "var(--soft)" : colourOf(found.runs[0]),
   }));
 }
 
-/** Return the values of the curves at a step, as text. */
-function valuesAt(curves, step) {
+/** Return the values of the curves at a place of the axis, as text. */
+function valuesAt(curves, axis, place) {
+  const there = curves.find((curve) => curve.places.includes(place));
+  const step = there.steps[there.places.indexOf(place)];
   const several = curves.some((curve) => curve.name !== curves[0].name);
   const lines = curves.flatMap((curve) => {
-    const value = curve.values[curve.steps.indexOf(step)];
+    const value = curve.values[curve.places.indexOf(place)];
     return value === undefined ? [] : [`${curve.run.label}${several ? `, ${curve.name}` : ""}: ${value === null ? "not finite" : number(value)}`];
   });
-  const stage = curves[0].run.stages.findLast((each) => each[1] <= step);
-  return [`step ${step}${stage ? ` (${stage[0]})` : ""}`, ...lines].join("\n");
+  const stage = there.run.stages.findLast((each) => each[1] <= step);
+  const also = axis === "step" ? "" : `, ${number(place)} ${AXES[axis]}`;
+  return [`step ${step}${also}${stage ? ` (${stage[0]})` : ""}`, ...lines].join("\n");
 }
 
 function curveChart(page, title, unit, meaning, names, height, level = null) {
@@ -132,18 +163,27 @@ function curveControls(page) {
   const window = el("select", { "aria-label": "smoothing", onchange: (event) => { page.window = Number(event.target.value); redraw(); } });
   for (const [value, text] of [[1, "none"], [5, "5 steps"], [9, "9 steps"], [25, "25 steps"]]) window.append(el("option", { value, selected: value === page.window }, text));
   const log = el("input", { type: "checkbox", onchange: (event) => { page.log = event.target.checked; redraw(); } });
-  return el("div", { class: "controls" }, el("label", {}, "smoothing", window), el("label", {}, log, "logarithmic where it spans a power of ten"));
+  const axis = el("select", { "aria-label": "axis", onchange: (event) => { page.axis = event.target.value; redraw(); } });
+  for (const [value, text] of Object.entries(AXES)) if (page.runs.some((run) => run.axes[value])) axis.append(el("option", { value, selected: value === page.axis }, text));
+  return el("div", { class: "controls" }, el("label", {}, "over", axis), el("label", {}, "smoothing", window), el("label", {}, log, "logarithmic where it spans a power of ten"));
+}
+
+function entropyTarget(config) {
+  const entropy = config.algorithm?.entropy;
+  return entropy?.mode === "adaptive" ? entropy.target : null;
 }
 
 function overviewTab(page) {
   const known = new Set(page.metrics.map((metric) => metric[0]));
   const grid = el("div", { class: "grid large" });
   for (const [title, names, captions] of OVERVIEW) {
-    const there = names.filter((name) => known.has(name));
+    const there = names instanceof RegExp ? [...known].filter((name) => names.test(name)).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : names.filter((name) => known.has(name));
     if (!there.length) continue;
-    const targets = [...new Set(page.runs.map((run) => run.entropy_target))];
+    there.apart = names instanceof RegExp; // each has a colour of its own where there is one run
+    const targets = [...new Set(page.runs.map((run) => entropyTarget(run.config)))];
     const level = title.startsWith("entropy") && targets.length === 1 ? targets[0] : null;
-    const keys = level === null ? there.length > 1 ? captions : "" : `dashed: target ${number(level)}`;
+    const own = there.map((name, i) => el("i", { style: page.runs.length === 1 ? `color:${colourOf(i)}` : null }, `${name.split("/").slice(1).join("/").replace(/^source\/|\/accuracy$/g, "")} `));
+    const keys = there.apart ? el("span", {}, ...own) : level !== null ? `dashed: target ${number(level)}` : there.length > 1 ? captions : "";
     grid.append(curveChart(page, title, keys, there.join(", "), there, 240, level));
   }
   if (!grid.children.length) return [el("p", { class: "note" }, "No metrics are recorded: there is nothing to draw.")];

@@ -1,6 +1,6 @@
 // The page: tabs, runs to show and to hide, notes.
 
-const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab]];
+const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab], ["setup", "Setup", setupTab]];
 
 function describe(page, rows) {
   const responses = page.runs.reduce((sum, run) => sum + run.responses, 0);
@@ -57,8 +57,9 @@ async function start() {
   const page = {
     runs: header.runs, metrics: header.metrics, passRates: header.pass_rates, columns,
     shown: new Set(header.runs.keys()), window: Math.max(0, ...header.runs.map((run) => run.steps.length)) > 20 ? 9 : 1,
-    log: false, shares: false, redraws: [], onshown: [], topAdvantage: 0,
+    axis: "step", log: false, shares: false, redraws: [], onshown: [], topAdvantage: 0,
   };
+  for (const run of page.runs) run.axes = axesOf(run);
   runButtons(page);
   tabs(page);
   const [wanted, run, ...id] = location.hash.slice(1).split("/");
