@@ -123,13 +123,14 @@ class ChatTemplate:
                 except (ValueError, AttributeError) as error:
                     raise DataError(f"{folder / name}: not a JSON object ({error})") from None
                 ending |= set(listed if isinstance(listed, list) else [listed])
-        if behind and behind[0] not in ending:
+        end = next((token for token in behind if token in self._tokenizer.added_tokens_decoder), None)  # no mere text
+        if end is not None and end not in ending:
             log.warning(
                 "%s: its chat template ends a turn with %r (token %d), and responses end with token %s alone: they may "
                 "run on to the length limit. Add it to eos_token_id in generation_config.json if the model writes it",
                 folder,
-                self._tokenizer.convert_ids_to_tokens(behind[0]),
-                behind[0],
+                self._tokenizer.convert_ids_to_tokens(end),
+                end,
                 " or ".join(str(token) for token in sorted(token for token in ending if token is not None)),
             )
 

@@ -8,8 +8,6 @@ evaluation: 1.96 standard deviations of the estimate under each problem's own ch
 (c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not certain. ``problems`` is for another
 set of such problems too, as a claim about a skill needs: a percentile bootstrap over problems, usually the wider one.
 (Resampling a problem's own samples instead would bias pass@k downwards: a drawn set repeats samples.)
-
-A difference of two evaluations is taken problem by problem, so that what makes a problem hard cancels.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class ConfidenceInterval:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score in [0, 1], or a difference of two in [-1, 1], with its 95% intervals."""
+    """A score in [0, 1] with its 95% intervals."""
 
     value: float
     samples: ConfidenceInterval

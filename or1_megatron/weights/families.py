@@ -48,7 +48,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         get = f"; if it is a model on the hub: hf download {folder} --local-dir {folder}" if hub else ""
         raise ModelError(f"model folder {folder} does not exist; expected an HF folder with config.json{get}")
     if not path.is_file():
-        raise ModelError(f"{path} is missing; expected an HF folder with config.json, safetensors and a tokenizer")
+        raise ModelError(f"{path} is missing; expected an HF folder of a whole model{what_holds(folder)}")
     try:
         hf = json.loads(path.read_text())
     except ValueError as error:
@@ -62,6 +62,13 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} lacks {', '.join(missing)}; expected the config of a decoder-only language model")
     family_of(hf)
     return dict(hf)
+
+
+def what_holds(folder: Path) -> str:
+    """Return words for the end of a message: what a folder holds that is no model here."""
+    held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    merge = "; merge the adapter into its base model first" if "adapter_model" in held else ""
+    return f"; it holds {held}{merge}"
 
 
 def family_of(hf: HFConfig) -> ModelFamily:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from safetensors import safe_open
 
-from or1_megatron.weights.families import ModelError, family_of
+from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
@@ -116,9 +116,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in named]
     if whole.is_file():
         return [whole]
-    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    others = ("consolidated", "adapter_model")
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(others)]
     if not paths:
-        raise ModelError(f"{folder} holds no *.safetensors file; expected the model's weights in that format")
+        raise ModelError(f"{folder} lacks model.safetensors or its index; expected the weights so{what_holds(folder)}")
     return paths
 
 

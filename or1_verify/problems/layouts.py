@@ -7,17 +7,17 @@ math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneva
 MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so. For
 RL: BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024, ganler/code-r1-12k (as Skywork-OR1-RL-Data), SynthLabsAI/Big-Math-RL
 (as DeepScaleR), zwhe99/DeepMath-103K, nvidia/OpenMathReasoning, PrimeIntellect/INTELLECT-2-RL-Dataset, inclusionAI/
-AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1,
-TIGER-Lab/AceCode-87K, deepmind/code_contests.
+AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, Open-Reasoner-Zero/orz_math_57k_collection,
+agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1, TIGER-Lab/AceCode-87K, deepmind/code_contests.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from or1_verify.answer import is_answered_once, last_box
 from or1_verify.problems.rows import MISSING, RowError, check_no_image, parse_row, shown
@@ -32,12 +32,6 @@ from or1_verify.problems.wording import (
     READS_STDIN,
     livecodebench_instructions,
 )
-
-LayoutName = Literal[
-    "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
-    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math", "deepmath", "openmath", "intellect2", "areal",
-    "rlvr", "deepcoder", "kodcode", "acecode", "code_contests",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +56,17 @@ class Published:
         return self.opening + self.statement + self.instructions
 
 
-def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
+def detect_layout(columns: Mapping[str, Any]) -> str | None:
     """Return the layout that has such columns, the narrowest of several; None when no known layout has them."""
     return next(iter(fitting_layouts(columns)), None)
 
 
-def fitting_layouts(columns: Mapping[str, Any]) -> list[LayoutName]:
+def fitting_layouts(columns: Mapping[str, Any]) -> list[str]:
     """Return all layouts that have such columns, the narrowest first."""
-    return [layout for layout, telling in _TELLING if telling <= columns.keys()]
+    return list(dict.fromkeys(layout for layout, telling, _ in _LAYOUTS if telling <= columns.keys()))
 
 
-def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
+def read_published(row: Any, layout: str, origin: str) -> Published:
     """Read one decoded row. Raises RowError naming ``origin``, the column, what was found and what was expected."""
     if isinstance(row, RowError):
         raise row
@@ -81,14 +75,15 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
     if layout == "auto":
         detected = detect_layout(row)
         if detected is None:
-            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
-            detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
+            expected = "expected prompt and answer, a set of docs/data.md, or names such as columns: {prompt: question}"
+            detail = f"columns {sorted(row)} are of no known layout; {expected}"
             raise RowError(origin, "columns of no known layout", detail)
         layout = detected
     check_no_image(row, origin)
-    if layout in ("skywork", "plain"):
-        return _own_layout(row, origin)
-    return _READERS[layout](Columns(row, layout, origin))
+    reader = next(reader for name, _, reader in _LAYOUTS if name == layout)
+    published = reader(Columns(row, layout, origin))
+    _check_choices(row, published, origin)
+    return published
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +100,22 @@ class Columns:
 
     def verbatim(self, *names: str) -> str:
         """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
-        value = self._value(names)
+        name = self._first(names)
+        value = self.row[name]
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text")
+            raise self._wrong(name, f"found {shown(value)}, expected text")
         return value if value.strip() else ""
 
     def answer(self, *names: str) -> str:
         """Return text or a number, as text."""
-        value = self._value(names)
+        name = self._first(names)
+        value = self.row[name]
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
+            raise self._wrong(name, f"found {shown(value)}, expected text or a number")
         whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
         text = str(int(value) if whole else value).strip()
         return "" if text.lower() in MISSING else text
@@ -137,7 +134,7 @@ class Columns:
 
     def decoded(self, name: str, kind: type) -> Any:
         """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
-        value = self._value((name,))
+        value = self.row[self._first((name,))]
         if isinstance(value, str):
             if not value.strip():
                 return None
@@ -150,10 +147,10 @@ class Columns:
             raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
         return value
 
-    def _value(self, names: tuple[str, ...]) -> Any:
+    def _first(self, names: tuple[str, ...]) -> str:
         for name in names:
             if name in self.row:
-                return self.row[name]
+                return name
         missing = f"no column '{' or '.join(names)}'"
         raise RowError(
             self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"
@@ -171,30 +168,46 @@ def _some(*solutions: str) -> tuple[str, ...]:
     return tuple(solution for solution in solutions if solution)
 
 
-def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
-    row = parse_row(dict(raw), origin)
-    if len(row.messages) != 1 or row.messages[0].role != "user":
-        roles = [message.role for message in row.messages]
-        raise RowError(
-            origin,
-            "field 'prompt' is not one user message",
-            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
-        )
-    solution = Columns(raw, "skywork", origin).optional("solution")
-    statement, source = row.messages[0].content, row.source or ""
+def _check_choices(row: Mapping[str, Any], published: Published, origin: str) -> None:
+    """Raise RowError where the answer is one of several choices, by letter or number, and the prompt shows none."""
+    for name in ("choices", "options"):
+        texts = row.get(name)
+        texts = [str(text) for text in (texts.values() if isinstance(texts, Mapping) else texts or ())]
+        named = published.ability == "math" and published.ground_truth not in map(_golds, texts)
+        if named and not all(text in published.content for text in texts):
+            detail = f"column '{name}': the answer names one of these choices, which the prompt would not show"
+            raise RowError(origin, "choices outside the prompt", detail)
+
+
+def _only_user(roles: Sequence[str], column: str, origin: str) -> None:
+    if list(roles) != ["user"]:
+        detail = f"field '{column}': found messages of {roles}; expected one message of the user, as this layout has"
+        raise RowError(origin, f"field '{column}' is not one user message", detail)
+
+
+def _own_layout(columns: Columns) -> Published:
+    row = parse_row(dict(columns.row), columns.origin)
+    _only_user([message.role for message in row.messages], "prompt", columns.origin)
+    statement, source, solution = row.messages[0].content, row.source or "", columns.optional("solution")
     return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
 
 
-def _numinamath(row: Columns) -> Published:
-    notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
-    said = {name: value for name, value in notes.items() if value}
-    return _solved(row, row.answer("answer"), source=row.text("source"), notes=said)
-
-
-def _problem_answer(row: Columns) -> Published:
-    statement = row.text("problem", "Problem", "question")
-    solution = row.optional("solution") or row.optional("Solution")
-    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
+def _answered(row: Columns) -> Published:
+    """Math with its answer, under the names of many sets. GSM8K's answer is a solution that ends in ``#### 1,234``."""
+    given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
+    worked, marked, gold = given.rpartition("####")
+    names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")
+    others = {name: value.strip() for name, value in row.row.items() if isinstance(value, str) and value.strip()}
+    return Published(
+        "math",
+        row.text("problem", "Problem", "question"),
+        _golds(gold.strip().replace(",", "") if marked else gold),
+        source=others.get("source") or others.get("problem_source", ""),
+        solutions=_some(worked.strip(), *(others.get(name, "") for name in names)),
+        notes={
+            name: others[name] for name in ("question_type", "problem_is_valid", "solution_is_valid") if name in others
+        },
+    )
 
 
 def _math(row: Columns) -> Published:
@@ -204,21 +217,8 @@ def _math(row: Columns) -> Published:
             f"column 'solution': found several boxes that are no one list, in {solution[-200:]!r}; expected one answer"
         )
         raise RowError(row.origin, "several boxes in the solution", detail)
-    return _solved(row, last_box(solution) or "")
-
-
-def _solved(row: Columns, gold: str, **more: Any) -> Published:
-    return Published("math", row.text("problem"), _golds(gold), solutions=_some(row.text("solution")), **more)
-
-
-def _still3(row: Columns) -> Published:
-    """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
-    solution, marked, gold = row.answer("answer").rpartition("####")
-    if not marked:
-        return Published("math", row.text("question"), _golds(gold))
-    return Published(
-        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
-    )
+    gold = _golds(last_box(solution) or "")
+    return Published("math", row.text("problem"), gold, solutions=_some(solution))
 
 
 def _olympiadbench(row: Columns) -> Published:
@@ -228,15 +228,11 @@ def _olympiadbench(row: Columns) -> Published:
     golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
     return Published(
         "math",
-        row.text("question"),
+        "\n".join(_some(row.optional("context"), row.text("question"))),
         _golds(", ".join(filter(None, golds))),
         source=row.optional("subfield"),
         solutions=tuple(row.texts("solution")),
     )
-
-
-def _omni_math(row: Columns) -> Published:
-    return _solved(row, row.answer("answer"), source=row.optional("source"))
 
 
 def _taco(row: Columns) -> Published:
@@ -300,28 +296,19 @@ def _humaneval(row: Columns) -> Published:
 
 
 def _mbpp(row: Columns) -> Published:
-    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
+    """The full form (``text``, ``test_setup_code``), the sanitized (``prompt``, ``test_imports``), and MBPP+, whose
+    ``test`` is one program; the prompt shows only ``test_list``."""
     tests = row.texts("test_list")
-    setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
+    cases = [*_some(row.optional("test_setup_code"), *row.texts("test_imports")), *tests]
+    program = row.optional("test")
     return Published(
         "code",
         row.text("text", "prompt"),
-        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
+        json.dumps({"assert_case": [program] if program else cases}, ensure_ascii=False) if tests else "",
         instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
         solutions=_some(row.text("code")),
         opening=MBPP_OPENING,
     )
-
-
-def _deepmath(row: Columns) -> Published:
-    solutions = [row.optional(f"r1_solution_{number}") for number in (1, 2, 3)]
-    return Published("math", row.text("question"), _golds(row.answer("final_answer")), solutions=_some(*solutions))
-
-
-def _openmath(row: Columns) -> Published:
-    solution = row.optional("generated_solution")
-    gold, source = _golds(row.answer("expected_answer")), row.optional("problem_source")
-    return Published("math", row.text("problem"), gold, source, solutions=_some(solution))
 
 
 def _intellect2(row: Columns) -> Published:
@@ -332,6 +319,8 @@ def _intellect2(row: Columns) -> Published:
         return Published("math", row.text("prompt"), _golds(gold))
     if "code" not in task:
         raise RowError(row.origin, f"task_type '{task}'", f"column 'task_type': found '{task}', expected math or code")
+    if (language := str(truth.get("language") or "python").lower()) != "python":
+        raise RowError(row.origin, f"language '{language}'", f"verification_info: language {language}, expected python")
     return Published("code", row.text("prompt"), _cases(truth.get("test_cases") or []))
 
 
@@ -341,12 +330,25 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """The first user message as it is, worked examples included; constraints on the form have no verifier."""
-    named, messages = row.optional("dataset").lower(), row.decoded("messages", list) or [{}]
-    if named == "ifeval":
-        raise RowError(row.origin, "dataset 'ifeval'", "column 'dataset': found 'ifeval', which has no verifier")
-    statement = messages[0].get("content") if isinstance(messages[0], Mapping) else None
-    return Published("math", str(statement or "").strip(), _golds(row.answer("ground_truth")), source=named)
+    """The user's message as it is, worked examples included. Later sets have lists of one, and tasks of other kinds."""
+    named, truth = (
+        value[0] if isinstance(value, list) and len(value) == 1 else value
+        for value in (row.row.get("dataset") or "math", row.row["ground_truth"])
+    )
+    if not re.search("math|gsm", str(named).lower()):
+        detail = f"column 'dataset': found {shown(named)}, which has no verifier; expected a set of math, such as gsm8k"
+        raise RowError(row.origin, f"dataset {named!r}", detail)
+    messages = [message for message in row.decoded("messages", list) or [] if isinstance(message, Mapping)]
+    _only_user([str(message.get("role")) for message in messages], "messages", row.origin)
+    gold = Columns({"ground_truth": truth}, row.layout, row.origin).answer("ground_truth")
+    return Published("math", str(messages[0].get("content") or "").strip(), _golds(gold), source=str(named).lower())
+
+
+def _orz(row: Columns) -> Published:
+    """Two turns: {from, value}, {from, ground_truth: {value}}."""
+    asked, answered = row.decoded("0", dict) or {}, row.decoded("1", dict) or {}
+    gold = Columns(answered.get("ground_truth") or {"value": None}, row.layout, row.origin).answer("value")
+    return Published("math", str(asked.get("value") or "").strip(), _golds(gold))
 
 
 def _deepcoder(row: Columns) -> Published:
@@ -398,6 +400,9 @@ def _acecode(row: Columns) -> Published:
 
 
 def _code_contests(row: Columns) -> Published:
+    if file := row.optional("input_file"):
+        detail = f"column 'input_file': programs are to read {file}; expected tests by standard input"
+        raise RowError(row.origin, "input from a file", detail)
     parts = [row.decoded(f"{kind}_tests", dict) or {} for kind in ("public", "private", "generated")]
     inputs, outputs = ([item for part in parts for item in part.get(side) or []] for side in ("input", "output"))
     truth = json.dumps({"inputs": inputs, "outputs": outputs}, ensure_ascii=False) if inputs else ""
@@ -413,55 +418,32 @@ def _cases(cases: Any, function: str | None = None) -> str:
     return json.dumps(truth | ({"fn_name": named} if named else {}), ensure_ascii=False)
 
 
-_READERS: Mapping[str, Callable[[Columns], Published]] = {
-    "numinamath": _numinamath,
-    "deepscaler": _problem_answer,
-    "still3": _still3,
-    "omni_math": _omni_math,
-    "taco": _taco,
-    "leetcode": _leetcode,
-    "aime": _problem_answer,
-    "livecodebench": _livecodebench,
-    "humaneval": _humaneval,
-    "mbpp": _mbpp,
-    "olympiadbench": _olympiadbench,
-    "math": _math,
-    "deepmath": _deepmath,
-    "openmath": _openmath,
-    "intellect2": _intellect2,
-    "areal": _areal,
-    "rlvr": _rlvr,
-    "deepcoder": _deepcoder,
-    "kodcode": _kodcode,
-    "acecode": _acecode,
-    "code_contests": _code_contests,
-}
-
-_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
-    ("skywork", frozenset({"prompt", "reward_model"})),
-    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
-    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
-    ("mbpp", frozenset({"task_id", "test_list"})),
-    ("kodcode", frozenset({"question", "solution", "test"})),
-    ("acecode", frozenset({"question", "test_cases"})),
-    ("code_contests", frozenset({"description", "public_tests", "private_tests", "generated_tests"})),
-    ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"})),
-    ("olympiadbench", frozenset({"question", "final_answer"})),
-    ("intellect2", frozenset({"prompt", "task_type", "verification_info"})),
-    ("areal", frozenset({"prompt", "solutions", "query_id"})),
-    ("rlvr", frozenset({"messages", "ground_truth"})),
-    ("deepcoder", frozenset({"problem", "tests"})),
-    ("openmath", frozenset({"problem", "expected_answer"})),
-    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
-    ("taco", frozenset({"question", "input_output"})),
-    ("numinamath", frozenset({"problem", "question_type", "answer"})),
-    ("omni_math", frozenset({"problem", "domain", "solution", "answer"})),
-    ("plain", frozenset({"prompt", "answer"})),
-    ("plain", frozenset({"prompt", "label"})),
-    ("plain", frozenset({"prompt", "ground_truth"})),
-    ("aime", frozenset({"Problem", "Answer"})),
-    ("deepscaler", frozenset({"problem", "answer"})),
-    ("still3", frozenset({"question", "answer"})),
-    ("math", frozenset({"problem", "solution"})),
+_LAYOUTS: tuple[tuple[str, frozenset[str], Callable[[Columns], Published]], ...] = (
+    ("skywork", frozenset({"prompt", "reward_model"}), _own_layout),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"}), _livecodebench),
+    ("humaneval", frozenset({"prompt", "canonical_solution", "test"}), _humaneval),
+    ("mbpp", frozenset({"task_id", "test_list"}), _mbpp),
+    ("kodcode", frozenset({"question", "solution", "test"}), _kodcode),
+    ("acecode", frozenset({"question", "test_cases"}), _acecode),
+    ("code_contests", frozenset({"description", "public_tests", "private_tests", "generated_tests"}), _code_contests),
+    ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"}), _answered),
+    ("olympiadbench", frozenset({"question", "final_answer"}), _olympiadbench),
+    ("intellect2", frozenset({"prompt", "task_type", "verification_info"}), _intellect2),
+    ("areal", frozenset({"prompt", "solutions", "query_id"}), _areal),
+    ("rlvr", frozenset({"messages", "ground_truth"}), _rlvr),
+    ("orz", frozenset({"0", "1"}), _orz),
+    ("deepcoder", frozenset({"problem", "tests"}), _deepcoder),
+    ("openmath", frozenset({"problem", "expected_answer"}), _answered),
+    ("leetcode", frozenset({"problem_description", "entry_point", "test"}), _leetcode),
+    ("taco", frozenset({"question", "input_output"}), _taco),
+    ("numinamath", frozenset({"problem", "question_type", "answer"}), _answered),
+    ("omni_math", frozenset({"problem", "domain", "solution", "answer"}), _answered),
+    ("plain", frozenset({"prompt", "answer"}), _own_layout),
+    ("plain", frozenset({"prompt", "label"}), _own_layout),
+    ("plain", frozenset({"prompt", "ground_truth"}), _own_layout),
+    ("aime", frozenset({"Problem", "Answer"}), _answered),
+    ("deepscaler", frozenset({"problem", "answer"}), _answered),
+    ("still3", frozenset({"question", "answer"}), _answered),
+    ("math", frozenset({"problem", "solution"}), _math),
 )
-"""The columns that tell a layout, the most particular first."""
+"""Names, the columns that tell a layout, and its reader; the most particular first."""
