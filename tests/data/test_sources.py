@@ -172,8 +172,9 @@ PLUS = {
 
 
 def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
-    """Rows with the columns of openai_humaneval, mbpp, full and sanitized, and mbppplus (more tests than shown): their solutions pass in the sandbox, and
-    others fail. It does not prove that every published row can be used."""
+    """Rows with the columns of openai_humaneval, mbpp, full and sanitized, and mbppplus, which has more tests than it
+    shows: their solutions pass in the sandbox, and others fail. It does not prove that every published row can be
+    used."""
     verifier = CodeVerifier(VerifyConfig(timeout_s=60))
     try:
         for row, wrong in (
