@@ -309,7 +309,7 @@ def _file_rows(path: Path) -> Iterator[PlacedRow]:
                 f"{path}: not a JSON list ({error}); expected a list of objects, or an object a line"
             ) from None
     with pa.input_stream(str(path), compression="detect") as file:
-        yield from _jsonl_rows(path, io.TextIOWrapper(file, "utf-8", "surrogateescape", "\n"))
+        yield from _jsonl_rows(path, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", "\n"))
 
 
 def _jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[PlacedRow]:

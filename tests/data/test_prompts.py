@@ -150,7 +150,7 @@ def test_a_template_of_today_is_the_same_tomorrow(tmp_path: Path) -> None:
     byte_level(tmp_path, "PreTrainedTokenizerFast", "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
     assert ChatTemplate(load_tokenizer(tmp_path)).text((Message("user", "?"),)) == "26 Jul 2024?"
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
-    with pytest.raises(DataError, match="tokenizer.json is a Git LFS pointer, not the tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is a Git LFS pointer, not the tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -126,7 +126,8 @@ def test_a_task_without_a_verifier_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.json", "list.json", "list.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"]
+    "name",
+    ["rows.json", "marked.jsonl", "list.json", "list.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"],
 )
 def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": "What is 3 + 4?", "label": "7"}, {"prompt": "What is 3 + 5?", "label": "8"}]
@@ -134,6 +135,8 @@ def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     match name:
         case "rows.json":
             path.write_bytes(lines)
+        case "marked.jsonl":
+            path.write_bytes(b"\xef\xbb\xbf" + lines)
         case "list.json" | "list.jsonl":
             path.write_text(json.dumps(rows))
         case "rows.jsonl.gz":
