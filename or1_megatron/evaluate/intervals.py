@@ -56,18 +56,14 @@ def sizes(n: int) -> list[int]:
 
 
 def passed(rewards: Rewards, k: int) -> Score:
-    """Return pass@k; for k = 1 it is avg@n."""
-    estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
-    return _interval(estimates[right], _variances(estimates)[right])
-
-
-def _interval(values: NDArray[np.float64], variances: NDArray[np.float64]) -> Score:
-    """Return the mean of the problems' ``values`` [P]; ``variances`` [P] are over other samples.
+    """Return pass@k; for k = 1 it is avg@n.
 
     Problems with the same value are alike, so the bootstrap draws from a histogram.
     """
+    estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
+    values = estimates[right]
     count, value = len(values), float(values.mean())
-    spread = _NORMAL * math.sqrt(float(variances.mean()) / count)
+    spread = _NORMAL * math.sqrt(float(_variances(estimates)[right].mean()) / count)
     kinds, times = np.unique(values, return_counts=True)
     others = np.random.default_rng(_SEED).multinomial(count, times / count, RESAMPLES) @ kinds / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.weights.llama import LLAMA
-from or1_megatron.weights.mistral import MISTRAL
-from or1_megatron.weights.qwen2 import QWEN2
-from or1_megatron.weights.qwen3 import QWEN3
+from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily

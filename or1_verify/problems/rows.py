@@ -156,8 +156,8 @@ class _PlainRow(_StrictModel):
 def parse_row(raw: dict[str, Any], origin: str) -> ParsedRow:
     """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
     check_no_image(raw, origin)
-    answer = next((name for name in ANSWERS if name in raw), None)
-    plain = answer is not None and "reward_model" not in raw
+    answer = next((name for name in ANSWERS if name in raw), "")
+    plain = bool(answer) and "reward_model" not in raw
     if plain and _whole(raw[answer]) is None:
         raise RowError(origin, "no answer", f"field '{answer}': found {shown(raw[answer])}, expected an answer")
     try:

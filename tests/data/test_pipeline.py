@@ -179,7 +179,7 @@ def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> Non
         "near_duplicates", "code", "embedding_duplicates", "decontaminate", "difficulty", "judges",
     ]  # fmt: skip
     judges = recipe.judges
-    assert judges is not None and len(judges.models) == 2 and judges.abilities == ("math",)
+    assert judges is not None and len(judges.models) == 2
     assert (judges.votes, judges.keep_at_least) == (16, 9)
     assert [model.name for model in judges.models] == ["Llama-3.3-70B-Instruct", "Qwen2.5-72B-Instruct"]
 

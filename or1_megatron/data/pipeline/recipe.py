@@ -100,9 +100,6 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 class JudgesConfig(SampledStepConfig):
     """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32 in favour, only for math."""
 
-    abilities: tuple[Literal["math", "code"], ...] = Field(default=("math",), min_length=1)
-    """Abilities whose problems are judged; others are kept."""
-
     votes: Positive = 16
     """Votes of each model per problem."""
     keep_at_least: Positive = 9
