@@ -33,11 +33,6 @@ class Run:
     row: int
     rows: int
 
-    def cut(self, most: int) -> Iterator[Run]:
-        """Cut into pieces of at most ``most`` rows."""
-        for begin in range(0, self.rows, most):
-            yield Run(self.hf_row + begin, self.row + begin, min(most, self.rows - begin))
-
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
@@ -52,7 +47,8 @@ class HFSource:
         """Yield all rows, at most ``PIECE_BYTES`` at a time; ``itemsize``: bytes of one number."""
         most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
         for run in self.runs:
-            yield from run.cut(most)
+            for begin in range(0, run.rows, most):
+                yield Run(run.hf_row + begin, run.row + begin, min(most, run.rows - begin))
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ class ToMegatron:
         check_weight_files(folder, self.hf)
         self.weights = HFWeights(folder)
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
-        self.copies = self._copies()
+        # A tied model's files may hold the output layer, too.
+        self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}
         self.dropped = sorted(self.weights.tensors.keys() - named - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
@@ -84,10 +85,6 @@ class ToMegatron:
                 for run in source.pieces(self._dtype_of(source).itemsize):
                     yield _Piece(tensor, source, run)
 
-    def _copies(self) -> dict[str, str]:
-        """Return {output layer: embedding} if a tied model's files hold both."""
-        return {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
-
     def _dtype_of(self, source: HFSource) -> torch.dtype:
         return self._dtype or DTYPES[self.weights.tensors[source.name].dtype]
 
@@ -98,14 +95,10 @@ class ToMegatron:
         rows = self.weights.rows(piece.source.name, piece.run.hf_row, piece.run.rows)
         return rows.to(self._dtype_of(piece.source))
 
-    def _slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Yield a file's content."""
-        for piece in self.files[name]:
-            yield piece.slice, self._tensor(piece)
-
     def write(self, path: Path, advance: Advance) -> None:
         torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests check more
-        self._written[path.name] = write_slices(path, self._slices(path.name), advance)
+        slices = ((piece.slice, self._tensor(piece)) for piece in self.files[path.name])
+        self._written[path.name] = write_slices(path, slices, advance)
 
     def complete(self, folder: Path) -> None:
         listed = [

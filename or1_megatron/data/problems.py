@@ -113,7 +113,7 @@ def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
 
 
 def _say_layout(path: Path, raw: Any) -> None:
-    fitting = list(dict.fromkeys(fitting_layouts(raw))) if isinstance(raw, Mapping) else []
+    fitting = fitting_layouts(raw) if isinstance(raw, Mapping) else []
     if len(fitting) > 1:
         log.info("%s: read as layout %s; its columns also fit %s", path, fitting[0], ", ".join(fitting[1:]))
 
@@ -301,14 +301,15 @@ def _file_rows(path: Path) -> Iterator[PlacedRow]:
         try:
             if file.read(1) == b"[":
                 for number, row in enumerate(from_json(b"[" + file.read(), allow_inf_nan=True), start=1):
-                    yield f"{path}:{number}", row
+                    columns = {str(at): item for at, item in enumerate(row)} if isinstance(row, list) else row
+                    yield f"{path}:{number}", columns
                 return
         except ValueError as error:
             raise DataError(
                 f"{path}: not a JSON list ({error}); expected a list of objects, or an object a line"
             ) from None
     with pa.input_stream(str(path), compression="detect") as file:
-        yield from _jsonl_rows(path, io.TextIOWrapper(file, "utf-8", "surrogateescape", "\n"))
+        yield from _jsonl_rows(path, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", "\n"))
 
 
 def _jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[PlacedRow]:

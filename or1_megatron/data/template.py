@@ -5,6 +5,7 @@ Ids and text are those of the folder's ``tokenizer.json``, as the tokenizers lib
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from or1_megatron.types import Int32Array, Prompt
+from or1_megatron.weights.files import is_lfs_pointer
 from or1_verify.answer import left_open
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import UnusableRows
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _BATCH: Final = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
+_DATE: Final = datetime.date(2024, 7, 26)  # Llama 3.2's own where there is no clock
 _SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  答案：é"
 """Text in which tokenizers differ: digits, white space, punctuation, other alphabets."""
 
@@ -123,13 +126,14 @@ class ChatTemplate:
                 except (ValueError, AttributeError) as error:
                     raise DataError(f"{folder / name}: not a JSON object ({error})") from None
                 ending |= set(listed if isinstance(listed, list) else [listed])
-        if behind and behind[0] not in ending:
+        end = next((token for token in behind if token in self._tokenizer.added_tokens_decoder), None)  # no mere text
+        if end is not None and end not in ending:
             log.warning(
                 "%s: its chat template ends a turn with %r (token %d), and responses end with token %s alone: they may "
                 "run on to the length limit. Add it to eos_token_id in generation_config.json if the model writes it",
                 folder,
-                self._tokenizer.convert_ids_to_tokens(behind[0]),
-                behind[0],
+                self._tokenizer.convert_ids_to_tokens(end),
+                end,
                 " or ".join(str(token) for token in sorted(token for token in ending if token is not None)),
             )
 
@@ -153,8 +157,11 @@ class ChatTemplate:
         return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
 
     def text(self, messages: Sequence[Message]) -> str:
+        """Return the prompt's text. A template that asks for today's date (Llama 3.2) gets ``_DATE`` on every day."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        rendered = self._tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, strftime_now=_DATE.strftime
+        )
         assert isinstance(rendered, str)
         return rendered
 
@@ -198,6 +205,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
     file = folder / _VOCABULARIES[0]
+    if file.is_file() and is_lfs_pointer(file):
+        raise DataError(f"{file} is a Git LFS pointer, not the tokenizer: run git lfs pull, or hf download")
     try:
         loader = PreTrainedTokenizerFast if file.is_file() else AutoTokenizer
         tokenizer = loader.from_pretrained(folder, local_files_only=True)

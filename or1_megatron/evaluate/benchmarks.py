@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from or1_megatron.data.problems import SUFFIXES, PlacedRow, is_hub_id, load_problems, read_rows
 from or1_megatron.runtime.files import write_atomically
-from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError, published_row
 from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 from or1_verify.problems.wording import BOX_INSTRUCTION
@@ -233,9 +232,7 @@ def _midnight(day: datetime.date) -> datetime.datetime:
 
 
 def _date(raw: Mapping[str, Any], origin: str) -> datetime.datetime:
-    text, layout = raw.get("date"), detect_layout(raw)
-    if text is None and layout is not None:
-        text = read_published(raw, layout, origin).notes.get("contest_date")
+    text = raw.get("date", raw.get("contest_date"))
     try:
         return datetime.datetime.fromisoformat(str(text)).replace(tzinfo=None)
     except ValueError:

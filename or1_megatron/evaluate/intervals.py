@@ -8,8 +8,6 @@ evaluation: 1.96 standard deviations of the estimate under each problem's own ch
 (c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not certain. ``problems`` is for another
 set of such problems too, as a claim about a skill needs: a percentile bootstrap over problems, usually the wider one.
 (Resampling a problem's own samples instead would bias pass@k downwards: a drawn set repeats samples.)
-
-A difference of two evaluations is taken problem by problem, so that what makes a problem hard cancels.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class ConfidenceInterval:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score in [0, 1], or a difference of two in [-1, 1], with its 95% intervals."""
+    """A score in [0, 1] with its 95% intervals."""
 
     value: float
     samples: ConfidenceInterval
@@ -65,18 +63,14 @@ def sizes(n: int) -> list[int]:
 
 
 def passed(rewards: Rewards, k: int) -> Score:
-    """Return pass@k; for k = 1 it is avg@n."""
-    estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
-    return _interval(estimates[right], _variances(estimates)[right])
-
-
-def _interval(values: NDArray[np.float64], variances: NDArray[np.float64]) -> Score:
-    """Return the mean of the problems' ``values`` [P]; ``variances`` [P] are over other samples.
+    """Return pass@k; for k = 1 it is avg@n.
 
     Problems with the same value are alike, so the bootstrap draws from a histogram.
     """
+    estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
+    values = estimates[right]
     count, value = len(values), float(values.mean())
-    spread = _NORMAL * math.sqrt(float(variances.mean()) / count)
+    spread = _NORMAL * math.sqrt(float(_variances(estimates)[right].mean()) / count)
     kinds, times = np.unique(values, return_counts=True)
     others = np.random.default_rng(_SEED).multinomial(count, times / count, RESAMPLES) @ kinds / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])

@@ -57,7 +57,11 @@ class ResponseStore:
         self.path = folder / RESPONSES
         wanted = json.loads(json.dumps(dict(request_settings)))
         if (begun := settings_begun_with(folder)) is not None:
-            _check_same(folder, begun, wanted)
+            keys = [key for key in dict.fromkeys((*begun, *wanted)) if begun.get(key) != wanted.get(key)]
+            changed = "\n".join(f"  {key}: was {begun.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+            if keys:
+                otherwise = "holds an evaluation that was made otherwise; name another --out, or put these back"
+                raise EvaluationError(f"{folder} {otherwise}:\n{changed}")
         else:
             content = (json.dumps(wanted, indent=2) + "\n").encode()
             write_atomically(folder / _SETTINGS, content, "the evaluation's settings")
@@ -97,12 +101,3 @@ def settings_begun_with(folder: Path) -> dict[str, Any] | None:
             "delete the file if it was asked as now"
         ) from None
     return begun
-
-
-def _check_same(folder: Path, begun: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    keys = [key for key in dict.fromkeys((*begun, *wanted)) if begun.get(key) != wanted.get(key)]
-    if keys:
-        changed = "\n".join(f"  {key}: was {begun.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
-        raise EvaluationError(
-            f"{folder} holds an evaluation that was made otherwise; name another --out, or put these back:\n{changed}"
-        )

@@ -63,19 +63,14 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
 
 
 def _count_rows(path: Path, split: str | None, key: str) -> int:
-    """Return how many problems a set has before any filter: rows, or lines that are not blank."""
-    if is_saved(path) or is_hub_id(path):
-        return sum(1 for _ in read_rows(path, split))
-    if path.is_dir():
+    """Return how many rows a set has, before any filter."""
+    if path.is_dir() and not is_saved(path):
         return sum(_count_rows(file, None, key) for file in files_of(path, split))
-    if not path.is_file():
+    if not path.exists() and not is_hub_id(path):
         raise DataFileMissing(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":
         try:
             return int(pq.read_metadata(path).num_rows)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{key}: {path} is not a readable parquet file: {error}") from None
-    with path.open("rb") as lines:
-        if lines.peek(1)[:1] == b"[" or path.suffix in (".gz", ".zst"):
-            return sum(1 for _ in read_rows(path))
-        return sum(1 for line in lines if not line.isspace())
+    return sum(1 for _ in read_rows(path, split))

@@ -69,11 +69,12 @@ def plan(
 
 def micro_batches(config: Config, stage: StageConfig) -> int:
     """Return the most micro-batches that a data-parallel rank can have in an SGD step."""
-    samples = _ceil(stage.prompts_per_update * stage.group_size, config.parallel.data)
+    samples = -(-stage.prompts_per_update * stage.group_size // config.parallel.data)
     # A row is closed only when the next sequence does not fit, so it holds at least this many.
     per_row = config.parallel.micro_batch_tokens // padded_sequence(config, stage)
     multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
-    return _ceil(_ceil(samples, per_row), multiple) * multiple
+    rows = -(-samples // per_row)
+    return -(-rows // multiple) * multiple
 
 
 def _warnings(config: Config) -> Iterator[str]:
@@ -139,7 +140,3 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
                 f"stage '{stage.name}': top_p = {stage.top_p:g}: responses are drawn from the nucleus, but log-probs, "
                 "ratios and entropies are of the whole distribution; the gradient is biased"
             )
-
-
-def _ceil(value: int, by: int) -> int:
-    return -(-value // by)

@@ -35,17 +35,11 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     }
 
 
-def disk_free(folder: Path) -> int:
-    """Return the bytes that are free where ``folder`` is or will be."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder if folder.exists() else Path(".")).free
-
-
 def disk_room(folder: Path) -> int:
     """Return the bytes that a run may have in ``folder``: free bytes, and bytes that the folder holds."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    return disk_free(folder) + held
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path("."))
+    return shutil.disk_usage(there).free + held
 
 
 def disk_short(config: Config, shape: Shape) -> str:

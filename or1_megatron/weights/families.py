@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.weights.llama import LLAMA
-from or1_megatron.weights.mistral import MISTRAL
-from or1_megatron.weights.qwen2 import QWEN2
-from or1_megatron.weights.qwen3 import QWEN3
+from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
@@ -48,20 +45,29 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         get = f"; if it is a model on the hub: hf download {folder} --local-dir {folder}" if hub else ""
         raise ModelError(f"model folder {folder} does not exist; expected an HF folder with config.json{get}")
     if not path.is_file():
-        raise ModelError(f"{path} is missing; expected an HF folder with config.json, safetensors and a tokenizer")
+        raise ModelError(f"{path} is missing; expected an HF folder of a whole model{what_holds(folder)}")
     try:
-        hf = json.loads(path.read_text())
+        hf: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(hf, dict):
+        raise ModelError(f"{path} holds the JSON of a {type(hf).__name__}; expected that of an object")
     family = _named(hf)
     heads = hf.get("num_attention_heads")
     if hf.get("num_key_value_heads", None if family is LLAMA else 0) is None:
         hf["num_key_value_heads"] = heads  # as transformers reads it: no groups
-    missing = [key for key in _NEEDED if hf.get(key) is None]
-    if missing:
-        raise ModelError(f"{path} lacks {', '.join(missing)}; expected the config of a decoder-only language model")
+    if missing := [key for key in _NEEDED if not isinstance(hf.get(key), int | float) or hf[key] <= 0]:
+        expected = "expected the config of a decoder-only language model, with a number above 0 for each"
+        raise ModelError(f"{path} lacks {', '.join(missing)}; {expected}")
     family_of(hf)
-    return dict(hf)
+    return hf
+
+
+def what_holds(folder: Path) -> str:
+    """Return words for the end of a message: what a folder holds that is no model here."""
+    held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    merge = "; merge the adapter into its base model first" if "adapter_model" in held else ""
+    return f"; it holds {held}{merge}"
 
 
 def family_of(hf: HFConfig) -> ModelFamily:
@@ -85,12 +91,13 @@ def _named(hf: HFConfig) -> ModelFamily:
 
 
 def _quantised(hf: HFConfig) -> Iterator[str]:
-    if settings := hf.get("quantization_config"):
-        method = settings.get("quant_method", "no quant_method") if isinstance(settings, dict) else settings
-        yield (
-            f"the weights are quantised ({method}): config.json has quantization_config; expected weights in bf16 or "
-            "fp32, without that key"
-        )
+    for key in ("quantization_config", "quantization"):  # the second is MLX's
+        if settings := hf.get(key):
+            method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
+            yield (
+                f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
+                "without that key"
+            )
 
 
 def experts_of(hf: HFConfig) -> Experts | None:

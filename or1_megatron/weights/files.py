@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from safetensors import safe_open
 
-from or1_megatron.weights.families import ModelError, family_of
+from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
@@ -116,9 +116,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in named]
     if whole.is_file():
         return [whole]
-    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    others = ("consolidated", "adapter_model")
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(others)]
     if not paths:
-        raise ModelError(f"{folder} holds no *.safetensors file; expected the model's weights in that format")
+        raise ModelError(f"{folder} lacks model.safetensors or its index; expected the weights so{what_holds(folder)}")
     return paths
 
 
@@ -130,6 +131,11 @@ def _same_bytes(one: Path, other: Path) -> bool:
     return same_form and torch.equal(output.view(torch.uint8), embedding.view(torch.uint8))
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
 def read_header(path: Path) -> Header:
     """Read the header of a safetensors file.
 
@@ -137,10 +143,9 @@ def read_header(path: Path) -> Header:
         ModelError: the header cannot be read, or the file's size is not what the header says.
     """
     size = path.stat().st_size
+    if is_lfs_pointer(path):
+        raise ModelError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull, or hf download")
     with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ModelError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull, or hf download")
-        file.seek(0)
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ModelError(f"{path} is no safetensors file, or cut: {size} bytes, of which {length} for the header")

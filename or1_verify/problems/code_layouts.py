@@ -1,9 +1,9 @@
-"""Reads the published sets of code problems. Each reader makes a record of one row's columns."""
+"""Readers of the published sets of code problems: each makes a record of one row's columns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from or1_verify.problems.columns import Columns, Published, golds, of_code, some
@@ -21,7 +21,7 @@ from or1_verify.problems.wording import (
 )
 
 
-def _taco(row: Columns) -> Published:
+def taco(row: Columns) -> Published:
     starter = row.optional("starter_code")
     pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
     return of_code(
@@ -34,7 +34,7 @@ def _taco(row: Columns) -> Published:
     )
 
 
-def _leetcode(row: Columns) -> Published:
+def leetcode(row: Columns) -> Published:
     test = row.text("test")
     truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
     return of_code(
@@ -46,7 +46,7 @@ def _leetcode(row: Columns) -> Published:
     )
 
 
-def _livecodebench(row: Columns) -> Published:
+def livecodebench(row: Columns) -> Published:
     """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
@@ -61,7 +61,7 @@ def _livecodebench(row: Columns) -> Published:
     )
 
 
-def _humaneval(row: Columns) -> Published:
+def humaneval(row: Columns) -> Published:
     """The statement is the beginning of a program."""
     program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
     return of_code(
@@ -73,20 +73,21 @@ def _humaneval(row: Columns) -> Published:
     )
 
 
-def _mbpp(row: Columns) -> Published:
-    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
-    tests = row.texts("test_list")
-    setup = some(row.optional("test_setup_code"), *row.texts("test_imports"))
+def mbpp(row: Columns) -> Published:
+    """The full form (``text``, ``test_setup_code``), the sanitized (``prompt``, ``test_imports``), and MBPP+, whose
+    ``test`` is one program; the prompt shows only ``test_list``."""
+    tests, program = row.texts("test_list"), row.optional("test")
+    cases = [*some(row.optional("test_setup_code"), *row.texts("test_imports")), *tests]
     return of_code(
         row.text("text", "prompt"),
-        tests and {"assert_case": [*setup, *tests]},
+        tests and {"assert_case": [program] if program else cases},
         instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
         solutions=some(row.text("code")),
         opening=MBPP_OPENING,
     )
 
 
-def _intellect2(row: Columns) -> Published:
+def intellect2(row: Columns) -> Published:
     """Math: {ground_truth}; code: {test_cases: [{input, output, fn_name}]}. Other kinds of task have no verifier."""
     task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
     if task == "verifiable_math":
@@ -94,10 +95,12 @@ def _intellect2(row: Columns) -> Published:
         return Published("math", row.text("prompt"), golds(gold))
     if "code" not in task:
         raise RowError(row.origin, f"task_type '{task}'", f"column 'task_type': found '{task}', expected math or code")
+    if (language := str(truth.get("language") or "python").lower()) != "python":
+        raise RowError(row.origin, f"language '{language}'", f"verification_info: language {language}, expected python")
     return of_code(row.text("prompt"), _cases(truth.get("test_cases")))
 
 
-def _deepcoder(row: Columns) -> Published:
+def deepcoder(row: Columns) -> Published:
     tests, starter = row.decoded("tests", object), row.optional("starter_code")
     if isinstance(tests, list):
         metadata = row.decoded("metadata", dict) if "metadata" in row.row else None
@@ -111,12 +114,12 @@ def _deepcoder(row: Columns) -> Published:
     )
 
 
-def _kodcode(row: Columns) -> Published:
+def kodcode(row: Columns) -> Published:
     """Its tests are functions for pytest that import the solution; here they are called one by one."""
     test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
-    told: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
+    info: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
     imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
-    entry = told.get("function_name") or (imported and imported[1])
+    entry = info.get("function_name") or (imported and imported[1])
     if not entry:
         expected = "expected a function_name in test_info, or an import from solution in test"
         raise RowError(row.origin, "no name of the function", f"column 'test': {expected}")
@@ -124,7 +127,7 @@ def _kodcode(row: Columns) -> Published:
     calls = re.findall(r"^def (test\w*)\(\s*\)", body, flags=re.MULTILINE)
     check = "\n\ndef check(candidate):\n" + "".join(f"    {call}()\n" for call in calls)
     truth = {"entry_point": entry, "import_prefix": "", "test_code": body + check}
-    declared = told.get("function_declaration") or ""
+    declared = info.get("function_declaration") or ""
     return of_code(
         row.text("question"),
         calls and truth,
@@ -134,12 +137,15 @@ def _kodcode(row: Columns) -> Published:
     )
 
 
-def _acecode(row: Columns) -> Published:
+def acecode(row: Columns) -> Published:
     tests = row.texts("test_cases")
     return of_code(row.text("question"), tests and {"assert_case": tests}, instructions=ONE_BLOCK)
 
 
-def _code_contests(row: Columns) -> Published:
+def code_contests(row: Columns) -> Published:
+    if file := row.optional("input_file"):
+        detail = f"column 'input_file': programs are to read {file}; expected tests by standard input"
+        raise RowError(row.origin, "input from a file", detail)
     parts = [row.decoded(f"{kind}_tests", dict) or {} for kind in ("public", "private", "generated")]
     inputs, outputs = ([item for part in parts for item in part.get(side) or []] for side in ("input", "output"))
     truth = inputs and {"inputs": inputs, "outputs": outputs}
@@ -153,17 +159,3 @@ def _cases(cases: Any, function: str | None = None) -> dict[str, Any]:
     named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)
     truth = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
     return truth | ({"fn_name": named} if named else {})
-
-
-CODE_READERS: Mapping[str, Callable[[Columns], Published]] = {
-    "taco": _taco,
-    "leetcode": _leetcode,
-    "livecodebench": _livecodebench,
-    "humaneval": _humaneval,
-    "mbpp": _mbpp,
-    "intellect2": _intellect2,
-    "deepcoder": _deepcoder,
-    "kodcode": _kodcode,
-    "acecode": _acecode,
-    "code_contests": _code_contests,
-}

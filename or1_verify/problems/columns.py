@@ -46,20 +46,22 @@ class Columns:
 
     def verbatim(self, *names: str) -> str:
         """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
-        value = self._value(names)
+        name = self._first(names)
+        value = self.row[name]
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text")
+            raise self._wrong(name, f"found {shown(value)}, expected text")
         return value if value.strip() else ""
 
     def answer(self, *names: str) -> str:
         """Return text or a number, as text."""
-        value = self._value(names)
+        name = self._first(names)
+        value = self.row[name]
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
+            raise self._wrong(name, f"found {shown(value)}, expected text or a number")
         whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
         text = str(int(value) if whole else value).strip()
         return "" if text.lower() in MISSING else text
@@ -78,7 +80,7 @@ class Columns:
 
     def decoded(self, name: str, kind: type) -> Any:
         """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
-        value = self._value((name,))
+        value = self.row[self._first((name,))]
         if isinstance(value, str):
             if not value.strip():
                 return None
@@ -91,10 +93,10 @@ class Columns:
             raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
         return value
 
-    def _value(self, names: tuple[str, ...]) -> Any:
+    def _first(self, names: tuple[str, ...]) -> str:
         for name in names:
             if name in self.row:
-                return self.row[name]
+                return name
         missing = f"no column '{' or '.join(names)}'"
         raise RowError(
             self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"

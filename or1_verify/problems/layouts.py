@@ -7,39 +7,34 @@ math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneva
 MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so. For
 RL: BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024, ganler/code-r1-12k (as Skywork-OR1-RL-Data), SynthLabsAI/Big-Math-RL
 (as DeepScaleR), zwhe99/DeepMath-103K, nvidia/OpenMathReasoning, PrimeIntellect/INTELLECT-2-RL-Dataset, inclusionAI/
-AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1,
-TIGER-Lab/AceCode-87K, deepmind/code_contests.
+AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, Open-Reasoner-Zero/orz_math_57k_collection,
+agentica-org/DeepCoder-Preview-Dataset, KodCode/KodCode-V1, TIGER-Lab/AceCode-87K, deepmind/code_contests.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from or1_verify.answer import is_answered_once, last_box
-from or1_verify.problems.code_layouts import CODE_READERS
+from or1_verify.problems import code_layouts as code
 from or1_verify.problems.columns import Columns, Published, golds, some
 from or1_verify.problems.rows import RowError, check_no_image, parse_row, shown
 
-LayoutName = Literal[
-    "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
-    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math", "deepmath", "openmath", "intellect2", "areal",
-    "rlvr", "deepcoder", "kodcode", "acecode", "code_contests",
-]  # fmt: skip
 
-
-def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
+def detect_layout(columns: Mapping[str, Any]) -> str | None:
     """Return the layout that has such columns, the narrowest of several; None when no known layout has them."""
     return next(iter(fitting_layouts(columns)), None)
 
 
-def fitting_layouts(columns: Mapping[str, Any]) -> list[LayoutName]:
+def fitting_layouts(columns: Mapping[str, Any]) -> list[str]:
     """Return all layouts that have such columns, the narrowest first."""
-    return [layout for layout, telling in _TELLING if telling <= columns.keys()]
+    return list(dict.fromkeys(layout for layout, telling, _ in _LAYOUTS if telling <= columns.keys()))
 
 
-def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
+def read_published(row: Any, layout: str, origin: str) -> Published:
     """Read one decoded row. Raises RowError naming ``origin``, the column, what was found and what was expected."""
     if isinstance(row, RowError):
         raise row
@@ -48,34 +43,57 @@ def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
     if layout == "auto":
         detected = detect_layout(row)
         if detected is None:
-            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
-            detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
+            expected = "expected prompt and answer, a set of docs/data.md, or names such as columns: {prompt: question}"
+            detail = f"columns {sorted(row)} are of no known layout; {expected}"
             raise RowError(origin, "columns of no known layout", detail)
         layout = detected
     check_no_image(row, origin)
-    if layout in ("skywork", "plain"):
-        return _own_layout(row, origin)
-    return _READERS[layout](Columns(row, layout, origin))
+    reader = next(reader for name, _, reader in _LAYOUTS if name == layout)
+    published = reader(Columns(row, layout, origin))
+    _check_choices(row, published, origin)
+    return published
 
 
-def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
-    row = parse_row(dict(raw), origin)
-    if len(row.messages) != 1 or row.messages[0].role != "user":
-        roles = [message.role for message in row.messages]
-        raise RowError(
-            origin,
-            "field 'prompt' is not one user message",
-            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
-        )
-    solution = Columns(raw, "skywork", origin).optional("solution")
-    statement, source = row.messages[0].content, row.source or ""
+def _check_choices(row: Mapping[str, Any], published: Published, origin: str) -> None:
+    """Raise RowError where the answer is one of several choices, by letter or number, and the prompt shows none."""
+    for name in ("choices", "options"):
+        texts = row.get(name)
+        texts = [str(text) for text in (texts.values() if isinstance(texts, Mapping) else texts or ())]
+        named = published.ability == "math" and published.ground_truth not in map(golds, texts)
+        if named and not all(text in published.content for text in texts):
+            detail = f"column '{name}': the answer names one of these choices, which the prompt would not show"
+            raise RowError(origin, "choices outside the prompt", detail)
+
+
+def _only_user(roles: Sequence[str], column: str, origin: str) -> None:
+    if list(roles) != ["user"]:
+        detail = f"field '{column}': found messages of {roles}; expected one message of the user, as this layout has"
+        raise RowError(origin, f"field '{column}' is not one user message", detail)
+
+
+def _own_layout(columns: Columns) -> Published:
+    row = parse_row(dict(columns.row), columns.origin)
+    _only_user([message.role for message in row.messages], "prompt", columns.origin)
+    statement, source, solution = row.messages[0].content, row.source or "", columns.optional("solution")
     return Published(row.ability, statement, row.ground_truth, source, "", some(solution), row.difficulty)
 
 
-def _numinamath(row: Columns) -> Published:
-    notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
-    said = {name: value for name, value in notes.items() if value}
-    return _solved(row, row.answer("answer"), source=row.text("source"), notes=said)
+def _answered(row: Columns) -> Published:
+    """Math with its answer, under the names of many sets. GSM8K's answer is a solution that ends in ``#### 1,234``."""
+    given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
+    worked, marked, gold = given.rpartition("####")
+    names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")
+    others = {name: value.strip() for name, value in row.row.items() if isinstance(value, str) and value.strip()}
+    return Published(
+        "math",
+        row.text("problem", "Problem", "question"),
+        golds(gold.strip().replace(",", "") if marked else gold),
+        source=others.get("source") or others.get("problem_source", ""),
+        solutions=some(worked.strip(), *(others.get(name, "") for name in names)),
+        notes={
+            name: others[name] for name in ("question_type", "problem_is_valid", "solution_is_valid") if name in others
+        },
+    )
 
 
 def _math(row: Columns) -> Published:
@@ -85,21 +103,8 @@ def _math(row: Columns) -> Published:
             f"column 'solution': found several boxes that are no one list, in {solution[-200:]!r}; expected one answer"
         )
         raise RowError(row.origin, "several boxes in the solution", detail)
-    return _solved(row, last_box(solution) or "")
-
-
-def _solved(row: Columns, gold: str, **more: Any) -> Published:
-    return Published("math", row.text("problem"), golds(gold), solutions=some(row.text("solution")), **more)
-
-
-def _still3(row: Columns) -> Published:
-    """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
-    solution, marked, gold = row.answer("answer").rpartition("####")
-    if not marked:
-        return Published("math", row.text("question"), golds(gold))
-    return Published(
-        "math", row.text("question"), golds(gold.strip().replace(",", "")), solutions=some(solution.strip())
-    )
+    gold = golds(last_box(solution) or "")
+    return Published("math", row.text("problem"), gold, solutions=some(solution))
 
 
 def _olympiadbench(row: Columns) -> Published:
@@ -109,15 +114,11 @@ def _olympiadbench(row: Columns) -> Published:
     parts = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
     return Published(
         "math",
-        row.text("question"),
+        "\n".join(some(row.optional("context"), row.text("question"))),
         golds(", ".join(filter(None, parts))),
         source=row.optional("subfield"),
         solutions=tuple(row.texts("solution")),
     )
-
-
-def _omni_math(row: Columns) -> Published:
-    return _solved(row, row.answer("answer"), source=row.optional("source"))
 
 
 def _areal(row: Columns) -> Published:
@@ -126,65 +127,57 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """The first user message as it is, worked examples included; constraints on the form have no verifier."""
-    named, messages = row.optional("dataset").lower(), row.decoded("messages", list) or [{}]
-    if named == "ifeval":
-        raise RowError(row.origin, "dataset 'ifeval'", "column 'dataset': found 'ifeval', which has no verifier")
-    statement = messages[0].get("content") if isinstance(messages[0], Mapping) else None
-    return Published("math", str(statement or "").strip(), golds(row.answer("ground_truth")), source=named)
+    """The user's message as it is, worked examples included. Later sets have lists of one, and tasks of other kinds."""
+    named, truth = (
+        value[0] if isinstance(value, list) and len(value) == 1 else value
+        for value in (row.row.get("dataset") or "math", row.row["ground_truth"])
+    )
+    if not re.search("math|gsm", str(named).lower()):
+        detail = f"column 'dataset': found {shown(named)}, which has no verifier; expected a set of math, such as gsm8k"
+        raise RowError(row.origin, f"dataset {named!r}", detail)
+    messages = [message for message in row.decoded("messages", list) or [] if isinstance(message, Mapping)]
+    _only_user([str(message.get("role")) for message in messages], "messages", row.origin)
+    gold = Columns({"ground_truth": truth}, row.layout, row.origin).answer("ground_truth")
+    return Published("math", str(messages[0].get("content") or "").strip(), golds(gold), source=str(named).lower())
 
 
-def _answered(statement: str, answer: str, solutions: str = "", source: str = "") -> Callable[[Columns], Published]:
-    """Return the reader of rows whose columns hold what is named; of a statement's or answer's, the first there is."""
-
-    def read(row: Columns) -> Published:
-        gold, known = golds(row.answer(*answer.split())), some(*map(row.optional, solutions.split()))
-        return Published("math", row.text(*statement.split()), gold, row.optional(source), solutions=known)
-
-    return read
+def _orz(row: Columns) -> Published:
+    """Two turns: {from, value}, {from, ground_truth: {value}}."""
+    asked, answered = row.decoded("0", dict) or {}, row.decoded("1", dict) or {}
+    gold = Columns(answered.get("ground_truth") or {"value": None}, row.layout, row.origin).answer("value")
+    return Published("math", str(asked.get("value") or "").strip(), golds(gold))
 
 
-_PROBLEM_ANSWER = _answered("problem Problem question", "answer Answer", "solution Solution")
-_READERS: Mapping[str, Callable[[Columns], Published]] = {
-    **CODE_READERS,
-    "numinamath": _numinamath,
-    "deepscaler": _PROBLEM_ANSWER,
-    "still3": _still3,
-    "omni_math": _omni_math,
-    "aime": _PROBLEM_ANSWER,
-    "olympiadbench": _olympiadbench,
-    "math": _math,
-    "deepmath": _answered("question", "final_answer", "r1_solution_1 r1_solution_2 r1_solution_3"),
-    "openmath": _answered("problem", "expected_answer", "generated_solution", "problem_source"),
-    "areal": _areal,
-    "rlvr": _rlvr,
-}
-
-_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
-    ("skywork", frozenset({"prompt", "reward_model"})),
-    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
-    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
-    ("mbpp", frozenset({"task_id", "test_list"})),
-    ("kodcode", frozenset({"question", "solution", "test"})),
-    ("acecode", frozenset({"question", "test_cases"})),
-    ("code_contests", frozenset({"description", "public_tests", "private_tests", "generated_tests"})),
-    ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"})),
-    ("olympiadbench", frozenset({"question", "final_answer"})),
-    ("intellect2", frozenset({"prompt", "task_type", "verification_info"})),
-    ("areal", frozenset({"prompt", "solutions", "query_id"})),
-    ("rlvr", frozenset({"messages", "ground_truth"})),
-    ("deepcoder", frozenset({"problem", "tests"})),
-    ("openmath", frozenset({"problem", "expected_answer"})),
-    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
-    ("taco", frozenset({"question", "input_output"})),
-    ("numinamath", frozenset({"problem", "question_type", "answer"})),
-    ("omni_math", frozenset({"problem", "domain", "solution", "answer"})),
-    ("plain", frozenset({"prompt", "answer"})),
-    ("plain", frozenset({"prompt", "label"})),
-    ("plain", frozenset({"prompt", "ground_truth"})),
-    ("aime", frozenset({"Problem", "Answer"})),
-    ("deepscaler", frozenset({"problem", "answer"})),
-    ("still3", frozenset({"question", "answer"})),
-    ("math", frozenset({"problem", "solution"})),
+_LAYOUTS: tuple[tuple[str, frozenset[str], Callable[[Columns], Published]], ...] = (
+    ("skywork", frozenset({"prompt", "reward_model"}), _own_layout),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"}), code.livecodebench),
+    ("humaneval", frozenset({"prompt", "canonical_solution", "test"}), code.humaneval),
+    ("mbpp", frozenset({"task_id", "test_list"}), code.mbpp),
+    ("kodcode", frozenset({"question", "solution", "test"}), code.kodcode),
+    ("acecode", frozenset({"question", "test_cases"}), code.acecode),
+    (
+        "code_contests",
+        frozenset({"description", "public_tests", "private_tests", "generated_tests"}),
+        code.code_contests,
+    ),
+    ("deepmath", frozenset({"question", "final_answer", "r1_solution_1"}), _answered),
+    ("olympiadbench", frozenset({"question", "final_answer"}), _olympiadbench),
+    ("intellect2", frozenset({"prompt", "task_type", "verification_info"}), code.intellect2),
+    ("areal", frozenset({"prompt", "solutions", "query_id"}), _areal),
+    ("rlvr", frozenset({"messages", "ground_truth"}), _rlvr),
+    ("orz", frozenset({"0", "1"}), _orz),
+    ("deepcoder", frozenset({"problem", "tests"}), code.deepcoder),
+    ("openmath", frozenset({"problem", "expected_answer"}), _answered),
+    ("leetcode", frozenset({"problem_description", "entry_point", "test"}), code.leetcode),
+    ("taco", frozenset({"question", "input_output"}), code.taco),
+    ("numinamath", frozenset({"problem", "question_type", "answer"}), _answered),
+    ("omni_math", frozenset({"problem", "domain", "solution", "answer"}), _answered),
+    ("plain", frozenset({"prompt", "answer"}), _own_layout),
+    ("plain", frozenset({"prompt", "label"}), _own_layout),
+    ("plain", frozenset({"prompt", "ground_truth"}), _own_layout),
+    ("aime", frozenset({"Problem", "Answer"}), _answered),
+    ("deepscaler", frozenset({"problem", "answer"}), _answered),
+    ("still3", frozenset({"question", "answer"}), _answered),
+    ("math", frozenset({"problem", "solution"}), _math),
 )
-"""The columns that tell a layout, the most particular first."""
+"""Names, the columns that tell a layout, and its reader; the most particular first."""

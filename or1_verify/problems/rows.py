@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,11 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 DIFFICULTY_TRIES = 16
 """``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
 
-_SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 ANSWERS = ("answer", "label", "ground_truth")
 """The names of a plain row's answer."""
-MISSING = ("nan", "none", "null", "n/a", "inf", "-inf", "<na>")
-"""Texts in lower case that programs write where there is no answer."""
-_PICTURES = frozenset({"image", "images", "image_path", "video", "videos", "decoded_image"})
+MISSING = ("nan", "none", "null", "n/a", "inf", "-inf", "<na>", "proof", "notfound")
+"""Texts in lower case that programs write where there is no answer; the last two are NuminaMath-1.5's."""
+_PICTURE = re.compile(r"(decoded_)?(image|video)s?(_path|_\d+)?")
 _SHOWN_CHARS = 120
 
 
@@ -58,7 +58,6 @@ class ParsedRow:
     messages: tuple[Message, ...]
     ability: str
     ground_truth: str
-    truth_field: str
     difficulty: Mapping[str, int]
 
 
@@ -91,8 +90,23 @@ class _MessageRow(_StrictModel):
     content: Text
 
 
+def _turns(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+_Prompt = Annotated[list[_MessageRow], Field(min_length=1), BeforeValidator(_turns)]
+
+
+def _text(value: Any) -> Any:
+    """Return a number as text, and a list or an object as JSON."""
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    value = _whole(value)
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class _RewardModel(_StrictModel):
-    ground_truth: NonEmpty
+    ground_truth: Annotated[NonEmpty, BeforeValidator(_text)]
     style: str = "rule"
 
 
@@ -105,7 +119,7 @@ class _ExtraInfo(_StrictModel):
 
 class _SkyworkRow(_StrictModel):
     data_source: str | None = None
-    prompt: list[_MessageRow] = Field(min_length=1)
+    prompt: _Prompt
     ability: Ability
     reward_model: _RewardModel
     extra_info: _ExtraInfo | None = None
@@ -113,14 +127,12 @@ class _SkyworkRow(_StrictModel):
     def parsed(self, origin: str) -> ParsedRow:
         measured = (self.extra_info and self.extra_info.model_difficulty) or {}
         difficulty = {model: failures for model, failures in measured.items() if failures is not None}
-        truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
-        if self.ability == "math":
-            truth = _listed(truth)
-        return ParsedRow(self.data_source or None, _messages(self.prompt), self.ability, truth, field, difficulty)
+        truth = _listed(self.reward_model.ground_truth) if self.ability == "math" else self.reward_model.ground_truth
+        return ParsedRow(self.data_source or None, _messages(self.prompt), self.ability, truth, difficulty)
 
 
 class _PlainRow(_StrictModel):
-    prompt: Text | Annotated[list[_MessageRow], Field(min_length=1)]
+    prompt: _Prompt
     answer: Annotated[
         NonEmpty | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[list[NonEmpty], Field(min_length=1)],
         BeforeValidator(_whole),
@@ -129,42 +141,36 @@ class _PlainRow(_StrictModel):
     source: str | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
-        """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
-        messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
+        """The ground truth is a JSON list of answers for math; of another ability it is passed on as text or JSON."""
         if self.ability == "math":
             answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
             if missing := [answer for answer in answers if answer.strip().lower() in MISSING]:
                 detail = f"field 'answer': {missing[0]!r} says that there is no answer"
                 raise RowError(origin, "no answer", detail)
             truth = json.dumps(answers, ensure_ascii=False)
-        elif isinstance(self.answer, str):
-            truth = self.answer
         else:
-            expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
-            raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
-        return ParsedRow(self.source or None, messages, self.ability, truth, "answer", {})
+            truth = _text(self.answer)
+        return ParsedRow(self.source or None, _messages(self.prompt), self.ability, truth, {})
 
 
-def parse_row(raw: Any, origin: str) -> ParsedRow:
+def parse_row(raw: dict[str, Any], origin: str) -> ParsedRow:
     """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
-    if not isinstance(raw, dict):
-        raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
     check_no_image(raw, origin)
-    answer = next((name for name in ANSWERS if name in raw), None)
-    plain = answer is not None and "reward_model" not in raw
+    answer = next((name for name in ANSWERS if name in raw), "")
+    plain = bool(answer) and "reward_model" not in raw
     if plain and _whole(raw[answer]) is None:
         raise RowError(origin, "no answer", f"field '{answer}': found {shown(raw[answer])}, expected an answer")
     try:
         row = _PlainRow.model_validate(raw | {"answer": raw[answer]}) if plain else _SkyworkRow.model_validate(raw)
     except ValidationError as error:
-        raise _explained(error, raw, origin) from None
+        raise _explained(error, origin) from None
     return row.parsed(origin)
 
 
 def check_no_image(raw: Mapping[str, Any], origin: str) -> None:
     """Raise RowError where a problem has pictures, which no model here sees."""
-    for name in _PICTURES & raw.keys():
-        if raw[name]:
+    for name in raw:
+        if raw[name] and _PICTURE.fullmatch(name):
             detail = f"column '{name}': the problem has a picture, which the model would not see"
             raise RowError(origin, "the problem has a picture", detail)
 
@@ -202,15 +208,13 @@ def _messages(rows: Sequence[_MessageRow]) -> tuple[Message, ...]:
     return tuple(Message(row.role, row.content) for row in rows)
 
 
-def _explained(error: ValidationError, raw: dict[str, Any], origin: str) -> RowError:
+def _explained(error: ValidationError, origin: str) -> RowError:
     errors = error.errors(include_url=False)
     complaints = []
     for item in errors:
         value = "" if item["type"] == "missing" else f", found {shown(item['input'])}"
         complaints.append(f"field '{'.'.join(str(part) for part in item['loc'])}': {item['msg']}{value}")
     text = "; ".join(complaints)
-    if "reward_model" not in raw and not raw.keys() & set(ANSWERS):
-        text += f" (expected either {{{', '.join(_SKYWORK_KEYS)}}} or {{prompt, answer}}; this row has {sorted(raw)})"
     first = next((item for item in errors if item["type"] == "missing"), errors[0])
     fault = "is missing" if first["type"] == "missing" else "has a wrong type or value"
     return RowError(origin, f"field '{first['loc'][0]}' {fault}", text)

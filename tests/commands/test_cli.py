@@ -87,7 +87,7 @@ def test_a_missing_data_file_names_the_script_beside_the_configuration(config: P
 def test_check_refuses_what_the_dry_run_says_is_not_there_yet(config: Path) -> None:
     """Weights that are still to be downloaded: planned with, not started with. Both print the plan first."""
     planned, refused = (invoke("train", config, how, "--device", "cpu") for how in ("--dry-run", "--check"))
-    said = "holds no *.safetensors file"
+    said = "lacks model.safetensors or its index"
     assert planned.exit_code == 0 and f"or1: not there yet: {config.parent}/model" in planned.stderr
     assert said in planned.stderr
     assert refused.exit_code == 2 and refused.stderr.startswith("or1: error: ") and said in refused.stderr

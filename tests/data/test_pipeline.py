@@ -179,14 +179,15 @@ def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> Non
         "near_duplicates", "code", "embedding_duplicates", "decontaminate", "difficulty", "judges",
     ]  # fmt: skip
     judges = recipe.judges
-    assert judges is not None and len(judges.models) == 2 and judges.abilities == ("math",)
+    assert judges is not None and len(judges.models) == 2
     assert (judges.votes, judges.keep_at_least) == (16, 9)
     assert [model.name for model in judges.models] == ["Llama-3.3-70B-Instruct", "Qwen2.5-72B-Instruct"]
 
 
 BAD = {
-    "missing column": ([{"problem": "What is 1 + 1, all told?", "answer": "2"}], {"layout": "numinamath"},
-                       r"bad.jsonl:1: no column 'source', which layout 'numinamath' has"),
+    "missing column": ([{"problem": "What is 1 + 1, all told?", "answer": "2"}],
+                       {"columns": {"prompt": "problem", "answer": "gold"}},
+                       r"bad.jsonl:1: no column 'gold', which columns.answer names"),
     "wrong type": ([{"problem": "What is 1 + 1, all told?", "answer": ["2"]}], {},
                    r"bad.jsonl:1: column 'answer': found ['2'] (list), expected text or a number"),
     "unknown layout": ([{"a": 1}], {}, "bad.jsonl:1: columns ['a'] are of no known layout"),
@@ -246,9 +247,9 @@ def test_rows_of_the_wrong_shape_are_all_named_or_go_to_the_ledger(tmp_path: Pat
 
 def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("sources: [{path: x.jsonl, layuot: plain}]\n")
+    recipe.write_text("sources: [{path: x.jsonl, colunms: {}}]\n")
     result = invoke("data", "build", recipe)
-    assert result.exit_code == 2 and "did you mean sources.0.layout?" in result.output
+    assert result.exit_code == 2 and "did you mean sources.0.columns?" in result.output
     recipe.write_text("sources: [{path: x.jsonl}]\nduplicates: {embedding: {model: x, backend: transformers}}\n")
     said = invoke("data", "build", recipe).output
     assert "recipe.yaml:2: duplicates.embedding.backend: was removed: transformers loads the model" in said

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ STATEMENTS = {
 }
 
 
-def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
-    """By default no judge is asked about code, and the problem passes; with both abilities its judge is opened."""
+def test_code_is_not_judged(tmp_path: Path) -> None:
+    """As in the paper: no judge is asked about code, and the problem passes; about math its judge is opened."""
     code = Candidate("code", "Sort a list.", "{}", id="c", origin="set.jsonl:1")
     shard = tmp_path / "part-00000.parquet"
     write_shard(shard, [code])
@@ -159,9 +160,9 @@ def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
     step = Judges(judging("http://127.0.0.1:9/v1", "a", keep_at_least=1), tmp_path / "votes", opened)
     step.prepare([shard])
     assert step.apply([code], 0) == [code]
-    config = judging("http://127.0.0.1:9/v1", "a", keep_at_least=1, abilities=("math", "code"))
+    write_shard(shard, [replace(code, ability="math")])
     with pytest.raises(LookupError, match="opened"):
-        Judges(config, tmp_path / "votes", opened).prepare([shard])
+        step.prepare([shard])
 
 
 def test_votes_of_several_judges_decide(tmp_path: Path) -> None:

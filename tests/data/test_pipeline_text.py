@@ -159,7 +159,7 @@ def test_overlap_is_the_share_of_the_shorter_text_s_ngrams(tmp_path: Path) -> No
 def test_unusable_rows_of_an_evaluation_set_are_listed(tmp_path: Path) -> None:
     path, listed = tmp_path / "exam.jsonl", tmp_path / "unusable.jsonl"
     path.write_text((json.dumps({"problem": 7, "answer": "1"}) + "\n") * 25)
-    step = Decontamination(DecontaminationConfig(against=(BuildSource(path=path, layout="plain"),)), listed)
+    step = Decontamination(DecontaminationConfig(against=(BuildSource(path=path),)), listed)
     with pytest.raises(DataError, match=r"and 5 more; .*unusable\.jsonl lists them"):
         step.prepare([])
     assert len(listed.read_text().splitlines()) == 25

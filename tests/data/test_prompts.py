@@ -146,6 +146,14 @@ def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
         ChatTemplate(load_tokenizer(tmp_path), largest).make_prompts(problems, 99, unusable)
 
 
+def test_a_template_of_today_is_the_same_tomorrow(tmp_path: Path) -> None:
+    byte_level(tmp_path, "PreTrainedTokenizerFast", "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
+    assert ChatTemplate(load_tokenizer(tmp_path)).text((Message("user", "?"),)) == "26 Jul 2024?"
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
+    with pytest.raises(DataError, match=r"tokenizer\.json is a Git LFS pointer, not the tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 def test_an_end_of_turn_that_ends_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     turns = "{% for m in messages %}{{ m['content'] }}<a>{% endfor %}"
     byte_level(tmp_path, "PreTrainedTokenizerFast", turns)
@@ -153,6 +161,9 @@ def test_an_end_of_turn_that_ends_nothing_is_said(tmp_path: Path, caplog: pytest
     assert "ends a turn with '<a>' (token 3), and responses end with token 0 alone" in caplog.text
     caplog.clear()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)
+    text_first = "{% for m in messages %}{{ m['content'] }} <end>{% endfor %}"  # as Llama 2's
+    byte_level(tmp_path, "PreTrainedTokenizerFast", text_first)
     ChatTemplate(load_tokenizer(tmp_path)).check_end_of_turn(tmp_path)
     assert not caplog.text
     (tmp_path / "generation_config.json").write_text("{'eos_token_id': 3}")

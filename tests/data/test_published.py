@@ -48,6 +48,15 @@ MATH: dict[str, tuple[str, dict[str, Any]]] = {
     "INTELLECT-2": ("intellect2", {"problem_id": "p", "task_type": "verifiable_math", "prompt": "What is 3 + 4?",
                                    "verification_info": '{"ground_truth": "$7$"}', "metadata": "{}"}),
     "AReaL": ("areal", {"prompt": "What is 3 + 4?", "solutions": ["\\boxed{7}"], "task": "math", "query_id": "q"}),
+    "DAPO-Math-17k-Processed": ("skywork", {**VERL, "prompt": "What is 3 + 4?", "solution": "7", "ability": "MATH"}),
+    "a number as gold": ("skywork", {**VERL, "ability": "math", "reward_model": {"ground_truth": 7.0}}),
+    "a list as gold": ("skywork", {**VERL, "ability": "math", "reward_model": {"ground_truth": ["7"]}}),
+    "Dolci": ("rlvr", {"messages": ASKED, "ground_truth": ["7"], "dataset": ["math"]}),
+    "ORZ": ("orz", {"0": {"from": "human", "value": "What is 3 + 4?"},
+                    "1": {"from": "assistant", "ground_truth": {"value": "7"}}}),
+    "MegaScience": ("still3", {"question": "What is 3 + 4?", "answer": "We add.", "reference_answer": "7"}),
+    "choices beside an answer": ("deepscaler", {"problem": "What is 3 + 4?", "answer": "7",
+                                                "choices": {"A": "6", "B": "7"}}),
     "RLVR": ("rlvr", {"messages": ASKED, "ground_truth": "7", "dataset": "gsm8k", "constraint_type": None}),
 }  # fmt: skip
 CODE: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -108,13 +117,17 @@ def test_a_task_without_a_verifier_is_named(tmp_path: Path) -> None:
     rows = [{**MATH["INTELLECT-2"][1], "task_type": "llm_judgeable_groundtruth_similarity"}]
     with pytest.raises(DataError, match=r"task_type.*expected math or code"):
         load_problems(write(tmp_path, rows))
-    rows = [{**MATH["RLVR"][1], "dataset": "ifeval"}]
-    with pytest.raises(DataError, match="'ifeval', which has no verifier"):
-        load_problems(write(tmp_path, rows))
+    for name in ("ifeval", "code", "general-quality_ref"):
+        with pytest.raises(DataError, match=f"'{name}' .*which has no verifier"):
+            load_problems(write(tmp_path, [{**MATH["RLVR"][1], "dataset": name}]))
+    info = json.dumps({"language": "rust", "test_cases": CASES})
+    with pytest.raises(DataError, match="language rust, expected python"):
+        load_problems(write(tmp_path, [{**CODE["INTELLECT-2"][1], "verification_info": info}]))
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.json", "list.json", "list.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"]
+    "name",
+    ["rows.json", "marked.jsonl", "list.json", "list.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "saved", "splits"],
 )
 def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": "What is 3 + 4?", "label": "7"}, {"prompt": "What is 3 + 5?", "label": "8"}]
@@ -122,6 +135,8 @@ def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     match name:
         case "rows.json":
             path.write_bytes(lines)
+        case "marked.jsonl":
+            path.write_bytes(b"\xef\xbb\xbf" + lines)
         case "list.json" | "list.jsonl":
             path.write_text(json.dumps(rows))
         case "rows.jsonl.gz":
@@ -164,6 +179,15 @@ def test_numbers_as_pandas_writes_them(tmp_path: Path) -> None:
     assert whole.ground_truth == '["4"]'
 
 
+def test_a_list_of_lists_and_a_context(tmp_path: Path) -> None:
+    """ORZ's file is a JSON list of pairs of turns; OlympiadBench's physics has what is given in ``context``."""
+    (tmp_path / "orz.json").write_text(json.dumps([list(MATH["ORZ"][1].values())]))
+    (problem,) = load_problems(tmp_path / "orz.json")
+    assert (problem.messages[0].content, problem.ground_truth) == ("What is 3 + 4?", '["7"]')
+    row = {"question": "Find v.", "final_answer": ["7"], "context": "A ball falls.", "subfield": "Mechanics"}
+    assert load_problems(write(tmp_path, [row]))[0].messages[0].content == "A ball falls.\nFind v."
+
+
 UNUSABLE: dict[str, Any] = {
     "NaN": {"prompt": "q", "answer": math.nan},
     "infinite": {"prompt": "q", "answer": math.inf},
@@ -175,7 +199,19 @@ UNUSABLE: dict[str, Any] = {
     "a picture": {"prompt": "q", "answer": "7", "images": [{"bytes": "x"}]},
     "a picture's path": {"problem": "q", "answer": "7", "image": "a.png"},
     "another layout's NaN": {"problem": "q", "answer": math.nan},
-    "verl's nan": {**VERL, "ability": "math", "reward_model": {"ground_truth": "nan"}},
+    "a numbered picture": {"question": "q", "final_answer": ["7"], "image_1": {"bytes": "x"}},
+    "a picture of TACO": {"question": "q", "input_output": '{"inputs": ["1"], "outputs": ["1"]}', "picture_num": "1"},
+    "a letter without choices": {"question": "q", "answer": "B", "options": ["6", "7"]},
+    "a number of a choice": {"question": "q", "answer": 1, "choices": ["6", "7"]},
+    "a proof": {"problem": "Prove it.", "answer": "proof", "question_type": "proof"},
+    "a system's message": {"messages": [{"role": "system", "content": "s"}, *ASKED], "ground_truth": "7"},
+    "input from a file": {
+        "description": "q",
+        "public_tests": {"input": ["1"], "output": ["1"]},
+        "private_tests": None,
+        "generated_tests": None,
+        "input_file": "input.txt",
+    },
 }
 
 

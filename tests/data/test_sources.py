@@ -163,17 +163,25 @@ SANITIZED = {
     "code": "import math\ndef root(n):\n    return math.sqrt(n)", "test_imports": ["from math import isclose"],
     "test_list": ["assert isclose(root(2), 2**0.5)"],
 }  # fmt: skip
+PLUS = {
+    **SANITIZED, "code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3"],
+    "test": "import numpy as np\n\ndef assertion(out, exp, atol):\n    assert out == exp\n\ninputs = [[1, 2], [4, 5]]\n"
+            "results = [3, 9]\nfor i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+            "    assertion(add(*inp), exp, 0)\n",
+}  # fmt: skip
 
 
 def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
-    """Rows with the columns of openai_humaneval and mbpp, full and sanitized: their solutions pass in the sandbox, and
-    others fail. It does not prove that every published row can be used."""
+    """Rows with the columns of openai_humaneval, mbpp, full and sanitized, and mbppplus, which has more tests than it
+    shows: their solutions pass in the sandbox, and others fail. It does not prove that every published row can be
+    used."""
     verifier = CodeVerifier(VerifyConfig(timeout_s=60))
     try:
         for row, wrong in (
             (HUMANEVAL, "def third(xs):\n    return xs[:3]"),
             (MBPP, "def add(a, b):\n    return a - b"),
             (SANITIZED, "def root(n):\n    return n"),
+            (PLUS, "def add(a, b):\n    return 3"),
         ):
             read = read_published(row, "auto", "f:1")
             message = Message("user", read.content)
@@ -234,11 +242,11 @@ def test_layouts_are_told_by_their_columns_and_a_missing_or_wrong_one_is_named(l
     assert read.solutions == (() if layout == "still3" else ("s",))
     first = next(iter(row))
     without = {name: value for name, value in row.items() if name != first}
-    with pytest.raises(DataError, match=rf"f:1: no column '{first}.*layout '{layout}' has; this row has"):
-        read_published(without, layout, "f:1")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"f:1: no column '.*{first}.*layout '{layout}' has; this row has"):
+        read_published(without, layout, "f:1")
     with pytest.raises(DataError, match=rf"f:1: column '{first}': found 7 \(int\), expected text"):
-        read_published({**row, first: 7}, layout, "f:1")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="are of no known layout; expected one of: skywork: prompt"):
+        read_published({**row, first: 7}, layout, "f:1")
+    with pytest.raises(DataError, match="are of no known layout; expected prompt and answer"):
         read_published({"something": "else"}, "auto", "f:1")
 
 

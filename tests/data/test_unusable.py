@@ -24,7 +24,7 @@ NOT_JSON, NO_ANSWER, TWICE = '{"prompt": "q', {"prompt": "Number %d."}, {"prompt
 REASONS = {
     "bad gold": "ground truth cannot be used",
     "not json": "not a JSON object",
-    "no answer": "field 'ability' is missing",
+    "no answer": "columns of no known layout",
     "twice": "the same problem as an earlier row, with another answer",
 }
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
+from or1_megatron.weights.dense import QWEN2
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
-from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut
 from or1_megatron.weights.table import Row
 

@@ -6,6 +6,7 @@ Not proven here: what a run on GPUs keeps in host memory; nothing has been measu
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,8 @@ from or1_megatron.sizing import storage
 from or1_megatron.sizing.storage import (
     checkpoint_bytes,
     disk_bytes,
-    disk_free,
     disk_line,
+    disk_room,
     disk_short,
     node_memory,
 )
@@ -56,8 +57,8 @@ def test_the_host_of_a_node() -> None:
     assert found["processes"] == 16 * 4 * GIB
 
 
-def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert disk_free(tmp_path / "a" / "b") == pytest.approx(disk_free(tmp_path), rel=0.05)
+def test_room_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert disk_room(tmp_path / "a" / "b") == pytest.approx(disk_room(tmp_path), rel=0.05)
 
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,7 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (config.run.folder / "old").write_bytes(bytes(40))
     needed = sum(disk_bytes(config, LARGE).values())
     for free, fits in ((needed - 40, True), (needed - 41, False)):
-        monkeypatch.setattr(storage, "disk_free", lambda folder, free=free: free)
+        monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
         assert (disk_short(config, LARGE) == "") == fits
     assert str(config.run.folder) in disk_short(config, LARGE) and "checkpoint.keep_last" in disk_short(config, LARGE)
     assert "has room for" in disk_line(config, LARGE, here=True)

@@ -178,6 +178,14 @@ def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     for method in ("fp8", "awq", "compressed-tensors"):
         with pytest.raises(ModelError, match=rf"the weights are quantised \({method}\)"):
             read(quantization_config={"quant_method": method})
+    with pytest.raises(ModelError, match=r"are quantised \(.*'bits': 4.*\): config.json has quantization;"):
+        read(quantization={"group_size": 64, "bits": 4})  # as MLX writes it
+    for heads in ("28", 0, None):
+        with pytest.raises(ModelError, match=r"lacks num_attention_heads\b.* with a number above 0"):
+            read(num_attention_heads=heads)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="holds the JSON of a list; expected that of an object"):
+        read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,19 @@ def test_what_cannot_be_the_model_is_refused(folder: Path) -> None:
         check(folder)
 
 
+def test_a_folder_without_a_model_says_what_it_holds(folder: Path) -> None:
+    """An adapter beside its base's config.json, PyTorch's own file, and a folder of the hub's cache."""
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks model.safetensors or its index; .* merge the adapter into its base"):
+        check(folder)
+    (folder / "adapter_model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"it holds config.json, .*pytorch_model.bin"):
+        check(folder)
+    (folder / "cached" / "snapshots").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"config.json is missing; .* it holds snapshots$"):
+        read_hf_config(folder / "cached")
+
+
 def test_quantised_tensors_are_named(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

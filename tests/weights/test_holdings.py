@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
+from or1_megatron.weights.dense import QWEN2
 from or1_megatron.weights.holdings import Holding, RankGrid, holdings, intersection, pieces, without
-from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut
 
 HF = {

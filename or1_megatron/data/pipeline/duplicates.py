@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -147,11 +146,7 @@ def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
     texts = [comparable(text) or text for text in statements]
     signed = signatures(texts, _SHINGLE_CHARS, _BANDS * _COLUMNS_PER_BAND)
     guarded = ("\0".join((*decisive(text), *kind)) for text, kind in zip(texts, zip(*kinds, strict=True), strict=True))
-    return band_keys(signed, _BANDS, np.array([_short_hash(text) for text in guarded], dtype=np.uint64))
-
-
-def _short_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return band_keys(signed, _BANDS, np.array([text_key(text) for text in guarded], dtype=np.uint64))
 
 
 def _occurs_again(band: UInt64Array) -> BoolArray:

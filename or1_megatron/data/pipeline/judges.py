@@ -27,7 +27,7 @@ CRITERIA = (
 NO_VOTE = "no_vote"
 """A result: an answer that holds no vote."""
 
-_QUESTION = """You are asked whether a {kind} problem is fit for an exam. Do not solve it. Judge only how it is put:
+_QUESTION = """You are asked whether a math problem is fit for an exam. Do not solve it. Judge only how it is put:
 
 {criteria}
 
@@ -48,8 +48,7 @@ def question(row: Candidate) -> tuple[Message, ...]:
     """Return the messages that ask a judge about a problem."""
     criteria = "\n".join(f"- {name}: {meaning}." for name, meaning in CRITERIA)
     lines = "\n".join(f"{name}: yes or no" for name, _ in CRITERIA)
-    kind = "programming" if row.ability == "code" else "mathematics"
-    text = _QUESTION.format(kind=kind, criteria=criteria, statement=row.statement, lines=lines)
+    text = _QUESTION.format(criteria=criteria, statement=row.statement, lines=lines)
     return (Message("user", text),)
 
 
@@ -67,10 +66,10 @@ class Judges(ModelStep[JudgesConfig]):
     """A result is a vote."""
 
     name = "judges"
-    only_counts = frozenset({"abilities", "votes", "keep_at_least"})
+    only_counts = frozenset({"votes", "keep_at_least"})
 
     def _samples(self, row: Candidate) -> int:
-        return self._config.votes if row.ability in self._config.abilities else 0
+        return self._config.votes if row.ability == "math" else 0
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
         return question(row)

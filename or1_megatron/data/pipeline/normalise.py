@@ -13,7 +13,7 @@ from typing import Any
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, candidate_id, write_shard
 from or1_megatron.data.pipeline.steps import Manifest, Say, finish_step, finished_step, step_folder
-from or1_megatron.data.problems import files_of, is_hub_id, read_rows
+from or1_megatron.data.problems import choose_columns, files_of, is_hub_id, read_rows
 from or1_verify.problems.columns import Published
 from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError, RowError
@@ -65,20 +65,18 @@ def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
 
 
 def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:
-    """Yield (origin, row) of the rows that ``select`` and ``limit`` choose; a RowError for a row of another layout."""
-    layout, count = source.layout, 0
+    """Yield (origin, row) of the rows that ``select`` chooses; a RowError for a row of another layout."""
+    layout = "auto"
     for origin, row in read_rows(source.path, source.split, source.subset):
-        if count == source.limit:
-            return
-        if layout == "auto" and isinstance(row, Mapping):  # a source has one layout: its first row's
-            layout = detect_layout(row) or "auto"
         try:
             if source.select and not _selected(row, source, origin):
                 continue
-            published: Published | RowError = read_published(row, layout, origin)
+            columns = choose_columns(row, source.columns, origin) if source.columns else row
+            if layout == "auto" and isinstance(columns, Mapping):  # a source has one layout: its first row's
+                layout = detect_layout(columns) or "auto"
+            published: Published | RowError = read_published(columns, layout, origin)
         except RowError as error:
             published = error
-        count += 1
         yield origin, published
 
 
@@ -101,7 +99,7 @@ def _set_name(source: BuildSource) -> str:
 def _source_name(source: BuildSource, row: Published) -> str:
     """Keep Skywork's own source names; make others train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
     set_name = _set_name(source)
-    if source.layout == "skywork" or (source.layout == "auto" and row.source.startswith("train-")):
+    if row.source.startswith("train-"):
         return row.source
     return f"train-{row.ability}-{set_name}" + (f"_{row.source}" if row.source else "")
 

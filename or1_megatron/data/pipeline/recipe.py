@@ -8,28 +8,25 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from or1_megatron.config.schema import AskedModelConfig, Fraction, NonNegative, Positive, PositiveFloat, Section
-from or1_verify.problems.layouts import LayoutName
+from or1_megatron.config.schema import (
+    AskedModelConfig,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    ProblemSetConfig,
+    Section,
+)
 
 
-class BuildSource(Section):
-    """One problem set as published."""
+class BuildSource(ProblemSetConfig):
+    """One problem set as published. Its ``name`` (unset: that of the file or folder) is part of ``data_source``; a
+    layout with its own source adds that, as in train-math-numinamath1.5_olympiads."""
 
-    path: Path
-    """A .jsonl or .parquet file, a folder of them, or a Hugging Face hub id."""
-    layout: LayoutName = "auto"
-    """Which columns the rows have; auto: found from their names."""
-    name: str | None = None
-    """Part of ``data_source``; the file's or folder's name if not given. A layout with its own source or difficulty
-    adds that, as in train-math-numinamath1.5_olympiads."""
-    split: str | None = None
-    """The split of a folder or hub id, e.g. train."""
     subset: str | None = None
     """Configuration of a hub id."""
     select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
     """Takes only rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
-    limit: Positive | None = None
-    """Takes only this many rows, for a trial."""
 
 
 class VerifiedStepConfig(Section):
@@ -102,9 +99,6 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 class JudgesConfig(SampledStepConfig):
     """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32 in favour, only for math."""
-
-    abilities: tuple[Literal["math", "code"], ...] = Field(default=("math",), min_length=1)
-    """Abilities whose problems are judged; others are kept."""
 
     votes: Positive = 16
     """Votes of each model per problem."""
