@@ -26,7 +26,7 @@ SHAPE = Shape(4, 64, 96, 4, 2, 16, 61, 4096, False)
 ROUND = Rates(
     bf16_flops=1e6, memory_bytes=1e9, memory_bytes_per_s=1e5, link_bytes_per_s=1e4, host_bytes_per_s=1e3,
     network_bytes_per_s=1e3, node_devices=8, product_share=1.0, memory_share=1.0,
-    link_share=1.0, message_s=0.5, verdict_s=0.1,
+    link_share=1.0, message_s=0.5, network_message_s=2.0, verdict_s=0.1,
     busy_share=1.0, activation_passes=0.0, error=0.1,
     iteration_s=2.0, request_s=0.25, update_share=0.5, other_response_s=0.0,
 )  # fmt: skip
