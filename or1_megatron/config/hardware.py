@@ -27,7 +27,7 @@ class Constant(Section):
 
 
 class Fit(Section):
-    """Constants fitted to runs of one model. A plan takes those of the model nearest in size, of its own kind if any."""
+    """Constants fitted to runs of one model. A plan takes those of the nearest in size, of its own kind if any."""
 
     model_parameters: PositiveFloat
     """Size of the model they were fitted on. Unit: parameters."""
