@@ -108,8 +108,7 @@ def _evaluation_s(
     random: np.random.Generator,
     whole: bool,
 ) -> float:
-    """Return the seconds of one evaluation of all sets, as a separate rollout: before or after training (``whole``),
-    or within a stage."""
+    """Return the seconds of one evaluation of all sets, as a separate rollout; ``whole``: before or after training."""
     settings = config.evaluate.in_stage(config.stages[when.index])
     asked, answers = [], []
     for number, held_out in enumerate(settings.data):

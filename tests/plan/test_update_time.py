@@ -124,6 +124,8 @@ def test_the_clock_of_an_engine() -> None:
     )
     assert two.fixed_s == 2.0 + 2 * 4 * 0.5 and two.weights_s == clock.weights_s / 2
     assert two.response_s == pytest.approx(0.25 + 2 * 4 * 64 * 4 / 1e4)
+    across = config("rollout.kv_cache_bytes=1048576", "rollout.tensor_parallel=2")
+    assert engine_clock(across, SHAPE, replace(ROUND, node_devices=1)).fixed_s == 2.0 + 2 * 4 * 2.0
 
 
 def test_a_handoff() -> None:
