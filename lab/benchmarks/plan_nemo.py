@@ -127,7 +127,7 @@ def config_of(row: Row) -> Config:
         f"{{name: '1', steps: 1, max_response_tokens: {row.longest - PROMPT_TOKENS}, prompts_per_step: {groups}, "
         f"prompts_per_update: {min(16, groups // 2)}, group_size: 32}}"
     )
-    layout = {"tensor": 1, "pipeline": 1, "recompute": "none"} | row.layout
+    layout: dict[str, Any] = {"tensor": 1, "pipeline": 1, "recompute": "none"} | row.layout
     keys = [f"parallel.{key}={value}" for key, value in layout.items()]
     own = [f"rollout.max_staleness={row.off}", "rollout.placement=separate"]
     share = (0.8 if row.off else 0.6) * TRUE_GB / 80
