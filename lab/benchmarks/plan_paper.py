@@ -1,4 +1,4 @@
-"""Fits the plan's constants for H800 to tables 7 and 9 of the paper, and compares the plan with table 8.
+"""Fits the plan's constants for H800 with a system of 2025 to tables 7 and 9 of the paper, and tests them by table 8.
 
     python lab/benchmarks/plan_paper.py            # prints the tables behind docs/planning.md
     python lab/benchmarks/plan_paper.py --write    # writes the constants into the hardware file too
@@ -61,7 +61,7 @@ def thirty_two_b() -> Config:
 
 
 def machine(size: str, **changed: float) -> Machine:
-    made = Machine.of(read_hardware("h800"), shape_of(size), "cuda")
+    made = Machine.of(read_hardware("h800_2025"), shape_of(size), "cuda")
     return replace(made, rates=replace(made.rates, **changed), covers=COVERS)
 
 
@@ -166,7 +166,7 @@ def held_out(fits: Mapping[str, Fit]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write configs/hardware/h800.yaml")
+    parser.add_argument("--write", action="store_true", help="write configs/hardware/h800_2025.yaml")
     arguments = parser.parse_args()
     fits, lines = fit_all()
     print("Fitted: 5 free parameters (2 on table 9, 3 on table 7), 7 figures\n")
@@ -179,7 +179,7 @@ def main() -> None:
 
 def write(fits: Mapping[str, Fit]) -> None:
     """Replace the end of the file, from ``fits:`` on."""
-    path = named("hardware")["h800"]
+    path = named("hardware")["h800_2025"]
     text = path.read_text()
     lines = ["fits:"]
     for found in fits.values():

@@ -1,13 +1,18 @@
 """Forward, backward and optimizer step of a policy on one GPU: tokens per second, MFU, peak memory.
 
-    python lab/benchmarks/throughput.py
+    python lab/benchmarks/throughput.py           # every row in a process of its own, the first row again at the end
+    python lab/benchmarks/throughput.py --tiny    # without a GPU: shows only that this program works
 
-Random Qwen2 models in bf16 with fp32 master weights and our own layers, by recomputation and form of the head.
+Random Qwen2 models in bf16 with fp32 master weights and our own layers, by recomputation and form of the head. MFU
+counts attention, and no recomputation. A 3B keeps too much for less than full recomputation.
 """
 
 from __future__ import annotations
 
-import gc
+import argparse
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +30,12 @@ from or1_megatron.weights.shape import Shape
 
 ROW_TOKENS: Final = 16384
 VARIANTS: Final = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
+ROWS: Final = [
+    *((size, *variant) for size in ("0.5B", "1.5B") for variant in VARIANTS),
+    ("3B", "full", "recompute"),
+    ("3B", "full", "one_pass"),
+]
+"""(model, recompute, head)."""
 
 
 def lengths_of(row_tokens: int) -> list[int]:
@@ -36,37 +47,57 @@ def lengths_of(row_tokens: int) -> list[int]:
     return lengths
 
 
-def measure(hf: Path, mesh: Mesh, name: str, **parallel: Any) -> dict[str, Any]:
+def measure(hf: Path, mesh: Mesh, name: str, row_tokens: int, **parallel: Any) -> dict[str, Any]:
     """Make a policy and update it four times; return its figures, of which the first update has no part."""
-    policy = make_policy(hf, mesh, micro_batch_tokens=ROW_TOKENS, **parallel)
-    lengths = lengths_of(ROW_TOKENS)
-    batch = batch_of(lengths, ROW_TOKENS, policy.hf["vocab_size"])
-    torch.cuda.reset_peak_memory_stats()
+    policy = make_policy(hf, mesh, micro_batch_tokens=row_tokens, **parallel)
+    lengths = lengths_of(row_tokens)
+    batch = batch_of(lengths, row_tokens, policy.hf["vocab_size"])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     times = [seconds_of(lambda: policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)) for _ in range(4)]
     seconds, shape = float(np.median(times[1:])), Shape.of(policy.hf)
     cost = SequenceCost.of_decoder(shape.multiplied_weights, shape.attention_width)
     flops = 3 * sum(cost.linear * length + cost.quadratic * length**2 for length in lengths)
-    card = hardware_of(torch.cuda.get_device_name())
+    card = hardware_of(torch.cuda.get_device_name()) if cuda else None
     return {
         f"{name}: update": figure(seconds, "s"),
         f"{name}: tokens per second": figure(sum(lengths) / seconds),
         f"{name}: MFU": figure(flops / seconds / card.bf16_flops.value if card else 0.0, "share"),
-        f"{name}: peak memory": figure(torch.cuda.max_memory_allocated() / 2**30, "GiB"),
+        f"{name}: peak memory": figure(torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0, "GiB"),
     }
 
 
+def in_own_process(size: str, recompute: str, head: str, again: bool) -> dict[str, Any]:
+    """Measure one row in a new process, so that no row has what another one left behind."""
+    command = [sys.executable, __file__, "--row", size, recompute, head, *(["--again"] if again else [])]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return figures
+
+
 def main() -> None:
-    figures: dict[str, Any] = {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="two rows of a tiny model, on a CPU too")
+    parser.add_argument("--row", nargs=3, metavar=("MODEL", "RECOMPUTE", "HEAD"), help="measure this row, print JSON")
+    parser.add_argument("--again", action="store_true", help="name the row's figures as those of a repetition")
+    given = parser.parse_args()
+    if given.row is None:
+        rows = [("tiny", *variant) for variant in VARIANTS[1:3]] if given.tiny else ROWS
+        figures: dict[str, Any] = {}
+        for number, row in enumerate([*rows, rows[0]]):
+            figures |= in_own_process(*row, again=number == len(rows))
+        write_result("throughput", figures, {"row_tokens": ROW_TOKENS, "layers": "own", "a process per row": True})
+        return
+    size, recompute, head = given.row
+    name = f"{size}, recompute {recompute}, head {head}{', again' if given.again else ''}"
     mesh = one_rank()
     with tempfile.TemporaryDirectory() as folder:
-        for size in ("0.5B", "1.5B"):
-            hf = random_qwen2(size, Path(folder))
-            for kind, head in VARIANTS:
-                figures |= measure(hf, mesh, f"{size}, recompute {kind}, head {head}", recompute=kind, head=head)
-                gc.collect()  # the policy's reference cycles hold its memory
-                torch.cuda.empty_cache()
+        hf = random_qwen2(size, Path(folder))
+        tokens = 256 if size == "tiny" else ROW_TOKENS
+        figures = measure(hf, mesh, name, tokens, recompute=recompute, head=head)
     stop_process_group()
-    write_result("throughput", figures, {"row_tokens": ROW_TOKENS, "layers": "own"})
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

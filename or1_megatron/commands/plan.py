@@ -25,7 +25,7 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Hardware: h800, h100, h200, a100, a800, cpu, or a hardware file."),
+        typer.Option(metavar="NAME|FILE", help="Hardware: h100, h200, h800, h800_2025, a100, a800, cpu, or a file."),
     ] = None,
     lengths: Annotated[
         Path | None,

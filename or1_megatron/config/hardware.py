@@ -27,10 +27,12 @@ class Constant(Section):
 
 
 class Fit(Section):
-    """Constants fitted to runs of one model. A plan takes those of the model nearest in size."""
+    """Constants fitted to runs of one model. A plan takes those of the nearest in size, of its own kind if any."""
 
     model_parameters: PositiveFloat
     """Size of the model they were fitted on. Unit: parameters."""
+    experts: bool = False
+    """Whether that model is a mixture of experts."""
     iteration_s: Constant
     """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
@@ -72,6 +74,8 @@ class Hardware(Section):
     """Share of a link's rate that large collectives reach."""
     message_s: Constant
     """A small all-reduce within a node."""
+    network_message_s: Constant = Constant(value=8.0e-05, source="about as fitted for H100")
+    """A small all-reduce between nodes."""
     verdict_s: Constant
     """One verdict of one verifier."""
     busy_share: Constant = Constant(value=1.0, source="devices of a node do not slow each other")
@@ -83,13 +87,14 @@ class Hardware(Section):
     """Relative error of a step's time: the half width of a plan's interval."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
-    def fit_for(self, parameters: float) -> Fit:
-        """Return the fit whose model is nearest in size."""
-        return min(self.fits, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
+    def fit_for(self, parameters: float, experts: bool = False) -> Fit:
+        """Return the fit whose model is nearest in size, among those with, or without, experts if there are any."""
+        kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
+        return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
-    def rates(self, parameters: float) -> Rates:
+    def rates(self, parameters: float, experts: bool = False) -> Rates:
         """Return the figures for a model of ``parameters`` parameters."""
-        fit = self.fit_for(parameters)
+        fit = self.fit_for(parameters, experts)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
         }
@@ -112,6 +117,7 @@ class Rates:
     memory_share: float
     link_share: float
     message_s: float
+    network_message_s: float
     verdict_s: float
     busy_share: float
     activation_passes: float

@@ -24,6 +24,11 @@ def all_reduce_s(size_bytes: float, ranks: int, rates: Rates) -> float:
     return 2 * (ranks - 1) / ranks * size_bytes / (link_bytes_per_s(ranks, rates) * rates.link_share)
 
 
+def message_s(ranks: int, rates: Rates) -> float:
+    """Return the seconds of a small all-reduce."""
+    return rates.message_s if ranks <= rates.node_devices else rates.network_message_s
+
+
 def link_bytes_per_s(ranks: int, rates: Rates) -> float:
     """Return the rate between neighbours of a group: the node's if the group fits one node."""
     return rates.link_bytes_per_s if ranks <= rates.node_devices else rates.network_bytes_per_s
@@ -46,7 +51,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     reduce_token_s = reduces * all_reduce_s(shape.hidden * number, k, rates)
     kv_bytes = shape.kv_bytes_per_token(config.model.dtype)
     return EngineClock(
-        fixed_s=rates.iteration_s + reduces * rates.message_s,
+        fixed_s=rates.iteration_s + reduces * message_s(k, rates),
         response_s=rates.request_s + reduce_token_s,
         weights_s=read * number / bandwidth,
         product_s=cost.linear / products,

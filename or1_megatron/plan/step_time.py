@@ -51,8 +51,9 @@ class Machine:
 
     @classmethod
     def of(cls, hardware: Hardware, shape: Shape, device: Device) -> Machine:
-        fit: Fit = hardware.fit_for(shape.parameters)
-        rates = hardware.rates(shape.parameters)
+        experts = shape.experts is not None
+        fit: Fit = hardware.fit_for(shape.parameters, experts)
+        rates = hardware.rates(shape.parameters, experts)
         return cls(shape, rates, fit.covers if rates.other_response_s else (), device)
 
     def engines(self, config: Config) -> PlannedEngines:
@@ -178,7 +179,7 @@ class _Steps:
         copied_s = checkpoint_bytes(config, shape) / config.parallel.ranks / rates.host_bytes_per_s
         every = config.evaluate.in_stage(self.stage).every_steps
         return {
-            "score": _score_s(config, self.machine, sequences),
+            "score": _score_s(config, self.machine, sequences, self.stage.reuse),
             "update": update.seconds + move_s,
             "hand_off": hand_off_s(config, shape, rates) + move_s,
             "evaluate": evaluations_s / every if every else 0.0,
@@ -215,10 +216,10 @@ def kept_sequences(
     return [sequences[part].ravel() for part in parts]
 
 
-def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array]) -> float:
-    """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several mini-batches,
+def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array], reuse: int) -> float:
+    """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several SGD steps,
     and the reference's if any. At the update's speed, without communication."""
-    forwards = (len(mini_batches) > 1) + (config.algorithm.kl.reference is not None)
+    forwards = (len(mini_batches) * reuse > 1) + (config.algorithm.kl.reference is not None)
     if not forwards:
         return 0.0
     lengths = np.concatenate(mini_batches).astype(np.float64)

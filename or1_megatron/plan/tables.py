@@ -20,6 +20,7 @@ from or1_megatron.sizing.storage import disk_bytes, disk_line, node_memory
 def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType:
     """Return seconds per verb and stage, what binds, the run's hours, disk, and the estimates' sources."""
     config, hardware = given.config, given.hardware
+    fit = hardware.fit_for(plan.shape.parameters, plan.shape.experts is not None)
     stages = Table(title="Time of a step, s", title_justify="left", box=None, padding=(0, 2))
     for heading in ("", *(stage.name for stage in time.stages)):
         stages.add_column(heading, justify="right" if heading else "left")
@@ -35,7 +36,7 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
         ("GPU-hours", f"{time.gpu_hours:,.0f} on {time.devices:,} devices"),
         ("evaluation", f"{time.evaluations_s:,.0f} s before and after training"),
         ("binds", time.binds),
-        ("hardware", f"{hardware.title}; {hardware.fit_for(plan.shape.parameters).update_share.source}"),
+        ("hardware", f"{hardware.title}; {fit.update_share.source}"),
         ("lengths", given.lengths.source),
         ("disk", disk_line(config, plan.shape, given.is_for_here)),
     ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config, ParallelConfig
-from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s
+from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s, message_s
 from or1_megatron.rl.packing import RowPlan, plan_rows
 from or1_megatron.sizing.memory import fullest_stage, layer_numbers
 from or1_megatron.sizing.parallel_layouts import rows_of
@@ -149,7 +149,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
     if parallel.tensor > 1:
         size = tokens / parallel.context * shape.hidden * number
         messages = 2 if parallel.sequence else 1  # a reduce-scatter and an all-gather for an all-reduce
-        reduce_s = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
+        reduce_s = all_reduce_s(size, parallel.tensor, rates) + messages * message_s(parallel.tensor, rates)
         total += 2 * (forward + 1) * layers * reduce_s
     if parallel.context > 1:
         size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor

@@ -28,10 +28,11 @@ _SIZES: Final = {
     "small, 8 ways": (5003, 512, 1024, 8, 8, 2),  # every axis of parallelism up to 8
     "0.5B": (151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
     "1.5B": (151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
+    "3B": (151936, 2048, 11008, 36, 16, 2),  # Qwen2.5-3B
 }
 SHAPES: Final = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
 """The settings in which sizes differ, named as in an HF config.json."""
-TIED = {"0.5B"}
+TIED = {"0.5B", "3B"}
 
 
 def small_shape(cuda: bool) -> str:

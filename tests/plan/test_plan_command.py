@@ -40,7 +40,7 @@ def run(*arguments: str, code: int = 0) -> tuple[str, str]:
 
 
 def test_json() -> None:
-    stdout, _ = run("or1_7b", "--gpu", "h800", "--json", *SMALL_OPTIONS)
+    stdout, _ = run("or1_7b", "--gpu", "h800_2025", "--json", *SMALL_OPTIONS)
     found = json.loads(stdout)
     assert found["fits"] is True
     assert set(found["memory"]) == {"trainer rank", "engine"}
@@ -51,7 +51,7 @@ def test_json() -> None:
     assert found["hours"] == pytest.approx(steps_h)
     assert found["gpu_hours"] == pytest.approx(32 * found["hours"])
     low, high = found["hours_interval"]
-    error = read_hardware("h800").error.value
+    error = read_hardware("h800_2025").error.value
     assert (low, high) == pytest.approx((found["hours"] * (1 - error), found["hours"] * (1 + error)))
     assert found["binds"].split(",")[0] in found["step_s"]
 
@@ -130,4 +130,8 @@ def test_hardware_files() -> None:
         assert all(each.source for each in constants if hasattr(each, "source")), name
     assert hardware_of("NVIDIA H100 80GB HBM3") == read_hardware("h100")
     assert hardware_of("NVIDIA GeForce RTX 4090") is None
-    assert read_hardware("h800").rates(7e9).iteration_s != read_hardware("h800").rates(30e9).iteration_s
+    assert hardware_of("NVIDIA H800") == read_hardware("h800")
+    paper, today = read_hardware("h800_2025"), read_hardware("h800")
+    assert paper.rates(7e9).iteration_s != paper.rates(30e9).iteration_s
+    assert paper.rates(30e9) == paper.rates(30e9, experts=True)  # it has no mixture's fit
+    assert today.rates(30e9).update_share > 2 * today.rates(30e9, experts=True).update_share

@@ -26,7 +26,7 @@ SHAPE = Shape(4, 64, 96, 4, 2, 16, 61, 4096, False)
 ROUND = Rates(
     bf16_flops=1e6, memory_bytes=1e9, memory_bytes_per_s=1e5, link_bytes_per_s=1e4, host_bytes_per_s=1e3,
     network_bytes_per_s=1e3, node_devices=8, product_share=1.0, memory_share=1.0,
-    link_share=1.0, message_s=0.5, verdict_s=0.1,
+    link_share=1.0, message_s=0.5, network_message_s=2.0, verdict_s=0.1,
     busy_share=1.0, activation_passes=0.0, error=0.1,
     iteration_s=2.0, request_s=0.25, update_share=0.5, other_response_s=0.0,
 )  # fmt: skip
@@ -124,6 +124,8 @@ def test_the_clock_of_an_engine() -> None:
     )
     assert two.fixed_s == 2.0 + 2 * 4 * 0.5 and two.weights_s == clock.weights_s / 2
     assert two.response_s == pytest.approx(0.25 + 2 * 4 * 64 * 4 / 1e4)
+    across = config("rollout.kv_cache_bytes=1048576", "rollout.tensor_parallel=2")
+    assert engine_clock(across, SHAPE, replace(ROUND, node_devices=1)).fixed_s == 2.0 + 2 * 4 * 2.0
 
 
 def test_a_handoff() -> None:

@@ -12,7 +12,8 @@
 #               megatron-core==0.19.2 psutil==7.2.2 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 \
 #               typing-inspection==0.4.5 typing-extensions==4.16.0
 # --minutes then it ends (9). CHECK: `or1 selftest --list` names them.
-# --throughput  in place of the self-test: lab/benchmarks/throughput.py, whose figures go to lab/results/throughput.json.
+# --throughput  in place of the self-test: lab/benchmarks/throughput.py (0.5B, 1.5B, 3B; a process per row, the first row
+#           twice), whose figures go to lab/results/throughput.json, or to --out FOLDER.
 # --tiny    on a machine without a GPU: shows only that this script and what it starts work.
 #
 # PYTHON names the interpreter (default python3). BENCHMARK_COMMIT says of which commit the tree is, where git cannot.
@@ -56,7 +57,8 @@ if [[ -z $tiny ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.
 fi
 
 if [[ -n $throughput ]]; then
-  "$python" lab/benchmarks/throughput.py
+  if [[ -n $tiny || $out != "$PWD/lab/results/gpu_selftest" ]]; then export BENCHMARK_RESULTS=$out; fi
+  "$python" lab/benchmarks/throughput.py ${tiny:+--tiny}
 else
   "$python" -m or1_megatron.commands.app selftest --minutes "$minutes" --out "$out" "${checks[@]}"
 fi
