@@ -1,0 +1,109 @@
+"""Blank, in shared libraries, the GPU code that one kind of GPU never runs.
+
+Libraries of CUDA hold their kernels once for each kind of GPU, in "fat binaries": containers, each with entries of
+machine code (cubin) or of PTX, which the driver compiles. The driver takes the one entry that fits its GPU best. Here
+the bytes of all others become zeros, and so do the tables that only debuggers read. Headers and offsets stay, so
+nothing is linked anew; the file keeps its size, but its zeros compress to nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+_SECTIONS: Final = (".nv_fatbin", "__nv_relfatbin")
+_DEBUGGERS: Final = (".symtab", ".strtab", ".debug", ".zdebug")
+_MAGIC: Final = 0xBA55ED50
+_PTX, _CUBIN = 1, 2
+_LOADED: Final = 2  # SHF_ALLOC: the section is read into memory when the library is loaded
+_NO_BYTES: Final = 8  # SHT_NOBITS: the section has no bytes in the file
+
+
+class Bytes(Protocol):
+    """What a bytearray and a mapped file have in common."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, where: slice, /) -> bytes | bytearray: ...
+    def __setitem__(self, where: slice, value: bytes, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    start: int
+    end: int
+    loaded: bool
+
+
+@dataclass(frozen=True)
+class Code:
+    """One entry of a fat binary: for which compute capability (90 is 9.0), and the bytes of it in the file."""
+
+    kind: int
+    capability: int
+    start: int
+    end: int
+
+
+def blank_other_gpus(library: Bytes, capability: int) -> tuple[int, int]:
+    """Blank in place what a GPU of this compute capability (90 is 9.0) does not run.
+
+    Returns:
+        The bytes of GPU code before and after. A file that is no 64-bit ELF library stays as it is: (0, 0).
+
+    Raises:
+        ValueError: a fat binary is not built as expected; nothing was blanked.
+    """
+    sections = list(_sections(library))
+    containers = [entries for section in sections if section.name in _SECTIONS for entries in _fat(library, section)]
+    unused = [code for entries in containers for code in _not_run_by(entries, capability)]
+    for part in (*unused, *(each for each in sections if not each.loaded and each.name.startswith(_DEBUGGERS))):
+        library[part.start : part.end] = bytes(part.end - part.start)
+    before = sum(code.end - code.start for entries in containers for code in entries)
+    return before, before - sum(code.end - code.start for code in unused)
+
+
+def _sections(library: Bytes) -> Iterator[Section]:
+    if library[:6] != b"\x7fELF\x02\x01":
+        return
+    (table,) = struct.unpack("<Q", library[0x28:0x30])
+    size, count, names = struct.unpack("<HHH", library[0x3A:0x40])
+    rows = [struct.unpack("<IIQQQQ", library[at : at + 40]) for at in range(table, table + size * count, size or 1)]
+    for name, kind, flags, _, start, length in rows:
+        if kind != _NO_BYTES:
+            begin = rows[names][4] + name
+            text = bytes(library[begin : begin + 64]).split(b"\0")[0].decode()
+            yield Section(text, start, start + length, bool(flags & _LOADED))
+
+
+def _fat(library: Bytes, section: Section) -> Iterator[list[Code]]:
+    """Yield the entries of each container of a section; containers begin at multiples of 8 bytes."""
+    at = section.start
+    while at + 16 <= section.end:
+        magic, _, header, length = struct.unpack("<IHHQ", library[at : at + 16])
+        if magic != _MAGIC:
+            at += 8
+            continue
+        entries, where, end = [], at + header, at + header + length
+        while where < end:
+            kind, _, head, size = struct.unpack("<HHIQ", library[where : where + 16])
+            (capability,) = struct.unpack("<I", library[where + 28 : where + 32])
+            if head < 32 or where + head + size > end:
+                raise ValueError(f"byte {where}: expected GPU code within {end - where} bytes, found {head} + {size}")
+            entries.append(Code(kind, capability, where + head, where + head + size))
+            where += head + size
+        yield entries
+        at = end
+
+
+def _not_run_by(entries: Sequence[Code], capability: int) -> list[Code]:
+    """Return what such a GPU leaves: it takes machine code of its own, else of its generation, else PTX."""
+    cubins = [code for code in entries if code.kind == _CUBIN]
+    taken = (
+        [code for code in cubins if code.capability == capability]
+        or [code for code in cubins if capability // 10 * 10 <= code.capability < capability]
+        or [code for code in entries if code.kind == _PTX and code.capability <= capability]
+    )
+    return [code for code in entries if code.kind in (_PTX, _CUBIN) and code not in taken]
