@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,8 +45,6 @@ ROOT: Final = Path(__file__).parents[1]
 UNPACK: Final = Path(__file__).with_name("unpack_environment.py")
 _BLOCK: Final = 64 << 20
 """Bytes that are compressed together: enough to compress well, and for all cores to have work."""
-_FILTERS: Final = ({"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _BLOCK})
-"""Most of it is machine code of x86. A thread that compresses takes 0.7 GB."""
 _THREADS: Final = min(8, os.cpu_count() or 1)
 _EDITABLE: Final = "__editable__"
 """How the files begin that say where an editable package is: they hold a path of this machine."""
@@ -74,8 +73,13 @@ exit 1
 class Parts:
     """A file to write to, whose bytes are compressed block by block and cut into numbered files."""
 
-    def __init__(self, folder: Path, part_bytes: int, kept: Iterable[dict[str, str | int]] = ()) -> None:
+    def __init__(
+        self, folder: Path, part_bytes: int, preset: int = 6, kept: Iterable[dict[str, str | int]] = ()
+    ) -> None:
         self._folder, self._part_bytes = folder, part_bytes
+        # Most of it is machine code of x86. With preset 6 a thread takes 0.7 GB.
+        options = {"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": _BLOCK}
+        self._compress = partial(lzma.compress, filters=({"id": lzma.FILTER_X86}, options))
         self._pool = ThreadPoolExecutor(_THREADS)  # lzma works without the interpreter's lock
         self._waiting: deque[Future[bytes]] = deque()
         self._block, self._part, self._written = bytearray(), bytearray(), 0
@@ -105,7 +109,7 @@ class Parts:
         self._pool.shutdown()
 
     def _compress_block(self) -> None:
-        self._waiting.append(self._pool.submit(lzma.compress, bytes(self._block), filters=_FILTERS))
+        self._waiting.append(self._pool.submit(self._compress, bytes(self._block)))
         self._block.clear()
         if len(self._waiting) > 2 * _THREADS:
             self._take()
@@ -129,11 +133,11 @@ class Choice:
     leave_out: Sequence[str] = ()
     without: Sequence[str] = ()
     only_gpu: int | None = None
+    preset: int = 6
+    project_only: bool = False
 
 
-def pack(
-    root: Path, out: Path, part_bytes: int, choice: Choice = Choice(), project_only: bool = False
-) -> dict[str, Any]:
+def pack(root: Path, out: Path, part_bytes: int, choice: Choice = Choice()) -> dict[str, Any]:
     """Pack the git clone ``root`` with its ``.venv`` into ``out``, and return the manifest.
 
     Raises:
@@ -141,13 +145,13 @@ def pack(
     """
     (site,) = (root / ".venv").glob("lib/python3*/site-packages")
     python, commit = site.parent.name.removeprefix("python"), _commit(root)
-    manifest = _kept(out) if project_only else {"python": python, "environment": 0, "left_out": [], "parts": []}
+    manifest = _kept(out) if choice.project_only else {"python": python, "environment": 0, "left_out": [], "parts": []}
     out.mkdir(parents=True, exist_ok=True)
     for old in (out / "manifest.json", *sorted(out.glob("part_*"))[manifest["environment"] :]):
         old.unlink(missing_ok=True)
-    parts = Parts(out, part_bytes, manifest["parts"][: manifest["environment"]])
+    parts = Parts(out, part_bytes, choice.preset, manifest["parts"][: manifest["environment"]])
     with tarfile.open(fileobj=parts, mode="w") as archive:  # type: ignore[call-overload]
-        if not project_only:
+        if not choice.project_only:
             manifest["left_out"], files = _chosen(site, choice)
             for path in files:
                 _add(archive, path, root, choice.only_gpu)
@@ -288,12 +292,14 @@ def main() -> None:
     parser.add_argument("--leave-out", type=Path, metavar="FILE", help="what the target has")
     parser.add_argument("--without", type=Path, metavar="FILE", help="what nobody needs there")
     parser.add_argument("--only-gpu", type=int, metavar="CC", help="compute capability, such as 90")
+    parser.add_argument("--preset", type=int, choices=range(10), default=6, help="xz's; 0 is the fastest, and larger")
     parser.add_argument("--project-only", action="store_true", help="the environment's parts stay")
     options = parser.parse_args()
     if problem := problem_of_environment(ROOT):
         sys.exit(f"pack_environment: {problem}; run `make gpu` first")
-    choice = Choice(_lines(options.leave_out), _lines(options.without), options.only_gpu)
-    manifest = pack(ROOT, options.out, int(options.part_mib * 2**20), choice, options.project_only)
+    lines = _lines(options.leave_out), _lines(options.without)
+    choice = Choice(*lines, options.only_gpu, options.preset, options.project_only)
+    manifest = pack(ROOT, options.out, int(options.part_mib * 2**20), choice)
     sizes = [part["bytes"] for part in manifest["parts"]]
     print(f"{len(sizes)} parts, {sum(sizes) / 2**20:.0f} MiB, in {options.out}; there: sh unpack.sh FOLDER")
 
