@@ -1,9 +1,10 @@
-"""Blank, in shared libraries, the GPU code that one kind of GPU never runs.
+"""Take out of shared libraries, without linking them anew, the GPU code that one kind of GPU never runs.
 
 Libraries of CUDA hold their kernels once for each kind of GPU, in "fat binaries": containers, each with entries of
 machine code (cubin) or of PTX, which the driver compiles. The driver takes the one entry that fits its GPU best. Here
-the bytes of all others become zeros, and so do the tables that only debuggers read. Headers and offsets stay, so
-nothing is linked anew; the file keeps its size, but its zeros compress to nothing.
+that entry moves to the front of its container, which then says that it is so long and no longer; what follows, up to
+where the container ended, becomes zeros. Tables that only debuggers read become zeros as well. Nothing else moves, so
+the file keeps its size, but zeros compress to nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Code:
-    """One entry of a fat binary: for which compute capability (90 is 9.0), and the bytes of it in the file."""
+    """One entry of a fat binary, of a compute capability (90 is 9.0): its bytes in the file, with its header."""
 
     kind: int
     capability: int
@@ -47,22 +48,49 @@ class Code:
     end: int
 
 
+@dataclass(frozen=True)
+class Container:
+    """A fat binary: where it starts in the file, the bytes of its header, and its entries in their order."""
+
+    start: int
+    header: int
+    entries: Sequence[Code]
+
+
 def blank_other_gpus(library: Bytes, capability: int) -> tuple[int, int]:
-    """Blank in place what a GPU of this compute capability (90 is 9.0) does not run.
+    """Take out, in place, what a GPU of this compute capability (90 is 9.0) does not run.
 
     Returns:
         The bytes of GPU code before and after. A file that is no 64-bit ELF library stays as it is: (0, 0).
 
     Raises:
-        ValueError: a fat binary is not built as expected; nothing was blanked.
+        ValueError: a fat binary is not built as expected; nothing was changed.
     """
     sections = list(_sections(library))
-    containers = [entries for section in sections if section.name in _SECTIONS for entries in _fat(library, section)]
-    unused = [code for entries in containers for code in _not_run_by(entries, capability)]
-    for part in (*unused, *(each for each in sections if not each.loaded and each.name.startswith(_DEBUGGERS))):
-        library[part.start : part.end] = bytes(part.end - part.start)
-    before = sum(code.end - code.start for entries in containers for code in entries)
-    return before, before - sum(code.end - code.start for code in unused)
+    containers = [each for section in sections if section.name in _SECTIONS for each in _containers(library, section)]
+    before = after = 0
+    for container in containers:
+        kept = _run_by(container.entries, capability)
+        before += sum(code.end - code.start for code in container.entries)
+        after += sum(code.end - code.start for code in kept)
+        _keep(library, container, kept)
+    for section in sections:
+        if not section.loaded and section.name.startswith(_DEBUGGERS):
+            library[section.start : section.end] = bytes(section.end - section.start)
+    return before, after
+
+
+def _keep(library: Bytes, container: Container, kept: Sequence[Code]) -> None:
+    """Leave only these entries in a container. One without any keeps its headers: a GPU finds that nothing fits."""
+    first, end = container.start + container.header, container.entries[-1].end if container.entries else 0
+    if kept:
+        body = b"".join(library[code.start : code.end] for code in kept)
+        library[container.start + 8 : container.start + 16] = struct.pack("<Q", len(body))
+        library[first:end] = body + bytes(end - first - len(body))
+        return
+    for code in container.entries:
+        head = struct.unpack("<I", library[code.start + 4 : code.start + 8])[0]
+        library[code.start + head : code.end] = bytes(code.end - code.start - head)
 
 
 def _sections(library: Bytes) -> Iterator[Section]:
@@ -78,8 +106,8 @@ def _sections(library: Bytes) -> Iterator[Section]:
             yield Section(text, start, start + length, bool(flags & _LOADED))
 
 
-def _fat(library: Bytes, section: Section) -> Iterator[list[Code]]:
-    """Yield the entries of each container of a section; containers begin at multiples of 8 bytes."""
+def _containers(library: Bytes, section: Section) -> Iterator[Container]:
+    """Yield the containers of a section, which begin at multiples of 8 bytes."""
     at = section.start
     while at + 16 <= section.end:
         magic, _, header, length = struct.unpack("<IHHQ", library[at : at + 16])
@@ -92,18 +120,19 @@ def _fat(library: Bytes, section: Section) -> Iterator[list[Code]]:
             (capability,) = struct.unpack("<I", library[where + 28 : where + 32])
             if head < 32 or where + head + size > end:
                 raise ValueError(f"byte {where}: expected GPU code within {end - where} bytes, found {head} + {size}")
-            entries.append(Code(kind, capability, where + head, where + head + size))
+            entries.append(Code(kind, capability, where, where + head + size))
             where += head + size
-        yield entries
+        yield Container(at, header, entries)
         at = end
 
 
-def _not_run_by(entries: Sequence[Code], capability: int) -> list[Code]:
-    """Return what such a GPU leaves: it takes machine code of its own, else of its generation, else PTX."""
+def _run_by(entries: Sequence[Code], capability: int) -> list[Code]:
+    """Return what such a GPU can take: machine code of its own, else of its generation, else PTX; and all that is
+    neither machine code nor PTX."""
     cubins = [code for code in entries if code.kind == _CUBIN]
     taken = (
         [code for code in cubins if code.capability == capability]
         or [code for code in cubins if capability // 10 * 10 <= code.capability < capability]
         or [code for code in entries if code.kind == _PTX and code.capability <= capability]
     )
-    return [code for code in entries if code.kind in (_PTX, _CUBIN) and code not in taken]
+    return [code for code in entries if code in taken or code.kind not in (_PTX, _CUBIN)]

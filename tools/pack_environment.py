@@ -9,7 +9,7 @@ target needs a Python of the same version as .venv's, and nothing else. What mak
 --leave-out lists what the target's Python has, as `pip freeze` prints it there: what has the same version here is taken
 from there. A line with a name alone takes that package from there whatever its version.
 --without lists what nobody needs there: names of packages, or patterns of files below site-packages, with a slash.
---only-gpu keeps the GPU code of one compute capability (90 is 9.0: H100, H200) and blanks all other (tools/one_gpu.py).
+--only-gpu keeps the GPU code of one compute capability (90 is 9.0: H100, H200), and no other (tools/one_gpu.py).
 
 With ``--project-only`` the environment's parts in OUT stay and the project alone is packed anew, into parts after them.
 """

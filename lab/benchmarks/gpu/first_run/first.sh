@@ -29,9 +29,11 @@ done
 ((${#stages[@]})) || { usage >&2; exit 2; }
 
 OUT=${out:-runs/first_run}
-failed=() shape=1.5B dtype=bfloat16 responses=128 tokens=512 sets=()
+failed=() short=() shape=1.5B dtype=bfloat16 tokens=4096 steps="8 4" fewer="4 2" kv_cache=()
 if [[ -n $tiny ]]; then
-  shape=tiny dtype=float32 responses=8 tokens=16 sets=(--set rollout.kv_cache_bytes=67108864)
+  short=(--set model.dtype=float32 --set stages.0.steps=1 --set stages.0.max_response_tokens=64
+    --set rollout.kv_cache_bytes=67108864 --set parallel.threads_per_rank=1 --set verify.workers=1)
+  shape=tiny dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
 fi
 if [[ -z $print ]]; then
   mkdir -p "$OUT/logs" "$OUT/models" && OUT=$(realpath "$OUT")
@@ -88,15 +90,16 @@ quickstart() { # NAME SECONDS DTYPE STEPS_OF_STAGE_1 STEPS_OF_STAGE_2 [VARIABLE=
     --set evaluate.data.0.path="$OUT/data/heldout.jsonl" --set evaluate.every_steps=6 --set evaluate.samples=4 \
     --set stages.0.steps="$first" --set stages.1.steps="$second" --set parallel.ranks=1 --set parallel.pipeline=1 \
     --set parallel.micro_batch_tokens=8192 --set parallel.threads_per_rank=4 --set rollout.engines=1 \
-    --set verify.workers=4 --set checkpoint.every_steps=6 --set handoff.probe_every_steps=1 --set track.console=plain \
-    "${sets[@]}"
+    --set verify.workers=4 --set checkpoint.every_steps=6 --set handoff.probe_every_steps=1 --set track.console=plain
   stage "${name}_shown" 20 python $here/show.py "$OUT/runs/$name"
 }
 
-engine() { # NAME SECONDS TOKENS: `or1 eval` of the random model: the engine's start, then responses of so many tokens
+engine() { # NAME SECONDS TOKENS: `or1 eval` of the random model: the engine's start, then 128 responses so long
   [[ -n $print ]] || rm -rf "$OUT/runs/$1"
-  stage "$1" "$2" or1 eval --model "$OUT/models/random" --data "$OUT/data/heldout.jsonl" --out "$OUT/runs/$1" \
-    --k $((responses / 8)) --set max_response_tokens="$3" --set dtype="$dtype" --set engine.max_concurrent="$responses"
+  stage "$1" "$2" or1 eval --model "$OUT/models/random" --data "$OUT/data/heldout.jsonl" --out "$OUT/runs/$1" --k 1 \
+    --set max_response_tokens="$3" --set dtype="$dtype" --set engines.max_concurrent=128 "${kv_cache[@]/rollout/engines}"
+  stage "$1_shown" 20 python -c 'import json, sys
+print("=> seconds in all:", json.load(open(sys.argv[1]))["wall_s"])' "$OUT/runs/$1/results.json"
 }
 
 for name in "${stages[@]}"; do
@@ -108,7 +111,7 @@ print("=> torch", torch.__version__, "cuDNN", torch.backends.cudnn.version(), "N
 print("=> vLLM", vllm.__version__, "FA2", flash.FA2_AVAILABLE, "FA3", flash.FA3_AVAILABLE)'
       check first_checks 4 machine devices kernels
       ;;
-    q1) quickstart bf16 280 "$dtype" 8 4 ;;
+    q1) quickstart bf16 280 "$dtype" $steps ;;
     e)
       model
       data
@@ -121,14 +124,14 @@ print("=> vLLM", vllm.__version__, "FA2", flash.FA2_AVAILABLE, "FA3", flash.FA3_
       data
       stage plan 60 or1 plan $here/long.yaml --gpu h100
       [[ -n $print ]] || rm -rf "$OUT/runs/long"
-      stage long 420 or1 train $here/long.yaml "${sets[@]}"
+      stage long 420 or1 train $here/long.yaml "${short[@]}"
       stage long_shown 20 python $here/show.py "$OUT/runs/long"
       stage plan_again 60 or1 plan $here/long.yaml --gpu h100 --lengths "$OUT/runs/long"
       ;;
     h) check handoff_checks 8 transports handoff sleep ;;
     q32)
-      quickstart fp32 200 float32 4 2
-      quickstart fp32_ieee 200 float32 4 2 TRITON_F32_DEFAULT=ieee
+      quickstart fp32 200 float32 $fewer
+      quickstart fp32_ieee 200 float32 $fewer TRITON_F32_DEFAULT=ieee
       ;;
     s) check rest 9 layouts checkpoint offload sandbox train ;;
   esac
