@@ -81,16 +81,11 @@ def blank_other_gpus(library: Bytes, capability: int) -> tuple[int, int]:
 
 
 def _keep(library: Bytes, container: Container, kept: Sequence[Code]) -> None:
-    """Leave only these entries in a container. One without any keeps its headers: a GPU finds that nothing fits."""
-    first, end = container.start + container.header, container.entries[-1].end if container.entries else 0
-    if kept:
-        body = b"".join(library[code.start : code.end] for code in kept)
-        library[container.start + 8 : container.start + 16] = struct.pack("<Q", len(body))
-        library[first:end] = body + bytes(end - first - len(body))
-        return
-    for code in container.entries:
-        head = struct.unpack("<I", library[code.start + 4 : code.start + 8])[0]
-        library[code.start + head : code.end] = bytes(code.end - code.start - head)
+    """Leave only these entries in a container, one after the other, and end it after them."""
+    first, end = container.start + container.header, container.entries[-1].end
+    body = b"".join(library[code.start : code.end] for code in kept)
+    library[container.start + 8 : container.start + 16] = struct.pack("<Q", len(body))
+    library[first:end] = body + bytes(end - first - len(body))
 
 
 def _sections(library: Bytes) -> Iterator[Section]:
@@ -122,17 +117,22 @@ def _containers(library: Bytes, section: Section) -> Iterator[Container]:
                 raise ValueError(f"byte {where}: expected GPU code within {end - where} bytes, found {head} + {size}")
             entries.append(Code(kind, capability, where, where + head + size))
             where += head + size
-        yield Container(at, header, entries)
+        if entries:
+            yield Container(at, header, entries)
         at = end
 
 
 def _run_by(entries: Sequence[Code], capability: int) -> list[Code]:
-    """Return what such a GPU can take: machine code of its own, else of its generation, else PTX; and all that is
-    neither machine code nor PTX."""
+    """Return what such a GPU can take: machine code of its own, else of its generation, else PTX.
+
+    What is neither machine code nor PTX stays, too. Where nothing fits, the smallest entry stays, so that a GPU still
+    finds that nothing fits.
+    """
     cubins = [code for code in entries if code.kind == _CUBIN]
     taken = (
         [code for code in cubins if code.capability == capability]
         or [code for code in cubins if capability // 10 * 10 <= code.capability < capability]
         or [code for code in entries if code.kind == _PTX and code.capability <= capability]
     )
-    return [code for code in entries if code in taken or code.kind not in (_PTX, _CUBIN)]
+    kept = [code for code in entries if code in taken or code.kind not in (_PTX, _CUBIN)]
+    return kept or [min(entries, key=lambda code: code.end - code.start)]
