@@ -42,54 +42,36 @@ def library(*sections: tuple[str, int, bytes]) -> bytearray:
     return data + table
 
 
-def kept(entries: Sequence[Entry], capability: int) -> list[tuple[int, int]]:
-    """Blank a library with these entries, and return those whose code is still there; the others are zeros."""
-    data = library((".text", 2, b"\x90" * 64), (".nv_fatbin", 2, bytes(8) + container(entries)))
-    whole = bytes(data)
-    before, after = blank_other_gpus(data, capability)
-    assert len(data) == len(whole) and before == sum(len(code) for _, _, code in entries)
-    there = [(kind, number) for kind, number, code in entries if code in data]
-    assert after == sum(len(code) for kind, number, code in entries if (kind, number) in there)
-    for kind, number, code in entries:
-        expected = code if (kind, number) in there else bytes(len(code))
-        at = whole.index(code)
-        assert data[at : at + len(code)] == expected
-        whole = whole[:at] + expected + whole[at + len(code) :]
-    assert data == whole  # headers, offsets and the processor's code are untouched
-    return there
-
-
 @pytest.mark.parametrize(
-    ("given", "left"),
+    ("given", "capability", "left"),
     [
-        ([(CUBIN, 80), (CUBIN, 90), (CUBIN, 100), (PTX, 120)], [(CUBIN, 90)]),
-        ([(CUBIN, 75), (CUBIN, 80), (PTX, 80), (PTX, 100)], [(PTX, 80)]),
-        ([(PTX, 80), (OTHER, 100)], [(PTX, 80), (OTHER, 100)]),
-        ([(CUBIN, 100)], []),
+        ([(CUBIN, 80), (CUBIN, 90), (CUBIN, 90), (CUBIN, 100), (PTX, 120)], 90, [1, 2]),  # machine code of its own
+        ([(CUBIN, 75), (CUBIN, 80), (CUBIN, 87), (CUBIN, 90)], 86, [1]),  # of its generation
+        ([(CUBIN, 75), (CUBIN, 80), (PTX, 80), (PTX, 100)], 90, [2]),  # PTX that it can compile
+        ([(PTX, 80), (CUBIN, 100), (OTHER, 100)], 90, [0, 2]),  # what is no code stays
+        ([(CUBIN, 120), (CUBIN, 100)], 90, [1]),  # nothing fits: the smallest
     ],
-    ids=["its own machine code", "PTX that it can compile", "what is no code of a GPU stays", "nothing for it"],
 )
-def test_what_the_driver_would_take_stays(given: list[tuple[int, int]], left: list[tuple[int, int]]) -> None:
-    entries = [(kind, number, bytes([kind, number]) * 32) for kind, number in given]
-    assert kept(entries, 90) == left
+def test_a_container_ends_after_what_the_driver_would_take(
+    given: list[tuple[int, int]], capability: int, left: list[int]
+) -> None:
+    """The library is that which would have been built with these entries alone, with zeros behind them."""
+    entries = [(kind, number, bytes([1 + index]) * (80 - 8 * index)) for index, (kind, number) in enumerate(given)]
+    other, behind = container([(CUBIN, capability, b"the only" * 4)]), (".text", 2, b"\x90" * 64)
+    whole, kept = container(entries), container([entries[index] for index in left])
+    tables = (".symtab", 2, b"loaded--"), (".strtab", 0, b"debugger")
+    data = library(behind, (".nv_fatbin", 2, bytes(8) + whole + other), *tables)
+    before, after = blank_other_gpus(data, capability)
+    padded = kept + bytes(len(whole) - len(kept))
+    assert data == library(behind, (".nv_fatbin", 2, bytes(8) + padded + other), tables[0], (".strtab", 0, bytes(8)))
+    assert (before, after) == (len(whole) + len(other) - 32, len(kept) + len(other) - 32)
 
 
-def test_machine_code_of_its_generation_stays_where_it_has_none_of_its_own() -> None:
-    entries = [(CUBIN, number, bytes([number]) * 8) for number in (75, 80, 87, 90)]
-    assert kept(entries, 86) == [(CUBIN, 80)]
-
-
-def test_tables_for_debuggers_go_and_those_for_the_loader_stay() -> None:
-    data = library((".dynsym", 2, b"loader--"), (".symtab", 0, b"debugger"), (".strtab", 2, b"loaded--"))
-    assert blank_other_gpus(data, 90) == (0, 0)
-    assert b"loader--" in data and b"loaded--" in data and b"debugger" not in data
-
-
-def test_a_file_that_is_cut_short_is_named_and_stays_as_it_is() -> None:
-    data = library((".nv_fatbin", 2, container([(CUBIN, 80, bytes([1]) * 64)])[:-32] + struct.pack("<QQ", 1, 1) * 2))
-    struct.pack_into("<Q", data, 64 + 16 + 8, 1 << 20)  # the entry says that it is longer than its container
+def test_a_container_that_is_cut_short_is_refused_and_nothing_changes() -> None:
+    data = library((".nv_fatbin", 2, container([(CUBIN, 80, bytes(64))])))
+    struct.pack_into("<Q", data, 64 + 16 + 8, 1 << 20)  # the entry is longer than its container
     whole = bytes(data)
-    with pytest.raises(ValueError, match="expected GPU code within 128 bytes, found 64 \\+ 1048576"):
+    with pytest.raises(ValueError, match="within 128 bytes, found 64 \\+ 1048576"):
         blank_other_gpus(data, 90)
     assert data == whole
 
@@ -102,13 +84,9 @@ def test_of_a_real_library_nvidias_tool_reads_one_gpus_code(tmp_path: Path) -> N
     data = bytearray(real.read_bytes())
     before, after = blank_other_gpus(data, 90)
     assert 0 < after < before / 3
-    found = []
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     for name, content in (("whole", real.read_bytes()), ("blanked", bytes(data))):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "library.so").write_bytes(content)
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        subprocess.run([tool, "-xelf", "all", "library.so"], cwd=folder, capture_output=True, check=False)
-        cubins = [path for path in folder.glob("*.cubin") if path.read_bytes()[:4] == b"\x7fELF"]
-        found.append({path.name.split(".", 2)[2]: path.read_bytes() for path in cubins})
-    assert len(found[0]) > 3 and found[1] == {"sm_90.cubin": found[0]["sm_90.cubin"]}
+        (tmp_path / f"{name}.so").write_bytes(content)
+        subprocess.run([tool, "-xelf", "all", f"{name}.so"], cwd=tmp_path, capture_output=True, check=True)
+    (same,), (found,) = tmp_path.glob("whole.*.sm_90.cubin"), tmp_path.glob("blanked.*.cubin")
+    assert ".sm_90." in found.name and found.read_bytes() == same.read_bytes()
