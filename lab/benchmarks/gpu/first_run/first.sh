@@ -33,7 +33,7 @@ failed=() short=() shape=1.5B dtype=bfloat16 tokens=4096 steps="8 4" fewer="4 2"
 if [[ -n $tiny ]]; then
   short=(--set model.dtype=float32 --set stages.0.steps=1 --set stages.0.max_response_tokens=64
     --set rollout.kv_cache_bytes=67108864 --set parallel.threads_per_rank=1 --set verify.workers=1)
-  shape=tiny dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
+  shape=small dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
 fi
 if [[ -z $print ]]; then
   mkdir -p "$OUT/logs" "$OUT/models" && OUT=$(realpath "$OUT")
