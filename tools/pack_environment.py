@@ -1,22 +1,29 @@
 """Pack what `make gpu` made, with this project, for a machine without internet.
 
-    .venv/bin/python tools/pack_environment.py OUT [--part-mb 60] [--leave-out FILE]
+    .venv/bin/python -m tools.pack_environment OUT [--part-mib 60] [--leave-out FILE] [--without FILE] [--only-gpu 90]
 
-OUT gets numbered parts of at most ``--part-mb`` megabytes, ``manifest.json`` with their checksums, and two small
-programs. Carry all of it to the target, in any order; there ``sh unpack.sh FOLDER`` makes of FOLDER a clone with .venv.
-The target needs a Python of the same version as .venv's, and nothing else. FILE lists what the target's Python has, as
-`pip freeze` prints it there: what has the same version here is left out and taken from there. A line with a name
-alone leaves a package out whatever its version.
+OUT gets numbered parts of at most ``--part-mib`` MiB, ``manifest.json`` with their checksums, and two small programs.
+Carry all of it to the target, in any order; there ``sh unpack.sh FOLDER`` makes of FOLDER a clone with .venv. The
+target needs a Python of the same version as .venv's, and nothing else. What makes it smaller:
+
+--leave-out lists what the target's Python has, as `pip freeze` prints it there: what has the same version here is taken
+from there. A line with a name alone takes that package from there whatever its version.
+--without lists what nobody needs there: names of packages, or patterns of files below site-packages, with a slash.
+--only-gpu keeps the GPU code of one compute capability (90 is 9.0: H100, H200), and no other (tools/one_gpu.py).
+
+With ``--project-only`` the environment's parts in OUT stay and the project alone is packed anew, into parts after them.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import importlib.metadata
 import io
 import json
 import lzma
+import mmap
 import os
 import re
 import shutil
@@ -24,15 +31,21 @@ import subprocess
 import sys
 import tarfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from tools.gpu_lock import read_lock
+from tools.one_gpu import blank_other_gpus
 
 ROOT: Final = Path(__file__).parents[1]
 UNPACK: Final = Path(__file__).with_name("unpack_environment.py")
-_BLOCK: Final = 32 << 20
+_BLOCK: Final = 64 << 20
 """Bytes that are compressed together: enough to compress well, and for all cores to have work."""
+_THREADS: Final = min(8, os.cpu_count() or 1)
 _EDITABLE: Final = "__editable__"
 """How the files begin that say where an editable package is: they hold a path of this machine."""
 
@@ -60,12 +73,17 @@ exit 1
 class Parts:
     """A file to write to, whose bytes are compressed block by block and cut into numbered files."""
 
-    def __init__(self, folder: Path, part_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, part_bytes: int, preset: int = 6, kept: Iterable[dict[str, str | int]] = ()
+    ) -> None:
         self._folder, self._part_bytes = folder, part_bytes
-        self._pool = ThreadPoolExecutor(os.cpu_count())  # lzma works without the interpreter's lock
+        # Most of it is machine code of x86. With preset 6 a thread takes 0.7 GB.
+        options = {"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": _BLOCK}
+        self._compress = partial(lzma.compress, filters=({"id": lzma.FILTER_X86}, options))
+        self._pool = ThreadPoolExecutor(_THREADS)  # lzma works without the interpreter's lock
         self._waiting: deque[Future[bytes]] = deque()
         self._block, self._part, self._written = bytearray(), bytearray(), 0
-        self.manifest: list[dict[str, str | int]] = []
+        self.manifest = list(kept)
 
     def write(self, data: bytes) -> int:
         self._block += data
@@ -77,18 +95,23 @@ class Parts:
     def tell(self) -> int:
         return self._written
 
-    def close(self) -> None:
+    def end_part(self) -> None:
+        """Write what is there; what follows begins a new part."""
         self._compress_block()
         while self._waiting:
             self._take()
         if self._part:
             self._write_part(self._part)
+            self._part.clear()
+
+    def close(self) -> None:
+        self.end_part()
         self._pool.shutdown()
 
     def _compress_block(self) -> None:
-        self._waiting.append(self._pool.submit(lzma.compress, bytes(self._block)))
+        self._waiting.append(self._pool.submit(self._compress, bytes(self._block)))
         self._block.clear()
-        if len(self._waiting) > 2 * (os.cpu_count() or 1):
+        if len(self._waiting) > 2 * _THREADS:
             self._take()
 
     def _take(self) -> None:
@@ -103,36 +126,85 @@ class Parts:
         self.manifest.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
-def pack(root: Path, out: Path, part_bytes: int, leave_out: Iterable[str] = ()) -> dict[str, object]:
+@dataclass(frozen=True)
+class Choice:
+    """What of an environment is packed. Lines are those of the files that the options name."""
+
+    leave_out: Sequence[str] = ()
+    without: Sequence[str] = ()
+    only_gpu: int | None = None
+    preset: int = 6
+    project_only: bool = False
+
+
+def pack(root: Path, out: Path, part_bytes: int, choice: Choice = Choice()) -> dict[str, Any]:
     """Pack the git clone ``root`` with its ``.venv`` into ``out``, and return the manifest.
 
     Raises:
-        SystemExit: there is no whole environment here.
+        SystemExit: there is no whole environment here, or ``choice`` names what is not in it.
     """
     (site,) = (root / ".venv").glob("lib/python3*/site-packages")
-    packages = {_normal(each.name): each for each in importlib.metadata.distributions(path=[str(site)])}
-    left_out = _left_out(packages, leave_out)
-    files = {path for name, each in packages.items() if name not in left_out for path in _files_of(each)}
+    python, commit = site.parent.name.removeprefix("python"), _commit(root)
+    manifest = _kept(out) if choice.project_only else {"python": python, "environment": 0, "left_out": [], "parts": []}
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("part_*"), *out.glob("manifest.json")):
-        old.unlink()
-    parts = Parts(out, part_bytes)
+    for old in (out / "manifest.json", *sorted(out.glob("part_*"))[manifest["environment"] :]):
+        old.unlink(missing_ok=True)
+    parts = Parts(out, part_bytes, choice.preset, manifest["parts"][: manifest["environment"]])
     with tarfile.open(fileobj=parts, mode="w") as archive:  # type: ignore[call-overload]
-        for path in sorted({*_project(root), *files}):
+        if not choice.project_only:
+            manifest["left_out"], files = _chosen(site, choice)
+            for path in files:
+                _add(archive, path, root, choice.only_gpu)
+            parts.end_part()
+            manifest["environment"] = len(parts.manifest)
+        for path in _project(root):
             _add(archive, path, root)
     parts.close()
-    manifest = {
-        "python": site.parent.name.removeprefix("python"),
-        "left_out": [f"{name}=={packages[name].version}" for name in left_out],
-        "parts": parts.manifest,
-    }
+    manifest |= {"commit": commit, "parts": parts.manifest}
     (out / "unpack.sh").write_text(_UNPACK_SH.format_map(manifest))
     shutil.copyfile(UNPACK, out / "unpack.py")
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))  # last: parts without it were cut short
     return manifest
 
 
-def _left_out(packages: dict[str, importlib.metadata.Distribution], lines: Iterable[str]) -> list[str]:
+def _kept(out: Path) -> dict[str, Any]:
+    """Return the manifest of an earlier packing whose environment stays. Raises SystemExit if there is none."""
+    if not (out / "manifest.json").is_file():
+        raise SystemExit(f"pack_environment: --project-only needs an environment that was packed; {out} has none")
+    manifest: dict[str, Any] = json.loads((out / "manifest.json").read_text())
+    return manifest
+
+
+def _commit(root: Path) -> str:
+    """Return the short commit, with "+changes" where tracked files differ from it; before the first commit "none"."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+changes"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or "none"
+
+
+def _chosen(site: Path, choice: Choice) -> tuple[list[str], list[Path]]:
+    """Return what the target is expected to have (NAME==VERSION), and the files to pack.
+
+    Raises:
+        SystemExit: lines of ``choice.without`` name no package and no file here.
+    """
+    packages = {_normal(each.name): each for each in importlib.metadata.distributions(path=[str(site)])}
+    left_out = _left_out(packages, choice.leave_out)
+    lines = [text for line in choice.without if (text := line.partition("#")[0].strip())]
+    patterns = {line for line in lines if "/" in line}
+    unused = {_normal(line) for line in lines if line not in patterns}
+    kept = packages.keys() - set(left_out) - unused
+    files, matched = [], set()
+    for path in sorted({path for name in kept for path in _files_of(packages[name])}):
+        matching = [each for each in patterns if fnmatch.fnmatch(os.path.relpath(path, site), each)]
+        matched.update(matching)
+        if not matching:
+            files.append(path)
+    if wrong := sorted({*unused - packages.keys(), *patterns - matched}):
+        raise SystemExit(f"pack_environment: --without names what is not in .venv: {', '.join(wrong)}")
+    return [f"{name}=={packages[name].version}" for name in left_out], files
+
+
+def _left_out(packages: Mapping[str, importlib.metadata.Distribution], lines: Iterable[str]) -> list[str]:
     """Return which packages the target has, and print those of which it has another version."""
     names = []
     for line in lines:
@@ -170,7 +242,7 @@ def _project(root: Path) -> Iterator[Path]:
             yield root / name
 
 
-def _add(archive: tarfile.TarFile, path: Path, root: Path) -> None:
+def _add(archive: tarfile.TarFile, path: Path, root: Path, only_gpu: int | None = None) -> None:
     entry = archive.gettarinfo(path, str(path.relative_to(root)))
     entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, "", ""
     if not entry.isreg():
@@ -179,24 +251,57 @@ def _add(archive: tarfile.TarFile, path: Path, root: Path) -> None:
         program = _HEAD_OF_PROGRAM.sub(_STARTS_ANYWHERE, path.read_bytes(), count=1)
         entry.size = len(program)
         archive.addfile(entry, io.BytesIO(program))
+    elif only_gpu and entry.size and ".so" in path.suffixes:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as library:
+            try:
+                before, after = blank_other_gpus(library, only_gpu)
+            except ValueError as problem:
+                raise SystemExit(f"pack_environment: {path}: {problem}") from None
+            if before:
+                print(f"{entry.name}: {after / 2**20:.1f} MiB of {before / 2**20:.1f} MiB of GPU code stay")
+            archive.addfile(entry, library)
     else:
         with path.open("rb") as file:
             archive.addfile(entry, file)
 
 
+def problem_of_environment(root: Path) -> str:
+    """Return why the ``.venv`` of ``root`` cannot be packed; empty if it can."""
+    stamp = root / ".venv/.installed"  # see setup.sh
+    kind, _, key = stamp.read_text().partition(" ") if stamp.exists() else ("", "", "")
+    if not key or not kind.startswith("gpu"):
+        return "there is no whole .venv for GPUs here"
+    there = importlib.metadata.distributions(path=[str(each) for each in root.glob(".venv/lib/python3*/site-packages")])
+    found = {_normal(each.name): each.version for each in there}
+    wrong = [
+        f"{name} {found.get(name, 'missing')} instead of {version}"
+        for name, version in read_lock("gpu.lock").items()
+        if found.get(name, "").partition("+")[0] != version.partition("+")[0]
+    ]
+    return f".venv is not that of requirements/gpu.lock: {', '.join(wrong)}" if wrong else ""
+
+
+def _lines(path: Path | None) -> Sequence[str]:
+    return path.read_text().splitlines() if path else ()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder for the parts")
-    parser.add_argument("--part-mb", type=float, default=60, help="largest part, in 10**6 bytes")
-    parser.add_argument("--leave-out", type=Path, help="what the target has")
+    parser.add_argument("--part-mib", type=float, default=60, help="largest part, in 2**20 bytes")
+    parser.add_argument("--leave-out", type=Path, metavar="FILE", help="what the target has")
+    parser.add_argument("--without", type=Path, metavar="FILE", help="what nobody needs there")
+    parser.add_argument("--only-gpu", type=int, metavar="CC", help="compute capability, such as 90")
+    parser.add_argument("--preset", type=int, choices=range(10), default=6, help="xz's; 0 is the fastest, and larger")
+    parser.add_argument("--project-only", action="store_true", help="the environment's parts stay")
     options = parser.parse_args()
-    stamp = ROOT / ".venv/.installed"
-    if not stamp.exists() or " " not in stamp.read_text():  # see setup.sh
-        sys.exit("pack_environment: there is no whole .venv here; run `make gpu` first")
-    lines = options.leave_out.read_text().splitlines() if options.leave_out else ()
-    manifest = pack(ROOT, options.out, int(options.part_mb * 1e6), lines)
-    sizes = [part["bytes"] for part in manifest["parts"]]  # type: ignore[attr-defined]
-    print(f"{len(sizes)} parts, {sum(sizes) / 1e9:.2f} GB, in {options.out}; there: sh unpack.sh FOLDER")
+    if problem := problem_of_environment(ROOT):
+        sys.exit(f"pack_environment: {problem}; run `make gpu` first")
+    lines = _lines(options.leave_out), _lines(options.without)
+    choice = Choice(*lines, options.only_gpu, options.preset, options.project_only)
+    manifest = pack(ROOT, options.out, int(options.part_mib * 2**20), choice)
+    sizes = [part["bytes"] for part in manifest["parts"]]
+    print(f"{len(sizes)} parts, {sum(sizes) / 2**20:.0f} MiB, in {options.out}; there: sh unpack.sh FOLDER")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Unpack what tools/pack_environment.py packed: ``sh unpack.sh FOLDER``. Python's standard library is all it needs.
 
 FOLDER becomes a clone with its .venv: FOLDER/.venv/bin/or1. Packages that were left out are taken from the Python that
-runs this program. After an interruption the same command goes on; when all is there it says so and does nothing.
+runs this program; links to its CUDA libraries lie where torch looks for its own. After an interruption the same
+command goes on; when all is there it says so and does nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import lzma
 import site
@@ -66,11 +68,34 @@ def extract(parts: Sequence[Path], folder: Path) -> None:
             archive.extract(entry, folder, filter="tar")
 
 
+def missing_here(names: Sequence[str]) -> list[str]:
+    """Return which of the packages that were left out this Python lacks; any version of one will do."""
+    missing = []
+    for name in names:
+        try:
+            importlib.metadata.distribution(name.partition("==")[0])
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def link_libraries(names: Sequence[str], packages: Path) -> None:
+    """Link NVIDIA's libraries of packages that were left out: torch looks for them beside itself."""
+    for name in names:
+        for file in importlib.metadata.distribution(name.partition("==")[0]).files or ():
+            target = packages / str(file)
+            if file.parts[0] == "nvidia" and not target.is_file():
+                target.unlink(missing_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(file.locate())
+
+
 def unpack(source: Path, folder: Path) -> str:
     """Unpack the parts in ``source`` into ``folder``, and return what was done.
 
     Raises:
-        SystemExit: parts are missing or damaged; names each, with its checksum.
+        SystemExit: parts are missing or damaged, which are named with their checksums, or packages that were left out
+            are missing in this Python.
     """
     text = (source / "manifest.json").read_text()
     manifest, stamp = json.loads(text), f"packed {hashlib.sha256(text.encode()).hexdigest()}"
@@ -83,11 +108,18 @@ def unpack(source: Path, folder: Path) -> str:
     ]
     if found := [f"unpack: {problem}\n" for problem in problems if problem]:
         raise SystemExit("".join(found) + "unpack: copy these parts again; nothing was unpacked")
+    if missing := missing_here(manifest["left_out"]):
+        raise SystemExit(
+            f"unpack: {sys.executable} lacks what was left out of the parts: {', '.join(missing)}; "
+            "PYTHON=... names another Python; nothing was unpacked"
+        )
     done.unlink(missing_ok=True)
     venv.create(environment, symlinks=True)
     extract(parts, folder)
     packages = environment / "lib" / f"python{manifest['python']}" / "site-packages"
     paths = [str(folder), *([*site.getsitepackages(), site.getusersitepackages()] if manifest["left_out"] else [])]
+    link_libraries(manifest["left_out"], packages)
+    (environment / "packed.json").write_text(text)
     (packages / "or1_megatron.pth").write_text("".join(f"{path}\n" for path in paths))
     done.write_text(stamp)  # last; tools/setup.sh then leaves this environment alone
     return f"{folder} is ready: {environment / 'bin/or1'} doctor"

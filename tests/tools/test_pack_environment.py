@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.pack_environment import pack
+from tools.pack_environment import Choice, pack, problem_of_environment
 
 PACKAGES = ("mpmath", "PyYAML", "Pygments", "packaging")
 """Pure and compiled ones; Pygments has a program."""
@@ -69,6 +69,15 @@ def unpack(carried: Path, folder: Path, python: str = sys.executable) -> subproc
     env = {"PATH": "/usr/bin:/bin", "PYTHON": python}
     command = ["sh", str(carried / "unpack.sh"), str(folder)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def installed(site: Path, name: str, file: str, content: str) -> None:
+    """Put a package of version 1 with one file where a Python looks for packages."""
+    info = f"{name.replace('-', '_')}-1.dist-info"
+    texts = {file: content, f"{info}/METADATA": f"Name: {name}\nVersion: 1\n", f"{info}/RECORD": f"{file},,\n"}
+    for path, text in texts.items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_text(text)
 
 
 def told(folder: Path, program: str) -> str:
@@ -138,21 +147,58 @@ def test_an_interrupted_unpacking_goes_on_and_a_second_one_does_nothing(carried:
 
 
 def test_what_the_target_has_is_left_out(clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A package of the same version, or without one, is taken from the target's Python; another version is packed."""
+    """A package of the same version, or without one, is taken from the target's Python; another version is packed. What
+    the target lacks is named. Its CUDA libraries lie where torch looks for them, beside those that were carried."""
     version = importlib.metadata.version("mpmath")
-    lines = [f"mpmath=={version}", "pyyaml==0.1", "pygments", "-e git+https://host/x", "elsewhere==1"]
-    carried, target = tmp_path / "carried", tmp_path / "python"
-    manifest = pack(clone, carried, 10**8, lines)
-    assert manifest["left_out"] == [f"mpmath=={version}", f"pygments=={importlib.metadata.version('Pygments')}"]
+    lines = [f"mpmath=={version}", "pyyaml==0.1", "nvidia-thing", "-e git+https://host/x", "elsewhere==1"]
+    carried, target, folder = tmp_path / "carried", tmp_path / "python", tmp_path / "target"
+    (packing,) = (clone / ".venv/lib").glob("python3*/site-packages")
+    library, carried_library = "nvidia/cu13/lib/libthing.so.13", "nvidia/cu13/lib/libother.so"
+    installed(packing, "nvidia-thing", library, "new")
+    installed(packing, "nvidia-other", carried_library, "carried")
+    manifest = pack(clone, carried, 10**8, Choice(lines))
+    assert manifest["left_out"] == [f"mpmath=={version}", "nvidia-thing==1"]
     assert "pyyaml: the target has 0.1" in capsys.readouterr().out
     venv.create(target)
     (site,) = (target / "lib").glob("python3*/site-packages")
-    (site / "mpmath.py").write_text("")
-    folder = tmp_path / "target"
+    refused = unpack(carried, folder, str(target / "bin/python"))
+    assert refused.returncode == 1 and not folder.exists()
+    assert f"mpmath=={version}, nvidia-thing==1" in refused.stderr
+    installed(site, "mpmath", "mpmath.py", "")
+    installed(site, "nvidia-thing", library, "old")
     assert unpack(carried, folder, str(target / "bin/python")).returncode == 0
     assert told(folder, "import mpmath; print(mpmath.__file__)") == str(site / "mpmath.py")
     assert told(folder, "import yaml; print(yaml.__file__)").startswith(str(folder))
-    assert not (folder / ".venv/bin/pygmentize").exists()
+    (unpacked,) = (folder / ".venv/lib").glob("python3*/site-packages")
+    assert [(unpacked / each).read_text() for each in (library, carried_library)] == ["old", "carried"]
+
+
+def test_what_nobody_needs_is_not_packed_and_a_line_that_names_nothing_is_refused(clone: Path, tmp_path: Path) -> None:
+    pack(clone, tmp_path / "carried", 10**8, Choice(without=["# a remark", "Pygments", "yaml/[r-s]*.py  # in part"]))
+    assert unpack(tmp_path / "carried", tmp_path / "target").returncode == 0
+    (site,) = (tmp_path / "target/.venv/lib").glob("python3*/site-packages")
+    assert not (site / "pygments").exists()
+    assert sorted(path.name for path in (site / "yaml").glob("[p-t]*.py")) == ["parser.py", "tokens.py"]
+    with pytest.raises(SystemExit, match=r"\.venv: no-package, yaml/nothing\*$"):
+        pack(clone, tmp_path / "again", 10**8, Choice(without=["no-package", "yaml/nothing*", "yaml/reader.py"]))
+
+
+def test_the_project_alone_is_packed_anew(clone: Path, carried: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in carried.glob("part_*")}
+    (clone / "or1_megatron/__init__.py").write_text("WHERE = __file__  # changed")
+    manifest = pack(clone, carried, 200_000, Choice(project_only=True))
+    kept = [part["name"] for part in manifest["parts"][: manifest["environment"]]]
+    assert len(kept) == len(before) - 1 and all((carried / name).read_bytes() == before[name] for name in kept)
+    assert unpack(carried, tmp_path / "target").returncode == 0
+    assert "changed" in (tmp_path / "target/or1_megatron/__init__.py").read_text()
+    assert told(tmp_path / "target", "import yaml; print(yaml.__with_libyaml__)") == "True"
+
+
+def test_an_environment_that_is_not_the_locked_one_is_refused(clone: Path) -> None:
+    assert "no whole .venv for GPUs" in problem_of_environment(clone)
+    (clone / ".venv/.installed").write_text("gpu-without-te 123 /somewhere")
+    problem = problem_of_environment(clone)
+    assert "torch missing instead of 2." in problem and "mpmath" not in problem
 
 
 def test_another_version_of_python_is_refused(carried: Path, tmp_path: Path) -> None:
