@@ -6,4 +6,6 @@ statistics         four numbers of a token's logits, which merge over tiles and 
 plan               tile sizes from a budget in bytes
 weight_gradient    sums the weight's gradient in fp32
 reference          the oracle: plain autograd on whole logits
+
+Also ``sampling``, which draws tokens from the engines' logits; ``sampling_triton`` has its kernel.
 """

@@ -1,0 +1,87 @@
+"""Draws a token from each row of logits, with its log-prob and the entropy of the whole distribution.
+
+A token is the argmax of scaled logit plus Gumbel noise. The noise is a function of the row's key and the vocabulary
+index, and the key one of the request's seed and the token's position in the response: no generator, no state. So a
+token depends neither on the batch nor on what was drawn before it. On a GPU, ``sampling_triton`` reads the logits once.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from or1_megatron.kernels.tiled import with_triton
+
+_PART_NUMBERS = 1 << 17  # logits worked on at once, so that they stay in cache
+_OF_INDEX, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)  # 32 bits, as signed numbers
+
+
+class Sampled(NamedTuple):
+    """Of each row. A row that holds NaN or +inf, or only -inf, has NaN as log-prob and entropy."""
+
+    tokens: Tensor  # [B] int64
+    log_probs: Tensor  # [B] fp32, temperature applied, of the whole distribution
+    entropies: Tensor  # [B] fp32, nats, of the same distribution
+
+
+def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | None = None) -> Sampled:
+    """Draw a token per row.
+
+    Args:
+        logits: [B, V], any floating type, neighbours in a row adjacent in memory.
+        keys: [B] int64, random bits of (the request's seed, the token's position in the response).
+        temperatures: [B] fp32; 0 takes the most likely token, of the distribution at temperature 1.
+        floors: [B] the lowest logit that may be drawn, such as that of a nucleus; None: all may.
+    """
+    floors = torch.full_like(temperatures, -torch.inf) if floors is None else floors.float()
+    given = (logits, keys, temperatures, torch.where(temperatures > 0, 1 / temperatures, 1.0), floors)
+    if with_triton("auto", logits.device):
+        from or1_megatron.kernels.sampling_triton import sample_rows
+
+        return sample_rows(*given)
+    rows = max(1, _PART_NUMBERS // logits.shape[1])
+    if len(logits) <= rows:
+        return _sample(*given)
+    parts = [_sample(*part) for part in zip(*(each.split(rows) for each in given), strict=True)]
+    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _sample(logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor) -> Sampled:
+    scaled = logits * scales[:, None]
+    scores = _log_exponentials(keys, logits.shape[1]).masked_fill_(temperatures[:, None] == 0, 0.0)
+    torch.sub(scaled, scores, out=scores).masked_fill_(logits < floors[:, None], -torch.inf)
+    tokens = scores.argmax(dim=1)
+    peaks = scaled.amax(dim=1, keepdim=True)
+    scaled.sub_(peaks).clamp_(min=-1e4)  # 0 times a finite number is 0, as the entropy needs
+    weights = torch.exp(scaled, out=scores)
+    totals = weights.sum(dim=1)
+    logs = totals.log()
+    log_probs = scaled.gather(1, tokens[:, None])[:, 0].sub_(logs)
+    return Sampled(tokens, log_probs, logs - weights.mul_(scaled).sum(dim=1).div_(totals))
+
+
+def _log_exponentials(keys: Tensor, vocabulary: int) -> Tensor:
+    """Return [B, V]: logarithms of exponential variables, which are Gumbel variables with the other sign."""
+    low, high = keys[:, None].view(torch.int32).split(1, dim=1)
+    bits = (_index_bits(vocabulary, keys.device) ^ low).mul_(_FIRST)
+    scratch = torch.empty_like(bits)
+    bits.bitwise_xor_(_shifted(bits, 15, scratch)).bitwise_xor_(high).mul_(_SECOND)
+    bits.bitwise_xor_(_shifted(bits, 16, scratch)).bitwise_and_(0x7FFFFFFF)
+    # The smallest variables decide, so they must be fine: those near 2**-32 come from the smallest numbers.
+    return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
+
+
+@lru_cache(2)
+def _index_bits(vocabulary: int, device: torch.device) -> Tensor:
+    bits = torch.arange(vocabulary, dtype=torch.int32, device=device) * _OF_INDEX
+    return bits ^ _shifted(bits, 16)
+
+
+def _shifted(bits: Tensor, shift: int, out: Tensor | None = None) -> Tensor:
+    """Return ``bits >> shift`` as of unsigned numbers."""
+    return torch.bitwise_right_shift(bits, shift, out=out).bitwise_and_((1 << (32 - shift)) - 1)
