@@ -38,42 +38,44 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
         temperatures: [B] fp32; 0 takes the most likely token, of the distribution at temperature 1.
         floors: [B] the lowest logit that may be drawn, such as that of a nucleus; None: all may.
     """
-    floors = torch.full_like(temperatures, -torch.inf) if floors is None else floors.float()
-    given = (logits, keys, temperatures, torch.where(temperatures > 0, 1 / temperatures, 1.0), floors)
+    scales = torch.where(temperatures > 0, 1 / temperatures, 1.0)
     if with_triton("auto", logits.device):
         from or1_megatron.kernels.sampling_triton import sample_rows
 
-        return sample_rows(*given)
-    rows = max(1, _PART_NUMBERS // logits.shape[1])
-    if len(logits) <= rows:
-        return _sample(*given)
-    parts = [_sample(*part) for part in zip(*(each.split(rows) for each in given), strict=True)]
-    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+        floors = torch.full_like(scales, -torch.inf) if floors is None else floors.float()
+        return Sampled(*sample_rows(logits, keys, temperatures, scales, floors))
+    rows, parts = max(1, _PART_NUMBERS // logits.shape[1]), []
+    for part in (slice(first, first + rows) for first in range(0, len(logits), rows)):
+        given = (logits[part], keys[part], temperatures[part], scales[part])
+        parts.append(_sample(*given, None if floors is None else floors[part]))
+    return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _sample(logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor) -> Sampled:
+def _sample(logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor | None) -> Sampled:
     scaled = logits * scales[:, None]
-    scores = _log_exponentials(keys, logits.shape[1]).masked_fill_(temperatures[:, None] == 0, 0.0)
-    torch.sub(scaled, scores, out=scores).masked_fill_(logits < floors[:, None], -torch.inf)
-    tokens = scores.argmax(dim=1)
-    peaks = scaled.amax(dim=1, keepdim=True)
-    scaled.sub_(peaks).clamp_(min=-1e4)  # 0 times a finite number is 0, as the entropy needs
-    weights = torch.exp(scaled, out=scores)
+    scaled.sub_(scaled.amax(dim=1, keepdim=True)).clamp_(min=-1e4)  # 0 times a finite number is 0, as the entropy needs
+    weights = scaled.exp()
+    # With exponential variables E, argmax(w / E) is argmax(log w - log E), and -log E are Gumbel variables.
+    scores = _exponentials(keys, logits.shape[1]).masked_fill_(temperatures[:, None] == 0, -1.0)
+    torch.div(weights, scores, out=scores)
+    if floors is not None:
+        scores.masked_fill_(logits < floors[:, None], torch.inf)
+    tokens = scores.argmin(dim=1)
     totals = weights.sum(dim=1)
     logs = totals.log()
     log_probs = scaled.gather(1, tokens[:, None])[:, 0].sub_(logs)
     return Sampled(tokens, log_probs, logs - weights.mul_(scaled).sum(dim=1).div_(totals))
 
 
-def _log_exponentials(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return [B, V]: logarithms of exponential variables, which are Gumbel variables with the other sign."""
+def _exponentials(keys: Tensor, vocabulary: int) -> Tensor:
+    """Return [B, V] exponential variables with a minus sign."""
     low, high = keys[:, None].view(torch.int32).split(1, dim=1)
     bits = (_index_bits(vocabulary, keys.device) ^ low).mul_(_FIRST)
     scratch = torch.empty_like(bits)
     bits.bitwise_xor_(_shifted(bits, 15, scratch)).bitwise_xor_(high).mul_(_SECOND)
     bits.bitwise_xor_(_shifted(bits, 16, scratch)).bitwise_and_(0x7FFFFFFF)
     # The smallest variables decide, so they must be fine: those near 2**-32 come from the smallest numbers.
-    return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
+    return torch.add(bits, 0.5).mul_(-(2.0**-31)).log1p_()
 
 
 @lru_cache(2)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from or1_megatron.kernels.sampling import Sampled
-
 _BLOCK = 2048
 """Logits per program and iteration: 8 per thread."""
 _WARPS = 8
@@ -63,11 +61,12 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     tl.store(entropies + row, log_total - moment / total)
 
 
-def sample_rows(logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor) -> Sampled:
-    """Return what ``sampling.sample`` does; ``scales`` [B] are factors of the logits."""
-    rows, width = logits.shape
-    found = Sampled(torch.empty_like(keys), torch.empty_like(scales), torch.empty_like(scales))
-    if rows:
-        given = (logits, logits.stride(0), keys, temperatures, scales, floors, *found, width)
-        _sample_kernel[(rows,)](*given, BLOCK=_BLOCK, num_warps=_WARPS)
+def sample_rows(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts of ``sampling.Sampled``; ``scales`` [B] are factors of the logits."""
+    found = torch.empty_like(keys), torch.empty_like(scales), torch.empty_like(scales)
+    if len(keys):
+        given = (logits, logits.stride(0), keys, temperatures, scales, floors, *found, logits.shape[1])
+        _sample_kernel[(len(keys),)](*given, BLOCK=_BLOCK, num_warps=_WARPS)
     return found
