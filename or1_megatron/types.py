@@ -147,7 +147,7 @@ class Completion:
     request_digest: bytes = b""
     """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
     entropy: float = math.nan
-    """Of the whole distribution that each token was drawn from, in nats, mean over the tokens; NaN: unknown."""
+    """Mean over the tokens, in nats, of the whole distributions that they were drawn from; NaN: unknown."""
 
     @property
     def truncated(self) -> bool:

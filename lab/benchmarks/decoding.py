@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
-Of the engine's thread, while it makes responses of 48 tokens. ``ours`` is its loop, requests in and completions out.
+Times are those of the engine's thread while it makes responses of 48 tokens. ``ours`` is its loop, requests in and
+completions out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _OF_INDEX, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1
 
 
 class Sampled(NamedTuple):
-    """Of each row. A row that holds NaN or +inf, or only -inf, has NaN as log-prob and entropy."""
+    """What was drawn from each row. One that holds NaN or +inf, or only -inf, has NaN as log-prob and entropy."""
 
     tokens: Tensor  # [B] int64
     log_probs: Tensor  # [B] fp32, temperature applied, of the whole distribution
