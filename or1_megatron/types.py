@@ -8,6 +8,7 @@ Shapes: ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens, ``S`` p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -145,6 +146,8 @@ class Completion:
     """Drafted tokens that were sampled."""
     request_digest: bytes = b""
     """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
+    entropy: float = math.nan
+    """Mean over the tokens, in nats, of the whole distributions that they were drawn from; NaN: unknown."""
 
     @property
     def truncated(self) -> bool:

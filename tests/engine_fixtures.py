@@ -41,12 +41,20 @@ class TinyModel:
 
     def log_probs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> np.ndarray:
         """Return the oracle's log-prob of each response token, with the temperature applied: [n]."""
+        rows = self._distributions(prompt, response, temperature)
+        return rows[np.arange(len(response)), response]
+
+    def entropy(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> float:
+        """Return the mean entropy, in nats, of the oracle's distributions of the response's tokens."""
+        rows = self._distributions(prompt, response, temperature)
+        return float(-(np.exp(rows) * rows).sum(axis=1).mean())
+
+    def _distributions(self, prompt: list[int], response: list[int], temperature: float) -> np.ndarray:
         import torch
 
         with torch.no_grad():
             logits = self.oracle(torch.tensor([prompt + response])).logits[0].double() / temperature
-        rows = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
-        return rows.gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+        return torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1].numpy()
 
 
 @pytest.fixture(scope="session")

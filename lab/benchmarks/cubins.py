@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel of the head for Hopper (sm_90), without a GPU, and reads what each takes of an SM.
+"""Compiles every Triton kernel for Hopper (sm_90), without a GPU, and reads what each takes of an SM.
 
     python lab/benchmarks/cubins.py
 
@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import or1_megatron.kernels
+from or1_megatron.kernels.sampling_triton import sample_rows
 from or1_megatron.kernels.statistics import Scores
 from or1_megatron.kernels.tiles_triton import TritonEpilogue
 
@@ -71,7 +72,7 @@ def compiling(seen: list[Compiled]) -> Iterator[None]:
 
 def compile_all() -> dict[str, Compiled]:
     """Return each variant by its name."""
-    epilogue, found = TritonEpilogue(), {}
+    epilogue, found = TritonEpilogue(), dict[str, Compiled]()
     seen: list[Compiled] = []
     tokens = 16
     vectors = [torch.zeros(tokens) for _ in range(6)]
@@ -86,6 +87,9 @@ def compile_all() -> dict[str, Compiled]:
                 epilogue.gradient(logits, columns, None, scores, vectors[4], vectors[5] if entropy else None, dtype)
                 name = f"gradient, {str(dtype).removeprefix('torch.')}, {kind}{'' if entropy else ', no entropy'}"
                 found[name] = seen[-1]
+            for dtype in DTYPES:
+                sample_rows(logits.to(dtype), columns, *vectors[:3])
+                found[f"sampling, {str(dtype).removeprefix('torch.')}, {kind}"] = seen[-1]
     return found
 
 

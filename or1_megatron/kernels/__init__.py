@@ -1,1 +1,1 @@
-"""The head: log-prob and entropy of target tokens from hidden states, without whole logits."""
+"""The head, log-prob and entropy of target tokens without whole logits; and the sampler of the engines' tokens."""

@@ -118,6 +118,9 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         "verify/retries": report.verifier_retries,
         "rollout/response_tokens": report.response_tokens,
     }
+    entropies = np.array([completion.entropy for completion in completions])
+    if not np.isnan(entropies).any():
+        metrics["rollout/entropy"] = np.average(entropies, weights=lengths)
     whole = [completion for completion in completions if len(completion.versions) == 1]  # the rest lack some counts
     if drafted := sum(completion.drafted_tokens for completion in whole):
         accepted = sum(completion.accepted_tokens for completion in whole)

@@ -45,6 +45,8 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",
     # By default Ray starts a worker for each core at once. The engines need others, with an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
+    # Ray would end engines where a node's memory is nearly used, by checkpoints on their way to the disk too.
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 _HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
 _SETTINGS_TYPE = b"\x04"

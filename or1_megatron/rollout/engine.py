@@ -3,9 +3,10 @@
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
 token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``.
 
-Seeds: each request has its own generator, so its random numbers depend on its seed alone. vLLM does not promise more:
-logits differ in the last bits with the composition of the batch, so the same seed in another batch can, rarely, give
-another token. The same requests submitted in the same order to a fresh engine give the same tokens on CPU.
+Seeds: the random bits of a token depend on its request's seed and its position in the response alone
+(``worker.SeededSampler``). vLLM does not promise more: logits differ in the last bits with the composition of the
+batch, so the same seed in another batch can, rarely, give another token. The same requests submitted in the same order
+to a fresh engine give the same tokens on CPU.
 
 Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, those in
 flight too. After ``finish_weight_update`` it answers ``score_prompts``, with which the trainer checks the weights, and
@@ -33,10 +34,10 @@ from or1_megatron.types import Completion, Float32Array, Int32Array, Request, Ve
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 
-# vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves; on CPU, where a prompt must
-# be prefilled whole (see _device_options), the budget must also hold the longest sequence.
+# vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves.
 _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
+_FREE_AT_START = 0.05  # of the device's memory
 
 
 _POLL_S = 0.001
@@ -132,16 +133,13 @@ class VllmEngine:
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
-        self._llm.collective_rpc("draw_seeds_at_once")
-        if drafts:
-            self._llm.collective_rpc("sample_drafts_as_without")
+        self._llm.collective_rpc("sample_by_seeds")
         self._tokenizer = load_tokenizer(Path(settings.model))
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
         self._finished: list[Completion] = []  # not yet returned by ``step``
         self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
         self._probed: Int32Array | None = None
-        self._keeps_full_log_probs = False
         self._updating = False
         self._serving = settings.serves_folder
         self._asleep = False
@@ -175,14 +173,16 @@ class VllmEngine:
                     f"max_response_tokens = {request.sampling.max_response_tokens} that is {total}, above the engine's "
                     f"max_model_tokens = {self._settings.max_model_tokens}"
                 )
-            if request.sampling.top_p < 1 and not self._keeps_full_log_probs:
-                self._llm.collective_rpc("keep_log_probs_of_full_distribution")
-                self._keeps_full_log_probs = True
+            if not 0 <= request.seed < 1 << 64:
+                raise ValueError(
+                    f"engine {self._settings.index}: {_name(request)} has the seed {request.seed}; expected an integer "
+                    "of 64 bits, 0 or more"
+                )
             params = self._sampling_params(
                 temperature=request.sampling.temperature,
                 top_p=request.sampling.top_p,
                 max_tokens=request.sampling.max_response_tokens,
-                seed=request.seed,
+                extra_args={"seed": request.seed},  # with ``seed``, vLLM would make a generator
                 logprobs=0,  # the sampled token's alone
                 flat_logprobs=True,
                 detokenize=False,  # once at the end instead of token by token: a fifth of the time of a small model
@@ -239,7 +239,7 @@ class VllmEngine:
         """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""
         last = int(token_ids[-1])
         params = self._sampling_params(
-            temperature=1.0, max_tokens=1, seed=0, logprob_token_ids=[last], detokenize=False, ignore_eos=True
+            temperature=1.0, max_tokens=1, logprob_token_ids=[last], detokenize=False, ignore_eos=True
         )
         return [self._score(token_ids[:-1], params).outputs[0].logprobs[0][last].logprob]
 
@@ -284,20 +284,11 @@ class VllmEngine:
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
-        self._finish_iterations()
         self._serving = False
         if self._updating:
             self._llm.collective_rpc("abandon_weight_update")
         self._updating = True
         self._llm.start_weight_update()
-
-    def _finish_iterations(self) -> None:
-        """Finish those that asynchronous scheduling has begun, with the old weights."""
-        self._engine.sleep(level=0, mode="keep")  # only the scheduler: no iteration is begun
-        under_way = self._engine.engine_core.engine_core.batch_queue  # None without asynchronous scheduling
-        while under_way:
-            self._iterate()
-        self._engine.wake_up(tags=["scheduling"])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights while the trainer sends; return when the last tensor is in the model."""
@@ -356,10 +347,16 @@ class VllmEngine:
         reason = sampled.finish_reason
         if reason not in ("stop", "length"):
             raise RuntimeError(
-                f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
-                f"{request.prompt.problem.id} with '{reason}'; expected 'stop' or 'length'"
+                f"engine {self._settings.index}: vLLM ended {_name(request)} with '{reason}'; expected 'stop' or "
+                "'length'"
             )
         token_ids = np.array(sampled.token_ids, dtype=np.int32)
+        log_probs = np.array(sampled.logprobs.logprobs, dtype=np.float32)
+        if not np.isfinite(log_probs).all():
+            raise RuntimeError(
+                f"engine {self._settings.index}: {_name(request)} has no distribution at its token "
+                f"{np.isfinite(log_probs).argmin()}: the logits hold NaN or +inf, or are all -inf"
+            )
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
         drafts = sampled.spec_decode_metrics
         text = self._tokenizer.decode(
@@ -371,7 +368,7 @@ class VllmEngine:
             problem_id=request.prompt.problem.id,
             sample_index=request.sample_index,
             token_ids=token_ids,
-            log_probs=np.array(sampled.logprobs.logprobs, dtype=np.float32),
+            log_probs=log_probs,
             text=text,
             finish_reason=reason,
             versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
@@ -382,7 +379,12 @@ class VllmEngine:
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=_accepted(drafts.histogram, len(sampled.token_ids)) if drafts else 0,
             request_digest=request_digest(request),
+            entropy=float(np.mean(sampled.logprobs.ranks)),  # see ``worker.SeededSampler``
         )
+
+
+def _name(request: Request) -> str:
+    return f"sample {request.sample_index} of problem {request.prompt.problem.id}"
 
 
 def _accepted(histogram: Sequence[int], tokens: int) -> int:
@@ -401,16 +403,19 @@ def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
         options: dict[str, Any] = {
             "gpu_memory_utilization": config.gpu_memory_fraction,
             "enable_sleep_mode": config.placement == "colocated",  # it sleeps while the trainer has the device
+            "hf_overrides": {"head_dtype": "float32"},  # of the logits, as the policy's; vLLM's default is the model's
+            "async_scheduling": False,  # never tried with a handoff: docs/decisions.md
         }
         if config.kv_cache_bytes is not None:
-            options["kv_cache_memory_bytes"] = config.kv_cache_bytes
+            # vLLM asks for the fraction to be free at the start, with a size of the cache, too: what the trainer has on
+            # the device would prevent a restart.
+            options |= {"kv_cache_memory_bytes": config.kv_cache_bytes, "gpu_memory_utilization": _FREE_AT_START}
+        if config.tensor_parallel > 1:  # FlashInfer would compile this fusion at the first start, with nvcc
+            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         return options
     return {
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, and gains nothing at this size
         "block_size": _CPU_BLOCK_TOKENS,
-        # vLLM rewinds the generator of a seeded request whose prompt it has prefilled in part, which CPU generators
-        # cannot do ("CPU Generator does not use offset"): prompts go in whole.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_STEP_TOKENS, settings.max_model_tokens),
+        "max_num_batched_tokens": _CPU_STEP_TOKENS,
     }

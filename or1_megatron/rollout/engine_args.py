@@ -31,7 +31,6 @@ _CACHE = "keys and values of old weights would outlive a handoff"
 _ON_HOST = "a handoff and a sleep need all weights on the device"
 _ADAPTERS = "a handoff brings whole weights, and knows no adapters"
 _SLEEP = "rollout.placement says whether engines sleep, and the trainer counts on the memory that they leave"
-_WHOLE_PROMPTS = "a prompt goes in whole on CPU, where a request's random numbers cannot be rewound"
 _SPECULATION = "set speculative_config"
 
 REFUSED: Final[Mapping[str, str]] = {
@@ -71,7 +70,7 @@ REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("enable_lora", "default_mm_loras"), _ADAPTERS),
     **dict.fromkeys(("enable_sleep_mode", "enable_cumem_allocator", "sleep_preserve_parameter_names"), _SLEEP),
     **dict.fromkeys(("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"), _SLEEP),
-    **dict.fromkeys(("enable_chunked_prefill", "max_num_scheduled_tokens"), _WHOLE_PROMPTS),
+    "async_scheduling": "a handoff finds no batch under way (docs/decisions.md)",
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
 }
 """Arguments that a run may not give, each with the reason."""

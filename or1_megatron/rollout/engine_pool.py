@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,8 +236,7 @@ def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cp
 def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> Mapping[str, str]:
     """Return the environment of an engine's process, which vLLM, torch and OpenMP read when they are loaded."""
     env = {
-        # The engines run the model runner that runs on CPU, too. GPUs have another by default, which reports log-probs
-        # only after top-p (worker.FullDistributionLogProbs).
+        # The engines run the model runner that runs on CPU, too. GPUs have another by default (docs/decisions.md).
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         # CUDA's default. Megatron's 1 comes with the environment of rank 0, if that has started Ray.
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -261,6 +261,13 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             # oneDNN keeps 1,024 compiled products, one for each shape, and every number of responses is another shape:
             # an engine grew by 0.5 GiB over 20 rollouts. It is as fast with 128.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        }
+    else:
+        env |= {
+            # Triton's products of fp32 are TF32 by default, vLLM's attention for fp32 among them. The policy's are not.
+            "TRITON_F32_DEFAULT": "ieee",
+            # By default under the home, which may be on a network: all engines of all nodes would write the same files.
+            "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", f"{tempfile.gettempdir()}/or1-vllm-{os.getuid()}"),
         }
     if devices:
         env |= {**KEEP_DEVICES, "CUDA_VISIBLE_DEVICES": ",".join(devices)}

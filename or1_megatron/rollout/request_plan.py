@@ -11,13 +11,15 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling
 from or1_verify.types import Verdict
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the rollout, index of the sample in its group)."""
 
-_SEED_BITS = 63  # torch generators take 64 bits; signed 64-bit integers survive every serialisation on the way
+_SEED_BITS = 63  # engines take 64 bits; signed 64-bit integers survive every serialisation on the way
 
 
 def request_seed(*parts: int) -> int:
@@ -28,6 +30,14 @@ def request_seed(*parts: int) -> int:
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+
+
+def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return [B] random bits of tokens: outputs number ``positions`` of SplitMix64 generators begun at ``seeds``."""
+    key = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
+    return (key ^ (key >> np.uint64(31))).view(np.int64)
 
 
 def request_digest(request: Request) -> bytes:

@@ -6,103 +6,75 @@ weight-transfer backend. So registering our backend here makes it known there, u
 
 from __future__ import annotations
 
-from collections import deque
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler as VllmSampler
 
 from or1_megatron.handoff.vllm import receiver
 from or1_megatron.handoff.vllm.reload import put_back
+from or1_megatron.kernels.sampling import sample
 from or1_megatron.rollout.engine import hold_less, wait_without_spinning
-from or1_megatron.rollout.speculation import DraftSampler
+from or1_megatron.rollout.request_plan import row_keys
+from or1_megatron.rollout.speculation import check_drafts
 
 receiver.register()
 wait_without_spinning()
 hold_less()
 
 
-class FullDistributionLogProbs(torch.nn.Module):
-    """Samples as vLLM's top-k/top-p sampler, and returns log-probs from before the cut.
+class SeededSampler(VllmSampler):
+    """Takes the place of vLLM's sampler: draws by each request's seed and the token's position in the response.
 
-    vLLM offers log-probs either before temperature or after top-p (renormalised over the nucleus). The importance
-    ratio and the engine-vs-policy comparison need others: with temperature applied, over the whole vocabulary.
+    The seed is ``extra_args["seed"]`` of the request's parameters. In vLLM's table of log-probs, the column of ranks,
+    which nobody reads, has the entropies of the whole distribution in nats: so they reach the response. Requests with
+    penalties, bad words or other logits processors do not occur.
     """
 
-    def __init__(self, sampler: torch.nn.Module) -> None:
-        super().__init__()
-        self.sampler = sampler
+    def __init__(self, runner: Any) -> None:
+        """``runner``: vLLM's V1 model runner, whose batch is sampled."""
+        super().__init__("processed_logprobs")
+        self._runner = runner
+        self._metadata: Any = None
+        self._seeds = np.empty(0, dtype=np.uint64)
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sample from ``logits`` [B, V], temperature applied. Returns (token ids [B], log-probs [B, V])."""
-        if k is None and p is None:
-            sampled, log_probs = self.sampler(logits, generators, k, p)
-            return sampled, log_probs
-        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the sampler masks logits in place
-        sampled, _ = self.sampler(logits, generators, k, p)
-        return sampled, log_probs
+    def forward(self, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata`` is vLLM's of the batch."""
+        return self.draw(logits, sampling_metadata, slice(None), 0)
 
-
-_DRAWN_AT_ONCE = 32
-
-
-class RequestSeeds:
-    """Draws each request's seeds, one per token, many at once.
-
-    vLLM's sampler on CPU draws one at a time, which takes half of its time (benchmarks/decoding.py at a8bddd6). A
-    generator's numbers do not depend on how many are drawn at once.
-    """
-
-    def __init__(self) -> None:
-        self._drawn: WeakKeyDictionary[torch.Generator, deque[int]] = WeakKeyDictionary()
-
-    def next(self, generator: torch.Generator) -> int:
-        """Return what ``torch.randint(0, 2**31, (1,), generator=generator)`` would; nobody else draws from it."""
-        drawn = self._drawn.get(generator)
-        if not drawn:
-            drawn = self._drawn[generator] = deque(_draw(_DRAWN_AT_ONCE, generator).tolist())
-        return drawn.popleft()
-
-    def of_batch(self, size: int, generators: dict[int, torch.Generator]) -> torch.Tensor:
-        """Return [B] seeds: those of requests without a generator of their own from torch's."""
-        if len(generators) == size:
-            return torch.tensor([self.next(generators[index]) for index in range(size)], dtype=torch.long)
-        seeds = _draw(size, None)
-        for index, generator in generators.items():
-            seeds[index] = self.next(generator)
-        return seeds
-
-
-def _draw(count: int, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.long)
-
-
-class CpuSampler(torch.nn.Module):
-    """Samples, to the bit, as vLLM's top-k/top-p sampler does on CPU with ``logprobs_mode="processed_logprobs"``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seeds = RequestSeeds()
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample from ``logits`` [B, V], temperature applied. Returns (token ids [B], log-probs [B, V])."""
-        logits = apply_top_k_top_p(logits, k, p)
-        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        seeds = self._seeds.of_batch(logits.shape[0], generators)
-        return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds), log_probs
+    def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
+        """Draw from ``logits`` [R, V]; row r is of request ``requests[r]`` of the batch, ``ahead[r]`` tokens ahead."""
+        batch = self._runner.input_batch
+        if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places
+            params = (self._runner.requests[name].sampling_params for name in batch.req_ids)
+            seeds = [(each.extra_args or {}).get("seed", 0) for each in params]
+            self._metadata, self._seeds = sampling, np.array(seeds, dtype=np.uint64)
+        positions = (batch.num_tokens_no_spec - batch.num_prompt_tokens)[: len(self._seeds)]
+        keys = row_keys(self._seeds[requests], positions[requests] + ahead)
+        given = (sampling.temperature, sampling.top_k, sampling.top_p)
+        temperatures, *cuts = (None if each is None else each[requests] for each in given)
+        if temperatures is None:
+            temperatures = torch.zeros(len(logits), device=logits.device)
+        scaled, floors, wanted = logits, None, sampling.logprob_token_ids
+        if wanted or cuts != [None, None]:
+            scaled = logits.float() / temperatures.where(temperatures > 0, 1.0)[:, None]
+        if cuts != [None, None]:
+            is_cut = apply_top_k_top_p(scaled.clone(), *cuts) == -torch.inf
+            floors = logits.masked_fill(is_cut, torch.inf).amin(dim=1)
+        found = sample(logits, torch.from_numpy(keys).to(logits.device, non_blocking=True), temperatures, floors)
+        tokens = found.tokens.int()[:, None]
+        table = LogprobsTensors(tokens, found.log_probs[:, None], found.entropies)
+        if wanted:
+            places = np.arange(len(self._seeds))[requests]
+            rows = {int((places == request).argmax()): ids for request, ids in wanted.items()}
+            table = self.gather_specific_token_logprobs(self.compute_logprobs(scaled), rows, found.tokens)
+            table = table._replace(selected_token_ranks=found.entropies)
+        return SamplerOutput(tokens, table)
 
 
 class WorkerExtension:
@@ -120,28 +92,8 @@ class WorkerExtension:
         self._weight_update_active = False
         put_back(self.model_runner.model, self.model_config)
 
-    def draw_seeds_at_once(self) -> None:
-        """Where vLLM samples as on CPU, sample with ``CpuSampler`` from now on; the results are the same."""
-        inner = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
-        if inner is not None and inner.forward == inner.forward_cpu and not inner.use_fp64_gumbel:
-            self.model_runner.sampler.topk_topp_sampler = CpuSampler()
-
-    def keep_log_probs_of_full_distribution(self) -> None:
-        """Make log-probs of requests with top_p < 1 those before the cut, from now on.
-
-        Raises:
-            RuntimeError: vLLM runs its V2 model runner, whose sampler is built differently.
-        """
-        sampler = self.model_runner.sampler
-        inner = getattr(sampler, "topk_topp_sampler", None)
-        if inner is None:
-            raise RuntimeError(
-                "top_p < 1 needs vLLM's V1 model runner (its V2 runner reports log-probs only after top-p): set "
-                "VLLM_USE_V2_MODEL_RUNNER=0 in the engines' environment"
-            )
-        if not isinstance(inner, FullDistributionLogProbs):
-            sampler.topk_topp_sampler = FullDistributionLogProbs(inner)
-
-    def sample_drafts_as_without(self) -> None:
-        """Draw each token as without drafts, from now on (``speculation``)."""
-        self.model_runner.rejection_sampler = DraftSampler(self.model_runner.sampler)
+    def sample_by_seeds(self) -> None:
+        """Sample with ``SeededSampler`` from now on, drafted tokens too."""
+        runner = self.model_runner
+        runner.sampler = SeededSampler(runner)
+        runner.rejection_sampler = partial(check_drafts, runner.sampler)

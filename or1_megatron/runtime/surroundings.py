@@ -22,9 +22,15 @@ def make_usable() -> list[str]:
     live with them; return a line for each that was changed and that a user may miss.
 
     Raises:
-        UserError: they cannot be changed as needed.
+        UserError: they cannot be changed as needed, or torch's allocator is set to what no handoff can live with.
     """
     said = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            raise UserError(
+                f"{name}={os.environ[name]}: a handoff shares GPU memory between processes, which expandable_segments "
+                "rules out: take it out"
+            )
     for name in ("RAY_TMPDIR", "TMPDIR"):
         if len(os.environ.get(name, "").encode()) > _SOCKET_FOLDER_BYTES:
             long = os.environ.pop(name)

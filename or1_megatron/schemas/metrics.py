@@ -166,6 +166,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
     Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
+    Metric(
+        "rollout/entropy", "nats/token", "of the engines' whole distributions, mean over the tokens of all responses"
+    ),
     Metric("rollout/response_tokens", "tokens", "of the responses of this step"),
     Metric("speculation/acceptance", "fraction", "drafted tokens that were sampled; only where engines draft"),
     Metric(

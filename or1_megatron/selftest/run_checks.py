@@ -44,8 +44,6 @@ SETTINGS: Final = {
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as under Megatron
-    # Triton's products of fp32 are TF32 by default, vLLM's attention in Triton among them. The policy's are not.
-    "TRITON_F32_DEFAULT": "ieee",
 }
 """Environment of every check."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import ray
 from engine_fixtures import END, MAX_MODEL_TOKENS, PROMPTS, WORDS, TinyModel, decode, requests
 from ray.exceptions import RayTaskError
+from rigs import in_engine
 from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
@@ -24,6 +27,9 @@ def assert_log_probs(model: TinyModel, completions: list[Completion], sent: list
         ids = request.prompt.token_ids.tolist()
         expected = model.log_probs(ids, completion.token_ids.tolist(), temperature)
         np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+        assert completion.entropy == pytest.approx(
+            model.entropy(ids, completion.token_ids.tolist(), temperature), abs=1e-4
+        )
 
 
 def test_greedy_tokens_are_those_of_transformers(tiny_model: TinyModel, engine_pool: Any) -> None:
@@ -77,6 +83,61 @@ def test_same_seed_same_tokens_on_any_engine_and_other_seed_other_tokens(engine_
     assert tokens[0] == tokens[1] == tokens[2]
     assert tokens[0] != tokens[3]
     assert len({tuple(ids) for ids in tokens[0][:4]}) > 1  # samples of one group differ
+
+
+def test_a_response_is_the_same_however_it_came_about(engine_pool: Any) -> None:
+    """Halfway all requests are preempted, some are given up and asked again, others join; and the other engine's.
+
+    Entropies are those of the oracle's whole distributions in test_log_probs_have_temperature_applied_and_top_p_not.
+    """
+    sent = requests(Sampling(1.0, 1.0, 40), seed=700, each=6)
+    others = requests(Sampling(1.0, 1.0, 20), seed=90_000, each=3)
+
+    def disturbed(engine: Any) -> list[Completion]:
+        engine.submit(sent)
+        found = [completion for _ in range(9) for completion in engine.step()]
+        assert engine._engine.reset_prefix_cache(reset_running_requests=True)
+        found += engine.step()
+        again = set(engine.abort([request.seed for request in sent[::3]]))
+        engine.submit(others)
+        engine.submit([request for request in sent if request.seed in again])
+        while engine.pending:
+            found += engine.step()
+        return found
+
+    found = {completion.seed: completion for completion in in_engine(engine_pool.handles[0], disturbed)}
+    for plain in decode(engine_pool.handles[1], sent):
+        assert found[plain.seed].token_ids.tolist() == plain.token_ids.tolist()
+        assert found[plain.seed].entropy == pytest.approx(plain.entropy, abs=1e-5)
+
+
+def test_a_seed_beyond_64_bits_and_logits_without_a_distribution_are_named(engine_pool: Any) -> None:
+    sent = requests(Sampling(1.0, 1.0, 4))
+    with pytest.raises(RayTaskError, match=rf"engine 0: sample 0 of problem 0 has the seed {1 << 64}; expected an int"):
+        decode(engine_pool.handles[0], [replace(sent[0], seed=1 << 64)])
+
+    def spoiled(engine: Any) -> str:
+        sampler = engine._engine.model_executor.driver_worker.worker.model_runner.sampler
+        draw = sampler.draw
+
+        def without(logits: Any, *given: Any) -> Any:
+            logits[1:] = float("nan")
+            return draw(logits, *given)
+
+        sampler.draw = without
+        engine.submit(sent)
+        try:
+            while engine.pending:
+                engine.step()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            sampler.draw = draw
+            engine.abort_all()
+        return "nothing was raised"
+
+    said = in_engine(engine_pool.handles[0], spoiled)
+    assert re.match(r"engine 0: sample 0 of problem 1 has no distribution at its token 0: the logits hold NaN", said)
 
 
 def test_requests_that_are_given_up(engine_pool: Any) -> None:
@@ -152,7 +213,7 @@ def test_engines_on_cpu_are_refused_without_a_size_for_their_cache(tiny_model: T
 
 
 def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
-    """With Triton, as on GPUs, vLLM would run its V2 runner, which ``keep_log_probs_of_full_distribution`` refuses.
+    """With Triton, as on GPUs, vLLM would run its V2 runner, whose sampler is another (docs/decisions.md).
 
     Asks vLLM's own decision for the real engine's configuration; does not prove that the V1 runner runs on a GPU.
     """
@@ -178,19 +239,18 @@ def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
     assert ray.get(engine_pool.handles[0].__ray_call__.remote(runners), timeout=PATIENCE_S) == (False, True, "8")
 
 
-def test_an_engine_draws_seeds_at_once_and_asks_for_large_pages(engine_pool: Any) -> None:
+def test_an_engine_samples_by_seeds_and_asks_for_large_pages(engine_pool: Any) -> None:
     """malloc reads the variable when a process begins, so it must be in the environment of that moment."""
 
     def found(actor: Any) -> tuple[str, bool]:
         def name(worker: Any) -> str:
-            sampler = worker.model_runner.sampler.topk_topp_sampler
-            return type(getattr(sampler, "sampler", sampler)).__name__  # wrapped, once top_p < 1 was asked for
+            return type(worker.model_runner.sampler).__name__
 
         began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
         large = b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in began_with
         return actor._thread.call(lambda engine: engine._llm.collective_rpc(name)[0]), large
 
-    assert ray.get(engine_pool.handles[0].__ray_call__.remote(found), timeout=PATIENCE_S) == ("CpuSampler", True)
+    assert ray.get(engine_pool.handles[0].__ray_call__.remote(found), timeout=PATIENCE_S) == ("SeededSampler", True)
 
 
 def test_every_variable_of_vllm_that_an_engine_gets_is_one_that_vllm_knows() -> None:

@@ -8,16 +8,19 @@ import ast
 import dataclasses
 import inspect
 import re
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_fixtures import TinyModel
 
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import engine
 from or1_megatron.rollout.engine_args import REFUSED, check_engine_args, faults, refusals
-from or1_megatron.rollout.engine_pool import EngineError, EnginePool
+from or1_megatron.rollout.engine_pool import EngineError, EnginePool, engine_env
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
@@ -36,7 +39,7 @@ def test_refused_are_arguments_of_vllm_and_all_that_an_engine_is_given_by_name()
     "arguments",
     [
         {"speculative_config": NGRAM},
-        {"speculative_config": None, "block_size": 16, "enforce_eager": False, "async_scheduling": None},
+        {"speculative_config": None, "block_size": 16, "enforce_eager": False, "enable_chunked_prefill": False},
         {"compilation_config": {"cudagraph_mode": "FULL"}, "attention_config": {"backend": "FLASH_ATTN"}},
         {"cudagraph_capture_sizes": [1, 2, 4], "performance_mode": "throughput"},
     ],
@@ -96,3 +99,35 @@ def test_all_faults_are_found_in_one_pass() -> None:
 
 def test_the_check_runs_in_another_process_and_lets_drafts_through() -> None:
     check_engine_args(RolloutConfig(engine_args={"speculative_config": NGRAM}))
+
+
+def test_what_an_engine_on_a_gpu_is_given(tiny_model: TinyModel) -> None:
+    """vLLM takes it; logits are fp32; a trainer's 60 GiB on a GPU of 80 do not prevent a restart. No GPU is asked."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.utils import request_memory
+
+    config = RolloutConfig(kv_cache_bytes=1 << 30, tensor_parallel=2)
+    settings = engine.EngineSettings(0, tiny_model.folder, "bfloat16", 64, config)
+    options = engine._device_options(settings, is_cpu=False)
+    assert faults(options) == []
+    assert options["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+    made = EngineArgs(str(tiny_model.folder), dtype="bfloat16", hf_overrides=options["hf_overrides"])
+    assert str(made.create_model_config().head_dtype) == "torch.float32"
+    gpu = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_="cuda:0")
+    request_memory(gpu, SimpleNamespace(gpu_memory_utilization=options["gpu_memory_utilization"]))
+    with pytest.raises(ValueError, match="Free memory"):
+        request_memory(gpu, SimpleNamespace(gpu_memory_utilization=config.gpu_memory_fraction))
+
+
+def test_the_environment_of_an_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's products of fp32 are in IEEE's arithmetic, and vLLM's caches on the node, unless said otherwise."""
+    from triton import knobs
+    from vllm import envs
+
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    for name, value in engine_env(RolloutConfig(), (), on_cpu=False).items():
+        monkeypatch.setenv(name, value)
+    assert knobs.language.fp32_default == "ieee"
+    assert Path(envs.VLLM_CACHE_ROOT).parent == Path(tempfile.gettempdir())
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast")
+    assert engine_env(RolloutConfig(), (), on_cpu=False)["VLLM_CACHE_ROOT"] == "/fast"

@@ -6,7 +6,6 @@ The drafts are vLLM's n-grams. Not proven: anything about time, other methods, o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,8 @@ from rigs import in_engine
 
 from or1_megatron.rollout.engine import _accepted as of_response
 from or1_megatron.rollout.engine_pool import EnginePool
-from or1_megatron.rollout.speculation import DraftSampler
+from or1_megatron.rollout.speculation import check_drafts
+from or1_megatron.rollout.worker import SeededSampler
 from or1_megatron.types import Completion, Sampling
 
 TINY_P = 1e-4  # seeds are fixed: a test that passes once passes always
@@ -29,9 +29,12 @@ TINY_P = 1e-4  # seeds are fixed: a test that passes once passes always
 
 @pytest.fixture(scope="module")
 def drafting(tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
-    """One engine that drafts from a single token's earlier occurrence: often wrong, and sometimes right."""
+    """One engine that drafts from a single token's earlier occurrence: often wrong, and sometimes right.
+
+    Its iterations take so few tokens that prompts go in in pieces.
+    """
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
-    config = rollout_config(engines=1, engine_args={"speculative_config": drafts, "max_num_batched_tokens": 9000})
+    config = rollout_config(engines=1, engine_args={"speculative_config": drafts, "max_num_batched_tokens": 136})
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-drafts", on_cpu=True)
     pool.wait_ready()
     yield pool
@@ -74,7 +77,7 @@ def test_an_argument_of_the_run_is_in_the_place_of_the_engines_own(drafting: Eng
     def budget(engine: Any) -> int:
         return int(engine._engine.vllm_config.scheduler_config.max_num_batched_tokens)
 
-    assert in_engine(drafting.handles[0], budget) == 9000
+    assert in_engine(drafting.handles[0], budget) == 136
 
 
 def drafted_tokens(completion: Completion) -> int:
@@ -133,44 +136,40 @@ CHAIN = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_s
 """Logits of the next token given the last one."""
 
 
-def sampling_metadata(temperatures: torch.Tensor, seeds: Sequence[int]) -> Any:
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-
-    none = torch.empty(0)
-    return SamplingMetadata(
-        temperature=temperatures, all_greedy=False, all_random=True, top_p=None, top_k=None,
-        generators={i: torch.Generator().manual_seed(seed) for i, seed in enumerate(seeds)},
-        max_num_logprobs=0, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
-        presence_penalties=none, repetition_penalties=none, output_token_ids=[[] for _ in seeds],
-        allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
-    )  # fmt: skip
+def sampling_metadata(temperatures: torch.Tensor) -> Any:
+    return SimpleNamespace(temperature=temperatures, top_p=None, top_k=None, logprob_token_ids=None)
 
 
-def walk(sampler: DraftSampler, sampling: Any, drafts: np.random.Generator | None, length: int) -> list[list[int]]:
+def batch_of(walks: list[list[int]], going: Sequence[int]) -> SimpleNamespace:
+    """Return the part of vLLM's batch that is read: walk i is request i, of which the first token is the prompt."""
+    lengths = np.array([len(walks[i]) for i in going])
+    return SimpleNamespace(req_ids=going, num_tokens_no_spec=lengths, num_prompt_tokens=np.ones_like(lengths))
+
+
+def walk(temperatures: torch.Tensor, drafts: np.random.Generator | None, length: int) -> list[list[int]]:
     """Sample ``length`` tokens of the chain per request, with random drafts of 0 to 3 tokens in each pass."""
-    count = len(sampling.output_token_ids)
+    count = len(temperatures)
     walks: list[list[int]] = [[0] for _ in range(count)]
+    params = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seed": seed})) for seed in range(count)]
+    runner = SimpleNamespace(requests=params)
+    sampler = SeededSampler(runner)
     while any(len(tokens) <= length for tokens in walks):
         going = [i for i in range(count) if len(walks[i]) <= length]
+        runner.input_batch = batch_of(walks, going)
         given = [[] if drafts is None else drafts.integers(0, VOCABULARY, drafts.integers(4)).tolist() for _ in going]
         rows = [token for i, draft in zip(going, given, strict=True) for token in (walks[i][-1], *draft)]
         metadata = SimpleNamespace(
             num_draft_tokens=list(map(len, given)),
             draft_token_ids=torch.tensor([*itertools.chain(*given)], dtype=torch.int32),
         )
-        part = dataclasses.replace(
-            sampling,
-            temperature=sampling.temperature[going],
-            generators={place: sampling.generators[i] for place, i in enumerate(going)},
-        )
-        output = sampler(metadata, None, CHAIN[rows], part)
+        output = check_drafts(sampler, metadata, None, CHAIN[rows], sampling_metadata(temperatures[going]))
         width = output.sampled_token_ids.shape[1]
         for place, (i, row) in enumerate(zip(going, output.sampled_token_ids.tolist(), strict=True)):
             kept = [token for token in row if token >= 0]
+            assert row[: len(kept)] == kept
             scores = output.logprobs_tensors.logprobs[place * width : place * width + len(kept), 0]
             for token, score in zip(kept, scores.tolist(), strict=True):
-                exact = torch.log_softmax(CHAIN[walks[i][-1]].double() / sampling.temperature[i], dim=-1)[token]
+                exact = torch.log_softmax(CHAIN[walks[i][-1]].double() / temperatures[i], dim=-1)[token]
                 assert score == pytest.approx(float(exact), abs=1e-5)
                 walks[i].append(token)
     return [tokens[1 : length + 1] for tokens in walks]
@@ -178,15 +177,10 @@ def walk(sampler: DraftSampler, sampling: Any, drafts: np.random.Generator | Non
 
 def test_the_sampler_draws_a_chain_as_it_is_and_as_without_drafts() -> None:
     """Chi-square over all 125 walks of three tokens, for two temperatures; and walk by walk for the same seeds."""
-    from vllm.platforms import current_platform
-    from vllm.v1.sample.sampler import Sampler
-
-    current_platform.import_kernels()
     count = 4_000
     temperatures = torch.tensor([1.0, 0.6]).repeat(count // 2)
-    sampler = DraftSampler(Sampler(logprobs_mode="processed_logprobs"))
-    found = walk(sampler, sampling_metadata(temperatures, range(count)), np.random.default_rng(1), 3)
-    assert found == walk(sampler, sampling_metadata(temperatures, range(count)), None, 3)
+    found = walk(temperatures, np.random.default_rng(1), 3)
+    assert found == walk(temperatures, None, 3)
     for offset, temperature in enumerate((1.0, 0.6)):
         chain = (CHAIN.double() / temperature).softmax(dim=-1).numpy()
         walks = list(itertools.product(range(VOCABULARY), repeat=3))

@@ -71,6 +71,10 @@ def test_surroundings_are_made_usable(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(said) == 2 and said[0].startswith(f"TMPDIR={long} is too long") and str(tmp_path / "gone") in said[1]
     assert "TMPDIR" not in os.environ and os.environ["RAY_TMPDIR"] == "/r" and Path(os.environ["HOME"]).is_dir()
     assert surroundings.make_usable() == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True")
+    with pytest.raises(UserError, match=r"PYTORCH_ALLOC_CONF=.*: a handoff shares GPU memory .*: take it out"):
+        surroundings.make_usable()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     monkeypatch.setattr(surroundings.resource, "getrlimit", lambda _: (256, 512))
     with pytest.raises(UserError, match="may open 512 files here, and a run needs 1024: raise ulimit -n"):
         surroundings.make_usable()

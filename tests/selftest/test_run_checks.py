@@ -114,15 +114,6 @@ def test_without_time_left_a_check_is_not_started(tmp_path: Path, monkeypatch: p
     assert "late: failed: not started, as no time was left (--minutes)" in text
 
 
-def test_triton_reads_the_environment_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its products of fp32 are in IEEE's arithmetic. Not proven: that a GPU's log-probs then keep their bounds."""
-    knobs = pytest.importorskip("triton.knobs")
-    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    assert knobs.language.fp32_default is None
-    monkeypatch.setenv("TRITON_F32_DEFAULT", run_checks.SETTINGS["TRITON_F32_DEFAULT"])
-    assert knobs.language.fp32_default == "ieee"
-
-
 def test_a_rank_asks_for_the_memory_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has set its device too; a pretended GPU has as many bytes as its number."""
     from or1_megatron.selftest import timing

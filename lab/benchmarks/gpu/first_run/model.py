@@ -1,6 +1,6 @@
 """Make a random Qwen2 in bf16 that can be trained on the quickstart's problems: its tokenizer and chat template.
 
-    python lab/benchmarks/gpu/first_run/model.py SHAPE FOLDER      # a shape of or1_megatron.selftest.plans
+python lab/benchmarks/gpu/first_run/model.py SHAPE FOLDER      # a shape of or1_megatron.selftest.plans
 """
 
 import json

@@ -1,6 +1,6 @@
 """Print what README.md beside this file judges of a run: medians of its steps but the first, accuracies, faults.
 
-    python lab/benchmarks/gpu/first_run/show.py RUN
+python lab/benchmarks/gpu/first_run/show.py RUN
 """
 
 import json
