@@ -359,7 +359,10 @@ def _tables(sources: Sources) -> Iterator[str]:
 
 
 def _dict_keys(node: ast.AST) -> Iterator[ast.Constant]:
-    for each in ast.walk(node):
+    """Yield the constant keys of the dicts within ``node`` and of its assignments by key, but none of nested dicts."""
+    dicts = [each for each in ast.walk(node) if isinstance(each, ast.Dict)]
+    nested = {id(inner) for each in dicts for value in each.values for inner in ast.walk(value)}
+    for each in (each for each in ast.walk(node) if id(each) not in nested):
         keys = each.keys if isinstance(each, ast.Dict) else []
         if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store):
             keys = [each.slice]

@@ -411,7 +411,7 @@ def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
             # the device would prevent a restart.
             options |= {"kv_cache_memory_bytes": config.kv_cache_bytes, "gpu_memory_utilization": _FREE_AT_START}
         if config.tensor_parallel > 1:  # FlashInfer would compile this fusion at the first start, with nvcc
-            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+            options |= {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
         return options
     return {
         "kv_cache_memory_bytes": config.kv_cache_bytes,

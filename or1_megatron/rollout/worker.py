@@ -72,8 +72,8 @@ class SeededSampler(VllmSampler):
         if wanted:
             places = np.arange(len(self._seeds))[requests]
             rows = {int((places == request).argmax()): ids for request, ids in wanted.items()}
-            table = self.gather_specific_token_logprobs(self.compute_logprobs(scaled), rows, found.tokens)
-            table = table._replace(selected_token_ranks=found.entropies)
+            own = self.gather_specific_token_logprobs(self.compute_logprobs(scaled), rows, found.tokens)
+            table = LogprobsTensors(own.logprob_token_ids, own.logprobs, found.entropies)
         return SamplerOutput(tokens, table)
 
 

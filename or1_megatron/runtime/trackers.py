@@ -90,10 +90,10 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Look, without asking a server, for what Weights & Biases needs. Raises LookupError: package or key is missing."""
+    """Look, without asking a server, for what Weights & Biases needs. Raises UserError: package or key is missing."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
-        raise LookupError("the package wandb is not installed")
+        raise UserError("the package wandb is not installed")
     if os.environ.get("WANDB_MODE", "online") != "online":
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -102,7 +102,7 @@ def check_wandb(project: str) -> None:
     except (OSError, netrc.NetrcParseError):
         known = False
     if not (known or os.environ.keys() & {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}):
-        raise LookupError(f"no key for {host} is known")
+        raise UserError(f"no key for {host} is known")
 
 
 class WandbTracker:
@@ -192,7 +192,7 @@ def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
             if (wanted := getattr(track, key)) is not None:
                 makers[name] = check(wanted) or partial(kind, wanted)
         except (Exception, SystemExit) as error:  # a user's module may raise anything, and so may MLflow's store
-            why = f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             wrong.append(f"track.{key}: '{wanted}' cannot be used: {why}; it needs {needed}; or leave track.{key} out")
     if wrong:
         raise UserError("\n".join(wrong))

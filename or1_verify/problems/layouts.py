@@ -39,7 +39,7 @@ def read_published(row: Any, layout: str, origin: str) -> Published:
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, Mapping):
-        raise RowError(origin, "not a JSON object", f"expected one problem's columns, found {shown(row)}")
+        raise RowError(origin, "not a JSON object", f"expected a JSON object, found {shown(row)}")
     if layout == "auto":
         detected = detect_layout(row)
         if detected is None:

@@ -74,17 +74,18 @@ def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -
 
 
 def test_reasoning_that_the_prompt_opened_must_be_closed(rollouts: RolloutsClient) -> None:
-    """The same responses, never closed, twice: the template has opened the reasoning of the first prompt only."""
+    """The same responses, without a tag of their own, twice: the template has opened the first prompt's reasoning."""
     opened, plain = replace(PROMPTS[0], opened="<think>"), PROMPTS[0]
     details = []
     for asked in (opened, plain):
-        rollouts.roll_out([asked], 24, SAMPLING, seed=1)
+        rollouts.roll_out([asked], 96, SAMPLING, seed=1)
         rollouts.wait_decoded()
         ((group,), _) = rollouts.collect()
-        details.append({verdict.detail for verdict in group.verdicts if verdict.status != "truncated"})
+        ended = zip(group.completions, group.verdicts, strict=True)
+        details.append({v.detail for c, v in ended if v.status != "truncated" and "think>" not in c.text})
         rollouts.trained()
     unclosed = {"the reasoning is never closed"}
-    assert details[0] == unclosed and details[1] - unclosed
+    assert details[0] == unclosed and details[1] and not details[1] & unclosed
 
 
 @dataclass

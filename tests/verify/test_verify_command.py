@@ -253,7 +253,7 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(folder: Path) -> No
 
 
 BAD_TRUTHS = {
-    "{inputs: 1}": "expected a string that holds a JSON list of answers",
+    "{inputs: 1}": "not JSON (Expecting property name",
     "[1]": "found the JSON of a list",
     '{"inputs": [], "outputs": []}': "no tests",
     '{"tests": []}': "unknown kind: an object with keys ['tests']",
