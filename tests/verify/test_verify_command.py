@@ -276,7 +276,7 @@ def test_ground_truths_that_cannot_be_used_are_named_by_row(folder: Path) -> Non
         assert not (folder / "out.jsonl").exists()
     file = write(folder / "rows.jsonl", [row("x", ability="math", truth="true"), row("x", ability="math", truth="[]")])
     said = " ".join(run(file, "--out", "o").output.split())
-    assert "rows.jsonl:1: field 'reward_model.ground_truth': found the JSON of a bool" in said, said
+    assert "rows.jsonl:1: field 'ground_truth': expected a JSON list of one or more" in said, said
 
 
 def test_a_verifier_of_ones_own(folder: Path) -> None:
