@@ -73,13 +73,15 @@ def train(
         loaded = load_config(path, overrides)
         if shape is not None and not dry_run:
             raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
+        if not dry_run:
+            _check_node(loaded, nnodes, node_rank, "" if check else master_addr)
         with _naming_what_makes_data(path):
             if dry_run:
                 _dry_run(loaded, device, shape)
             elif check:
                 _check(loaded, device, nnodes)
             else:
-                nodes = _nodes(loaded, nnodes, node_rank, master_addr, master_port)
+                nodes = _nodes(loaded, nnodes, node_rank, str(master_addr), master_port)
                 with nullcontext() if nodes is None else nodes:
                     _start(loaded, device, nodes)
 
@@ -124,9 +126,12 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 
 def _check(config: Config, device: Device | None, nodes: int) -> None:
     from or1_megatron.data.prompts import make_prompts, read_problems, thinking_rule
+    from or1_megatron.runtime.surroundings import make_usable
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
+    for line in make_usable():
+        note(line)
     planned = plan_start(config, _device(device))
     Console().print(render(planned))
     check_inputs(config, config.parallel.ranks // nodes)
@@ -135,9 +140,8 @@ def _check(config: Config, device: Device | None, nodes: int) -> None:
     check_room(planned)
 
 
-def _nodes(config: Config, count: int, rank: int, address: str | None, port: int) -> Nodes | None:
-    """Meet the launchers of the other nodes; None on a single node. UserError: the options contradict each other."""
-    from or1_megatron.runtime.nodes import Nodes
+def _check_node(config: Config, count: int, rank: int, address: str | None) -> None:
+    """Raise UserError where the options of nodes contradict each other or the configuration."""
     from or1_verify.errors import UserError
 
     ranks = config.parallel.ranks
@@ -150,7 +154,13 @@ def _nodes(config: Config, count: int, rank: int, address: str | None, port: int
         wrong.append(f"parallel.ranks is {ranks}, which {count} nodes cannot share equally; choose another layout")
     if wrong:
         raise UserError("\n".join(wrong))
-    return Nodes(count, rank, str(address), port, config.cluster.join_timeout_s) if count > 1 else None
+
+
+def _nodes(config: Config, count: int, rank: int, address: str, port: int) -> Nodes | None:
+    """Meet the launchers of the other nodes; None on a single node."""
+    from or1_megatron.runtime.nodes import Nodes
+
+    return Nodes(count, rank, address, port, config.cluster.join_timeout_s) if count > 1 else None
 
 
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:

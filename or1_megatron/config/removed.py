@@ -113,6 +113,9 @@ REMOVED: Final = {
 _AS_MEASURED: Final = "the figures of docs/data.md are those of its fixed value; take the key out"
 
 OF_RECIPES: Final = {
+    "sources.layout": "columns tell a layout; set `columns` where a file has names of its own",
+    "sources.limit": "a source is read whole; for a trial give a file of its first rows",
+    "judges.abilities": "judges see math problems alone, as in the paper; take the key out",
     "statements": "all of its checks are always made; take the section out, and see the ledger for what they leave out",
     "answers.without_solution": "answers keeps problems without a solution, as STILL-3's must be; take the key out",
     "code.without_solution": "code leaves out problems without a solution; without the section (code: null) they stay",

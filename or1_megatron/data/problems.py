@@ -6,6 +6,7 @@ drops those that are too long.
 
 from __future__ import annotations
 
+import codecs
 import io
 import logging
 import os
@@ -299,8 +300,10 @@ def _file_rows(path: Path) -> Iterator[PlacedRow]:
         return
     with pa.input_stream(str(path), compression="detect") as file:
         try:
-            if file.read(1) == b"[":
-                for number, row in enumerate(from_json(b"[" + file.read(), allow_inf_nan=True), start=1):
+            if (start := file.read(2)) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise DataError(f"{path}: its text is UTF-16; expected UTF-8: iconv -f UTF-16 -t UTF-8")
+            if start[:1] == b"[":
+                for number, row in enumerate(from_json(start + file.read(), allow_inf_nan=True), start=1):
                     columns = {str(at): item for at, item in enumerate(row)} if isinstance(row, list) else row
                     yield f"{path}:{number}", columns
                 return

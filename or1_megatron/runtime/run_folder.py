@@ -94,8 +94,9 @@ class RunFolder:
         Raises NotADirectoryError if a file is in the way.
         """
         for folder in (self.root, self.rollouts, self.checkpoints, self.tensorboard, self.logs):
-            if folder.exists() and not folder.is_dir():
-                raise NotADirectoryError(f"run folder: {folder} is a file, a folder was expected")
+            if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+                kind = "file" if folder.exists() else "broken link"
+                raise NotADirectoryError(f"run folder: {folder} is a {kind}, a folder was expected")
             with naming_disk_full(folder, "the run folder"):
                 folder.mkdir(parents=True, exist_ok=True)
         if not self._id.is_file():

@@ -22,7 +22,8 @@ def make_usable() -> list[str]:
     live with them; return a line for each that was changed and that a user may miss.
 
     Raises:
-        UserError: they cannot be changed as needed, or torch's allocator is set to what no handoff can live with.
+        UserError: they cannot be changed as needed, /dev/shm cannot be written, or torch's allocator is set to what no
+            handoff can live with.
     """
     said = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -31,6 +32,8 @@ def make_usable() -> list[str]:
                 f"{name}={os.environ[name]}: a handoff shares GPU memory between processes, which expandable_segments "
                 "rules out: take it out"
             )
+    if not os.access("/dev/shm", os.W_OK):
+        raise UserError("/dev/shm cannot be written, and the processes of a run meet there: mount it for writing")
     for name in ("RAY_TMPDIR", "TMPDIR"):
         if len(os.environ.get(name, "").encode()) > _SOCKET_FOLDER_BYTES:
             long = os.environ.pop(name)

@@ -94,6 +94,11 @@ def test_check_refuses_what_the_dry_run_says_is_not_there_yet(config: Path) -> N
     assert "responses per step" in planned.stdout and "responses per step" in refused.stdout
 
 
+def test_options_of_nodes_that_contradict_each_other_are_refused_before_the_start(config: Path) -> None:
+    result = invoke("train", config, "--check", "--nnodes", "2", "--node-rank", "5", "--device", "cpu")
+    assert result.exit_code == 2 and "--node-rank 5: expected 0 to 1, since --nnodes is 2" in result.stderr
+
+
 def test_a_corrupt_model_config_is_named(config: Path) -> None:
     (config.parent / "model" / "config.json").write_text('{"num_hidden')
     result = invoke("train", config, "--dry-run")

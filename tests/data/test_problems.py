@@ -105,7 +105,7 @@ def without(key: str) -> dict[str, Any]:
 
 BAD_ROWS = {
     "not json": ('{"data_source": ', ["not a JSON object"]),
-    "a list": ("[1]", ["expected one problem's columns", "[1]"]),
+    "a list": ("[1]", ["expected a JSON object", "[1]"]),
     "no prompt": (without("prompt"), ["no known layout", "columns: {prompt: question}"]),
     "no reward model": (without("reward_model"), ["no known layout", "expected prompt and answer"]),
     "empty prompt": (row(prompt=[]), ["'prompt'", "at least 1", "[]"]),
@@ -178,6 +178,9 @@ def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data.parquet").write_text("x")
     with pytest.raises(DataError, match="not a readable parquet file"):
         load_problems(tmp_path / "data.parquet")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n', encoding="utf-16")
+    with pytest.raises(DataError, match=r"data\.jsonl: its text is UTF-16; expected UTF-8"):
+        load_problems(tmp_path / "data.jsonl")
 
 
 def test_difficulty_filter(tmp_path: Path) -> None:

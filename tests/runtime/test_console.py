@@ -75,6 +75,10 @@ def test_surroundings_are_made_usable(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"PYTORCH_ALLOC_CONF=.*: a handoff shares GPU memory .*: take it out"):
         surroundings.make_usable()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    with monkeypatch.context() as patched:
+        patched.setattr(surroundings.os, "access", lambda path, _: path != "/dev/shm")
+        with pytest.raises(UserError, match="/dev/shm cannot be written"):
+            surroundings.make_usable()
     monkeypatch.setattr(surroundings.resource, "getrlimit", lambda _: (256, 512))
     with pytest.raises(UserError, match="may open 512 files here, and a run needs 1024: raise ulimit -n"):
         surroundings.make_usable()

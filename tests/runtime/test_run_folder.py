@@ -53,6 +53,9 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(NotADirectoryError, match="run is a file, a folder was expected"):
         RunFolder(tmp_path / "run").create()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(NotADirectoryError, match="link is a broken link, a folder was expected"):
+        RunFolder(tmp_path / "link").create()
 
 
 def test_a_summary_that_is_no_json_leaves_the_old_one(tmp_path: Path) -> None:
