@@ -85,11 +85,11 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        print(f"run {folder.root.resolve()}: {config.total_steps} steps in all", flush=True)
         with quick_imports():
             from or1_megatron.data.prompts import read_problems
         problems = read_problems(config)
         stack.callback(problems.close)
+        print(f"run {folder.root.resolve()}: {config.total_steps} steps in all", flush=True)
         with quick_imports():
             from or1_megatron.rollout.cluster import start_ray, stop_ray
 

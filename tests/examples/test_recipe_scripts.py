@@ -196,7 +196,7 @@ def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(5000)
 def test_two_hosts_lose_the_network_and_a_rank(place: dict[str, str], tmp_path: Path) -> None:
-    """The network drops for 20 s, then rank 1 is killed: one restart of both ranks, by themselves; no step is lost."""
+    """The network drops for 20 s, then rank 1 is killed: both ranks start again by themselves; no step is lost."""
     script = "examples/or1_math_7b/stage_1.sh"
     stage = tmp_path / "or1_math_7b/stage_1"
     more = ["--set", "stages.0.steps=8", "--set", "checkpoint.every_steps=1", "--set", "cluster.heartbeat_s=6"]
@@ -226,9 +226,10 @@ def test_two_hosts_lose_the_network_and_a_rank(place: dict[str, str], tmp_path: 
     assert json.loads((stage / "summary.json").read_text())["finished"]
     assert sorted(read_steps(stage / "metrics.jsonl")) == list(range(9))
     faults = [json.loads(line) for line in (stage / "faults.jsonl").read_text().splitlines()]
-    restarts = [fault["why"] for fault in faults if fault["kind"] == "restart"]
-    assert len(restarts) == 1, faults  # Ray may take an engine for dead meanwhile; it is then replaced
-    assert "rank 1" in restarts[0] and "was killed by SIGKILL" in restarts[0]
+    *earlier, last = [fault["why"] for fault in faults if fault["kind"] == "restart"]
+    assert "rank 1" in last and "was killed by SIGKILL" in last
+    # Ray may take an engine for dead while the network is away; it is replaced, unless a handoff has just begun.
+    assert len(earlier) <= 1 and all("engine" in why and "SendError" in why for why in earlier), faults
     assert re.search(r"resumed from the checkpoint of step [234] of 8", said[0].read_text()), said[0].read_text()[
         -3000:
     ]
