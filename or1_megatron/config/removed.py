@@ -110,7 +110,7 @@ REMOVED: Final = {
 }
 """By the dotted key without list indices."""
 
-_AS_MEASURED: Final = "the figures of docs/data.md are those of its fixed value; take the key out"
+_AS_MEASURED: Final = "the figures of docs/building_data.md are those of its fixed value; take the key out"
 
 OF_RECIPES: Final = {
     "sources.layout": "columns tell a layout; set `columns` where a file has names of its own",

@@ -124,7 +124,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_what_counts_as_the_same_problem(case: str, tmp_path: Path) -> None:
-    """How often this is right on 606 labelled variants: docs/data.md."""
+    """How often this is right on 606 labelled variants: docs/building_data.md."""
     text, expected = VARIANTS[case]
     rows, shard, reason = [candidate(0, SOLD), candidate(1, text)], tmp_path / "part-00000.parquet", None
     write_shard(shard, rows)
