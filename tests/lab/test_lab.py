@@ -158,9 +158,9 @@ def test_an_ablation_through_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "moved/pages/10_clip_higher.svg").read_text().startswith("<svg")
 
 
-def test_the_page_of_performance_names_programs_that_are_there() -> None:
+def test_the_pages_of_performance_name_programs_that_are_there() -> None:
     """Those that it gives with a commit aside."""
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("performance.md", "gpu_performance.md"))
     named = set(re.findall(r"`(?:python )?((?:lab/)?benchmarks/[\w/]+\.(?:py|sh))[^`]*`(?! at [0-9a-f]{7})", page))
     assert len(named) > 8
     assert {name for name in named if not (ROOT / name).is_file()} == set()
