@@ -233,9 +233,7 @@ def test_what_a_start_deletes_is_said(small_config: SmallConfig, tmp_path: Path)
 
 
 def test_wandb_without_its_package_is_refused(small_config: SmallConfig, tmp_path: Path) -> None:
-    assert "the package wandb is not installed" in refused(
-        small_config(tmp_path / "run"), "track.wandb_project=magic"
-    )
+    assert "the package wandb is not installed" in refused(small_config(tmp_path / "run"), "track.wandb_project=magic")
     assert not (tmp_path / "run").exists()
 
 
