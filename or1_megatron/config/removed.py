@@ -40,6 +40,11 @@ REMOVED: Final = {
         "checkpoints are on disk only, written while training goes on; take the key out and set checkpoint.every_steps "
         "to the steps that the loss of a rank may cost",
     ),
+    "data.train.weight": Removed(
+        1.0,
+        "a problem occurs a whole number of times per epoch; take the key out and set repeat, or a stage's mixture: to "
+        "train on half as much of a source, repeat the others twice",
+    ),
     "rollout.tail": Removed("wait", _DEFERRING),
     "rollout.tail_share": Removed(0.25, _DEFERRING),
     "rollout.continued": Removed("none", _DEFERRING),
@@ -142,8 +147,10 @@ def pass_over_defaults(data: dict[str, Any]) -> None:
     """Drop removed keys with their default value from a configuration, in place: earlier versions wrote such keys."""
     for key, removed in REMOVED.items():
         *sections, name = key.split(".")
-        at: Any = data
+        places: list[Any] = [data]
         for section in sections:
-            at = at.get(section) if isinstance(at, dict) else None
-        if isinstance(at, dict) and name in at and at[name] == removed.default:
-            del at[name]
+            found = [place.get(section) for place in places if isinstance(place, dict)]
+            places = [item for value in found for item in (value if isinstance(value, list) else [value])]
+        for place in places:
+            if isinstance(place, dict) and name in place and place[name] == removed.default:
+                del place[name]

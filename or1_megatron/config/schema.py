@@ -97,9 +97,6 @@ class ModelConfig(Section):
 class SourceConfig(ProblemSetConfig):
     """One problem set of the training data."""
 
-    weight: Fraction = 1.0
-    """Share of its problems that take part in an epoch, others each time: 0.5 with repeat 3 is 1.5 times on average.
-    Unit: share."""
     repeat: Positive = 1
     """How often each problem appears per epoch. Unit: times. Recipe: code twice, math once; Math-7B: math alone
     (docs/recipe.md, section 4)."""

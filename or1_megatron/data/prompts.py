@@ -103,7 +103,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     sources, by_title = [], {}
     for made, source in zip(trained, data.train, strict=True):
         made.check(source.path)
-        sources.append(PromptSource(made.prompts, source.repeat, source.weight))
+        sources.append(PromptSource(made.prompts, source.repeat))
     _check_enough(config, sources, read, [len(problems) for problems in train])
     for made, held in zip(evaluated, config.evaluate.data, strict=True):
         made.check(held.path)

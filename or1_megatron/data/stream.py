@@ -22,8 +22,6 @@ class PromptSource:
 
     prompts: Sequence[Prompt]
     repeat: int = 1
-    weight: float = 1.0
-    """Share of the prompts, in (0, 1], that takes part in an epoch; over the epochs all take part equally often."""
 
 
 class MixtureStream:
@@ -40,7 +38,6 @@ class MixtureStream:
         self._index = {prompt.problem.id: index for index, prompt in enumerate(self._prompts)}
         self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
         self._set_mixture(tuple(source.repeat for source in sources))
-        self._weights = np.repeat([source.weight for source in sources], [len(source.prompts) for source in sources])
         self._seed = seed
         self._fingerprint = self._data_fingerprint()
         self._excluded: BoolArray = np.zeros(len(self._prompts), dtype=np.bool_)
@@ -164,7 +161,7 @@ class MixtureStream:
         self._order = self._permutation(epoch)
 
     def _next_entry(self) -> int:
-        while self._position == len(self._order):
+        if self._position == len(self._order):
             self._begin(self._epoch + 1)
         index = int(self._order[self._position])
         self._position += 1
@@ -172,15 +169,7 @@ class MixtureStream:
 
     def _permutation(self, epoch: int) -> Int64Array:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
-        order = self._pool[generator.permutation(len(self._pool))]
-        return order if (self._weights == 1).all() else order[self._takes_part(epoch)[order]]
-
-    def _takes_part(self, epoch: int) -> BoolArray:
-        """Return which prompts an epoch has: those whose phase + epochs * weight passes a whole number in it."""
-        phases = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed]))).permutation(
-            len(self._prompts)
-        ) / len(self._prompts)
-        return np.floor(phases + (epoch + 1) * self._weights) > np.floor(phases + epoch * self._weights)
+        return self._pool[generator.permutation(len(self._pool))]
 
     def _data_fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -189,6 +178,4 @@ class MixtureStream:
             truth = hashlib.sha256(problem.ground_truth.encode("utf-8", "surrogatepass")).hexdigest()
             digest.update(f"{problem.id} {problem.ability} {truth} {repeat} {len(prompt.token_ids)}\n".encode())
             digest.update(np.ascontiguousarray(prompt.token_ids).tobytes())
-        if (self._weights != 1).any():
-            digest.update(self._weights.tobytes())
         return digest.hexdigest()[:32]

@@ -54,12 +54,8 @@ class HeldOut:
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
         started_s = self._clock()
-        own, general = (
-            (held_out.samples, settings.samples) if whole else (held_out.samples_during, settings.samples_during)
-        )
-        samples = own or general
         temperature = settings.temperature if held_out.temperature is None else held_out.temperature
-        tokens = held_out.max_response_tokens or settings.max_response_tokens or self._max_response_tokens
+        samples, tokens = settings.samples_of(held_out, whole), settings.longest_of(held_out, self._max_response_tokens)
         sampling = Sampling(temperature, held_out.top_p or settings.top_p, tokens)
         ticket = self._rollouts.roll_out(self._sets[held_out.title], samples, sampling, settings.seed, urgent=True)
         self._rollouts.wait_decoded(ticket)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -76,12 +75,7 @@ class FaultRecord:
 
 
 def _append(path: Path, text: str) -> None:
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            append_whole(fd, text.encode())
-        finally:
-            os.close(fd)
-    except OSError:
-        return
+        with path.open("ab") as file:
+            append_whole(file.fileno(), text.encode())

@@ -43,22 +43,28 @@ def naming_disk_full(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, content: bytes, what: str) -> None:
-    """Replace the file at ``path`` by ``content``. A reader sees either the old file or the new one.
+@contextmanager
+def replaced(path: Path, what: str) -> Iterator[Path]:
+    """Have the block write the file that is yielded, and then replace ``path`` by it: readers see one or the other.
 
-    Raises DiskFullError, or another OSError of the write; the old file then stays.
+    Raises DiskFullError, or another OSError of the block; the old file then stays.
     """
     aside = path.with_name(path.name + PARTIAL_SUFFIX)
     with naming_disk_full(path, what):
         try:
-            with aside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
+            yield aside
+            aside.replace(path)
         except OSError:
             aside.unlink(missing_ok=True)  # frees the space, which a checkpoint may still need
             raise
+
+
+def write_atomically(path: Path, content: bytes, what: str) -> None:
+    """Replace the file at ``path`` by ``content``, as ``replaced``, once it is on the disk."""
+    with replaced(path, what) as aside, aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_whole(fd: int, content: bytes) -> None:

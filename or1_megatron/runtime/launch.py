@@ -56,21 +56,9 @@ class Ended:
     """Which rank failed first, and how; empty if none did."""
 
 
-def run_ranks(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    ranks: int,
-    threads_per_rank: int | None,
-    grace_s: float,
-    task: str = "training",
-) -> int:
-    """Run ranks as ``launch``; print how they failed, if they did; return the exit code for the shell.
-
-    Args:
-        task: names the work in the message that is printed when a rank fails.
-    """
-    ended = launch(module, arguments, ranks=ranks, threads_per_rank=threads_per_rank, grace_s=grace_s)
+def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, grace_s: float, task: str) -> int:
+    """Run ranks as ``launch``; print how they failed at their ``task``, if they did; return the shell's exit code."""
+    ended = launch(module, arguments, ranks=ranks, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
     if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
         print(f"or1: {task} stopped: {ended.how}.", file=sys.stderr)
@@ -82,16 +70,16 @@ def launch(
     arguments: Sequence[str],
     *,
     ranks: int,
-    threads_per_rank: int | None,
     grace_s: float,
+    threads_per_rank: int | None = None,
     monitor: Monitor | None = None,
     nodes: Nodes | None = None,
 ) -> Ended:
     """Run ``ranks`` processes of ``module`` with ``arguments`` on this node until they end. Main thread only.
 
     Args:
-        threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         grace_s: seconds that the ranks have to save and exit after a signal.
+        threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         monitor: ends what stalls, while the ranks run.
         nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all of them
             are one group; where one fails, all end, and each launcher returns how the first one failed.
@@ -231,10 +219,8 @@ class _Supervisor:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, number)
-    except ProcessLookupError:  # it has just ended
-        pass
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:

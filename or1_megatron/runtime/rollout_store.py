@@ -6,10 +6,10 @@ GIL). Fields: ``schemas.ROLLOUT``.
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, replaced
 from or1_megatron.runtime.run_folder import step_name, step_of
 from or1_megatron.schemas.fields import ROLLOUT, arrow_schema
 from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Array, Group, TokenScores
@@ -60,7 +60,8 @@ class RolloutStore:
         """
         while self._unfinished and (self._unfinished[0].done() or len(self._unfinished) >= _WAITING_STEPS):
             self._unfinished.popleft().result()
-        self._unfinished.append(self._writer.submit(self._write_file, step, stage, groups, kept, scores))
+        make_table = partial(to_table, step, stage, groups, kept, scores)
+        self._unfinished.append(self._writer.submit(self._write_file, step, make_table))
 
     def flush(self) -> None:
         """Block until every step passed so far is on disk."""
@@ -76,24 +77,10 @@ class RolloutStore:
         self._writer.shutdown(wait=True)
         self.flush()
 
-    def _write_file(
-        self,
-        step: int,
-        stage: str,
-        groups: Sequence[Group],
-        kept: Sequence[AdvantagedGroup],
-        scores: TokenScores | None,
-    ) -> None:
-        path = self.folder / f"{step_name(step)}.parquet"
-        aside = path.with_name(path.name + PARTIAL_SUFFIX)
-        table = to_table(step, stage, groups, kept, scores)
-        with naming_disk_full(path, f"the rollouts of step {step}"):
-            try:
-                pq.write_table(table, aside, compression="zstd", write_statistics=False, use_dictionary=_REPETITIVE)
-                os.replace(aside, path)
-            except OSError:
-                aside.unlink(missing_ok=True)
-                raise
+    def _write_file(self, step: int, make_table: Callable[[], pa.Table]) -> None:
+        table = make_table()
+        with replaced(self.folder / f"{step_name(step)}.parquet", f"the rollouts of step {step}") as aside:
+            pq.write_table(table, aside, compression="zstd", write_statistics=False, use_dictionary=_REPETITIVE)
         delete_oldest(self.folder, self.keep_bytes)
 
 

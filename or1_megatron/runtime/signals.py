@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -51,12 +51,14 @@ def is_launched() -> bool:
 
 
 @contextmanager
-def asked_by_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Have ``ASKS`` call ``handler`` within the block, but a SIGHUP that is ignored, as nohup has it. Main thread only.
+def asked_by_signals(
+    handler: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals] = ASKS
+) -> Iterator[None]:
+    """Have signals call ``handler`` within the block, but a SIGHUP that is ignored, as nohup has it. Main thread only.
 
     An ignored SIGINT says nothing: every background job of a script has one.
     """
-    heard = [number for number in ASKS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
@@ -69,8 +71,8 @@ class StopRequested:
     """A flag that a stop signal sets. The loop reads it between verbs.
 
     >>> stop = StopRequested(grace_s=120.0)
-    >>> stop.install()                      # main thread only
-    >>> if stop.requested(): save_and_exit()
+    >>> with stop.heeded():                 # main thread only
+    ...     if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
     first), it exits at once with 128 + the signal's number, and without clean-up.
@@ -81,40 +83,35 @@ class StopRequested:
         self._requested = threading.Event()
         self._finished = threading.Event()
         self._requested_s = 0.0
-        self._read_fd = -1
-        self._write_fd = -1
-        self._previous_fd = -1
-        self._previous: dict[signal.Signals, object] = {}
 
     def requested(self) -> bool:
         """Return whether a stop signal has come. Never blocks."""
         return self._requested.is_set()
 
-    def install(self) -> None:
-        """Take over the stop signals. Main thread only, else ``signal`` raises ValueError."""
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, _heard)
-        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Take over the stop signals within the block, once. Main thread only, else ``signal`` raises ValueError.
 
-    def uninstall(self) -> None:
-        """Restore the signals and end the grace period: the process has saved and exits normally."""
-        self._finished.set()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned before
-        if self._previous:
-            signal.set_wakeup_fd(self._previous_fd)
-            os.close(self._write_fd)  # the watcher then reads the end of the pipe and closes its side
-        self._previous = {}
+        Its end also ends the grace period: the process has saved and exits normally.
+        """
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(read_fd,), name="stop-signals", daemon=True).start()
+        try:
+            with asked_by_signals(_heard, STOP_SIGNALS):
+                yield
+        finally:
+            self._finished.set()
+            signal.set_wakeup_fd(previous_fd)
+            os.close(write_fd)  # the watcher then reads the end of the pipe and closes its side
 
-    def _watch(self) -> None:
-        while data := os.read(self._read_fd, 64):
+    def _watch(self, read_fd: int) -> None:
+        while data := os.read(read_fd, 64):
             for number in data:
                 if number in STOP_SIGNALS:
                     self._stop(number)
-        os.close(self._read_fd)
+        os.close(read_fd)
 
     def _stop(self, number: int) -> None:
         if self._requested.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import logging
 import netrc
 import os
@@ -35,20 +36,12 @@ _MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # of the run's fo
 logger = logging.getLogger(__name__)
 
 
-class _UnbufferedFile:
+class _RecordFile(io.FileIO):
     """The file of TensorBoard's RecordWriter: every record is written to the kernel at once, whole or not at all."""
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def write(self, record: bytes) -> None:
-        append_whole(self._fd, record)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        os.close(self._fd)
+    def write(self, record: Any) -> int:
+        append_whole(self.fileno(), record)
+        return len(record)
 
 
 class TensorBoardTracker:
@@ -66,7 +59,7 @@ class TensorBoardTracker:
         name = f"events.out.tfevents.{time.time_ns() // 1000:017d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name
         with naming_disk_full(self._path, "TensorBoard events"):
-            self._file = _UnbufferedFile(self._path)
+            self._file = _RecordFile(self._path, "ab")
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from or1_megatron.runtime.files import write_atomically
 from or1_megatron.selftest.one_check import CheckFailed
 from or1_verify.child_process import die_with_parent
 
@@ -32,7 +33,7 @@ def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) 
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = [function, *write_task(Path(folder), task)]
-        status = run_ranks(MODULE, arguments, ranks=ranks, threads_per_rank=None, grace_s=5.0, task=what)
+        status = run_ranks(MODULE, arguments, ranks=ranks, grace_s=5.0, task=what)
         result = Path(arguments[-1])
         return status, json.loads(result.read_text()) if result.is_file() else None
 
@@ -60,9 +61,7 @@ def main() -> None:
     function, task, out = sys.argv[1:]
 
     def note(result: Any) -> None:
-        aside = Path(f"{out}.partial")  # renamed, so that a kill never leaves half of it
-        aside.write_text(json.dumps(result))
-        aside.rename(out)
+        write_atomically(Path(out), json.dumps(result).encode(), "the result")
 
     values = json.loads(Path(task).read_text())
     if "parent" in values:

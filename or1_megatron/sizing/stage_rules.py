@@ -48,12 +48,11 @@ def stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
-    """Return the number of prompts in an epoch of ``stage``: the sum over sources of problems * repeats * weight.
+    """Return the number of prompts in an epoch of ``stage``: the sum over sources of problems * repeats.
 
     ``problems``: the number in each source.
     """
-    sources = zip(problems, config.repeats(stage), config.data.train, strict=True)
-    return round(sum(count * repeat * source.weight for count, repeat, source in sources))
+    return sum(count * repeat for count, repeat in zip(problems, config.repeats(stage), strict=True))
 
 
 def problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:

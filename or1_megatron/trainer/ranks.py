@@ -104,16 +104,6 @@ def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
     return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
 
 
-@contextmanager
-def stopping_in_order(stop: StopRequested) -> Iterator[None]:
-    """Make stop signals save and exit. Before this there is nothing to save, and signals kill."""
-    stop.install()
-    try:
-        yield
-    finally:
-        stop.uninstall()
-
-
 def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
@@ -123,7 +113,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
         verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
-        with stopping_in_order(stop), saver:
+        with stop.heeded(), saver:
             lockstep.serve()
 
 
@@ -167,7 +157,7 @@ def lead(
             timer=StepTimer(),
             stop=stop.requested,
         )
-        with stopping_in_order(stop):
+        with stop.heeded():  # before, there is nothing to save, and signals kill
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown, started_s)
 
 

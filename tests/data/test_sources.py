@@ -1,4 +1,4 @@
-"""Folders, published layouts and weights. Sets on the hub are in test_hub."""
+"""Folders and published layouts. Sets on the hub are in test_hub."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import hashlib
 import json
 import pickle
 import zlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from or1_megatron.data.problems import check_ground_truths, is_hub_id, load_problems
-from or1_megatron.data.stream import MixtureStream, PromptSource
-from or1_megatron.types import Prompt
 from or1_verify.code.ground_truth import parse_code_tests
 from or1_verify.code.verifier import CodeVerifier
 from or1_verify.config import VerifyConfig
@@ -248,30 +244,3 @@ def test_layouts_are_told_by_their_columns_and_a_missing_or_wrong_one_is_named(l
         read_published({**row, first: 7}, layout, "f:1")
     with pytest.raises(DataError, match="are of no known layout; expected prompt and answer"):
         read_published({"something": "else"}, "auto", "f:1")
-
-
-def prompts(prefix: str, count: int) -> list[Prompt]:
-    return [
-        Prompt(
-            Problem(f"{prefix}{n}", prefix, "math", (Message("user", "q"),), '["1"]', {}, f"{prefix}:{n}"),
-            np.array([n], dtype=np.int32),
-        )
-        for n in range(count)
-    ]
-
-
-def test_a_weight_is_the_share_of_an_epoch_and_everybody_has_a_turn() -> None:
-    """10 problems at 0.3 and 4 twice at 1: an epoch has 3 + 8 entries; after 10 epochs each of the 10 came 3 times."""
-    stream = MixtureStream([PromptSource(prompts("a", 10), 1, 0.3), PromptSource(prompts("b", 4), 2)], seed=3)
-    drawn: Counter[str] = Counter()
-    for _ in range(10 * 11):
-        drawn.update(prompt.problem.id for prompt in stream.take(1))
-    assert drawn == {**{f"a{n}": 3 for n in range(10)}, **{f"b{n}": 20 for n in range(4)}}
-    assert stream.epoch == 10
-    state = stream.state()
-    expected = [prompt.problem.id for prompt in stream.take(9)]
-    again = MixtureStream([PromptSource(prompts("a", 10), 1, 0.3), PromptSource(prompts("b", 4), 2)], seed=3)
-    again.restore(state)
-    assert [prompt.problem.id for prompt in again.take(9)] == expected
-    with pytest.raises(DataError, match="training data changed"):
-        MixtureStream([PromptSource(prompts("a", 10), 1, 0.4), PromptSource(prompts("b", 4), 2)], seed=3).restore(state)

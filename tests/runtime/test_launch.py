@@ -56,7 +56,7 @@ DRIVER = """
 import sys
 from or1_megatron.runtime import launch
 launch.KILL_MARGIN_S = 0.0
-sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ranks=2, threads_per_rank=None, grace_s=float(sys.argv[3])))
+sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ranks=2, grace_s=float(sys.argv[3]), task="training"))
 """
 
 
@@ -68,7 +68,7 @@ from or1_megatron.runtime.launch import launch
 from or1_megatron.runtime.monitor import Monitor
 for what in ("exit7", "done"):
     monitor = Monitor(os.getpid(), sys.argv[1], 10.0, FaultRecord(Path(sys.argv[1])))
-    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, threads_per_rank=None, grace_s=5.0, monitor=monitor)
+    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, grace_s=5.0, monitor=monitor)
     print(ended.code, ended.rank_code, ended.how[:6])
     print(monitor.left_over())
 """

@@ -24,14 +24,15 @@ from or1_megatron.runtime import signals
 logging.basicConfig(level=logging.INFO)
 signals.REPEAT_S = float(sys.argv[1])
 stop = signals.StopRequested(grace_s=30)
-stop.install()
+heeded = stop.heeded()
+heeded.__enter__()
 watcher = next(thread for thread in threading.enumerate() if thread.name == "stop-signals")
 print("ready", flush=True)
 while not stop.requested():
     time.sleep(0.01)
 print("saving", flush=True)
 sys.stdin.readline()
-stop.uninstall()
+heeded.__exit__(None, None, None)
 watcher.join()  # it has acted on every signal that came before
 print("saved", flush=True)
 """
@@ -40,12 +41,11 @@ print("saved", flush=True)
 STUCK = """
 import ctypes, sys
 from or1_megatron.runtime.signals import StopRequested
-stop = StopRequested(grace_s=float(sys.argv[1]))
-stop.install()
 libc = ctypes.CDLL(None)
-print("ready", flush=True)
-while True:
-    libc.sleep(60)
+with StopRequested(grace_s=float(sys.argv[1])).heeded():
+    print("ready", flush=True)
+    while True:
+        libc.sleep(60)
 """
 
 
@@ -91,7 +91,7 @@ def test_torchruns_own_sigterm_ends_a_rank_unless_the_launcher_asks_for_a_save(m
         assert process.stderr is not None
         where = process.stderr.read()
         assert "another rank failed? The main thread is at" in where
-        assert re.search("line (9|10|11), in <module>", where)  # from its "ready" on
+        assert re.search("line (10|11|12), in <module>", where)  # from its "ready" on
     with running(SAVES, "1e9") as process:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGUSR1)
@@ -125,13 +125,14 @@ def test_the_grace_period_ends_though_the_main_thread_is_stuck_in_c() -> None:
     assert "not saved within the grace period of 0.5 s" in err
 
 
-def test_uninstall_gives_the_signals_back() -> None:
+def test_the_block_s_end_gives_the_signals_back() -> None:
     code = """
 import os, signal
 from or1_megatron.runtime.signals import StopRequested
 before = signal.getsignal(signal.SIGTERM)
 stop = StopRequested(grace_s=1)
-stop.install(); stop.uninstall(); stop.uninstall()
+with stop.heeded():
+    assert signal.getsignal(signal.SIGTERM) != before
 assert signal.getsignal(signal.SIGTERM) == before
 assert signal.set_wakeup_fd(-1) == -1
 assert not stop.requested()

@@ -487,7 +487,7 @@ def test_a_ray_that_runs_already_is_left_alone() -> None:
 RANKS_DRIVER = """
 import sys
 from or1_megatron.runtime.launch import run_ranks
-sys.exit(run_ranks("or1_port_rank", [], ranks=2, threads_per_rank=None, grace_s=5.0))
+sys.exit(run_ranks("or1_port_rank", [], ranks=2, grace_s=5.0, task="training"))
 """
 PORT_RANK = """
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_megatron.runtime.files import replaced
 from or1_verify.problems.columns import Published
 from or1_verify.problems.problem import problem_id
 from or1_verify.types import Message, Problem
@@ -78,11 +78,9 @@ def write_shard(path: Path, outcomes: Sequence[Outcome]) -> None:
         if isinstance(outcome, Exclusion):
             row |= {"reason": outcome.reason, "evidence": outcome.evidence}
         rows.append(row | {name: json.dumps(row[name], ensure_ascii=False) for name in _AS_JSON if name in row})
-    aside = path.with_name(path.name + PARTIAL_SUFFIX)
-    with naming_disk_full(path, "a shard"):
-        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+    with replaced(path, "a shard") as aside:
         pq.write_table(table, aside, compression="zstd", row_group_size=4096)
-        aside.replace(path)
 
 
 def read_outcomes(shards: Sequence[Path]) -> Iterator[Outcome]:
