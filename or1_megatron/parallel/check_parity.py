@@ -1,4 +1,4 @@
-"""One rank of `or1 check-parity`: measures each layout in a world of the first ranks.
+"""One rank of `or1 check-parity`: measures each layout on as many ranks as it needs.
 
 Rank 0 computes the reference with transformers and torch's own AdamW, and compares every layout's numbers with it.
 """

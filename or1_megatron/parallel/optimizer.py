@@ -1,4 +1,4 @@
-"""AdamW in Megatron's optimizers, with or without Transformer Engine."""
+"""AdamW in Megatron's optimizers, with or without Transformer Engine: gradient clipping, learning rate, steps."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ShardedWeights:
         return stage if row.expert is None else stage + row.expert // self._local_experts * self._mesh.tensor
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
-        """Yield the rows of this rank's stage (of experts, only this rank's), each with this rank's shard."""
+        """Yield (row of the weight table, its shard on this rank) for each parameter that this rank holds."""
         for row in self._rows:
             if self._stage(row) == self._mesh.pipeline_rank and row.megatron in self._parameters:
                 yield row, self._parameters[row.megatron]

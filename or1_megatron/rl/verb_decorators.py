@@ -1,4 +1,6 @@
-"""The verbs of the loop. A verb's name is that of its method, its timer and its metric (``time/<verb>``)."""
+"""Decorators of the loop's verbs (methods such as ``rollout``, ``update``): announced, timed, skipped on a stop.
+
+A verb's name is that of its method, its timer and its metric (``time/<verb>``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One vLLM engine, in this process and stepped by us: requests in, completions out, weights replaced in between.
+"""One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then go on with the new ones.
 
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
 token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``.

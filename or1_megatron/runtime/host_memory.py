@@ -51,7 +51,7 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 def _memory_cgroups(mounts: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of this process's memory cgroups up to the root, and whether they are v2.
 
-    In a container the path in ``membership`` may be the host's, which ``mounts`` does not show: the root is left.
+    In a container ``membership`` may give the host's path, absent below ``mounts``; only the root then counts.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):

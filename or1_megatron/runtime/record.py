@@ -41,7 +41,7 @@ class RunRecord:
         self._trackers: list[Tracker] = [*self._others]
 
     def resumed(self, step: int) -> None:
-        """Discard steps after ``step``, that of the checkpoint; before the first row."""
+        """Discard records after the checkpoint's ``step``; call before ``log``."""
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -54,9 +54,9 @@ def is_launched() -> bool:
 def asked_by_signals(
     handler: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals] = ASKS
 ) -> Iterator[None]:
-    """Have signals call ``handler`` within the block, but a SIGHUP that is ignored, as nohup has it. Main thread only.
+    """Let the signals of ``numbers`` call ``handler`` within the block. Main thread only.
 
-    An ignored SIGINT says nothing: every background job of a script has one.
+    A SIGHUP that is ignored stays ignored (nohup). An ignored SIGINT does not: shells ignore it in background jobs.
     """
     heard = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heard}

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 
 from or1_megatron.config.schema import HOST_ROUND_BYTES, Config, ParallelConfig
-from or1_megatron.kernels.plan import allocation_plan
+from or1_megatron.kernels.tile_sizes import allocation_plan
 from or1_megatron.sizing.conflicts import Device, longest_row
 from or1_megatron.sizing.kv_cache import (
     ENGINE_RESERVE_BYTES,

@@ -1,4 +1,6 @@
-"""The weight table: for each model family, which HF tensors make which Megatron tensor, and how it is laid out and cut.
+"""What the weight table is made of: rows that say which HF tensors make which Megatron tensor, and how it is cut.
+
+The rows of each family are in ``decoder``, ``dense`` and ``qwen3_moe``.
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,

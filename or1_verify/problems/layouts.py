@@ -30,7 +30,7 @@ def detect_layout(columns: Mapping[str, Any]) -> str | None:
 
 
 def fitting_layouts(columns: Mapping[str, Any]) -> list[str]:
-    """Return all layouts that have such columns, the narrowest first."""
+    """Return the layouts whose required columns are in ``columns``, the narrowest first."""
     return list(dict.fromkeys(layout for layout, telling, _ in _LAYOUTS if telling <= columns.keys()))
 
 

@@ -1,4 +1,4 @@
-"""One run, seen from outside, in any tier: start the runner, wait until it is confined, release it, end it."""
+"""One run, seen from outside, in any tier: start the runner, release it once it is confined, watch its time, end it."""
 
 from __future__ import annotations
 
@@ -280,9 +280,9 @@ class Launched(AbstractContextManager["Launched"]):
             return 0.0
 
     def starved_s(self) -> float:
-        """Return how long the main thread has waited for a processor: on a busy machine that is not the program's time.
+        """Return how long the main thread has waited for a core; such waiting does not count as the program's time.
 
-        It is bounded, so that a program that keeps itself waiting, with threads, gains little.
+        The result is bounded: a program that makes itself wait, by threads, gains little.
         """
         try:
             waited_s = int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) * 1e-9

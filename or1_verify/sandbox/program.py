@@ -1,4 +1,4 @@
-"""What verifiers give to the sandbox and get from it: programs, limits, results, exceptions.
+"""What verifiers give to the sandbox and get from it: programs, limits (rlimits), results, exceptions.
 
     with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
         program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))

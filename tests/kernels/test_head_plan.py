@@ -14,7 +14,7 @@ import torch
 from head_cases import forward_and_backward
 from torch.profiler import ProfilerActivity, profile
 
-from or1_megatron.kernels.plan import allocation_plan
+from or1_megatron.kernels.tile_sizes import allocation_plan
 
 
 @pytest.mark.parametrize(("mode", "limit_bytes", "logits_bytes"), [

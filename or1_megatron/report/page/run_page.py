@@ -134,8 +134,8 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
 
 
 def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
-    """Return by metric [indices of the run's steps, values there (six digits; null: not finite)]. A metric that was
-    never measured is left out."""
+    """Return {metric: [step indices, values]}: six digits, null where not finite. Metrics never measured are left
+    out."""
     series: dict[str, Any] = {}
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]

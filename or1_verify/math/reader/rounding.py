@@ -28,7 +28,7 @@ _CLOSED_FORM = frozenset({"num", "sym", "pi", "neg", "add", "mul", "div", "pow",
 
 
 def as_rounded(gold: Reading) -> Reading:
-    """Return the gold with its decimals marked as rounded, in lists and tuples too, and behind a name or a label."""
+    """Return the gold with its decimals marked as rounded: in lists, in tuples, after ``x =``, after a label."""
     if isinstance(gold, Quantity):
         return replace(gold, rounded=True) if _significant_digits(gold.tree) >= _MIN_DIGITS else gold
     if isinstance(gold, Several):
