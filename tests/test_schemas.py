@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,3 +44,9 @@ def test_the_schema_says_its_version() -> None:
     schema = fields.arrow_schema(fields.ROLLOUT)
     assert schema.metadata == {b"or1_schema": b"1"}
     assert schema.field("response_token_ids").type == pa.list_(pa.int32())
+
+
+def test_the_page_of_other_trainers_names_has_ours() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs/metric_names.md").read_text().splitlines() if "` | " in line]
+    ours = {name for row in rows for name in re.findall("`([^`]+)`", row[1])}
+    assert len(ours) > 40 and ours <= {metric.name for metric in METRICS}
