@@ -51,9 +51,9 @@ class EnginePlace:
 class EngineActor:
     """A VllmEngine in a process of its own, behind its thread."""
 
-    def __init__(self, settings: Any, run_id: str | None = None) -> None:
+    def __init__(self, settings: Any, run_id: str) -> None:
         """``run_id``: as given to EnginePool; the node's monitor then sees the engine's signs of life."""
-        heart = None if run_id is None else Heartbeat(beats_folder(run_id), f"engine {settings.index}")
+        heart = Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
                 del os.environ[name]
