@@ -111,7 +111,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         reference = frozen_reference(config, mesh)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
+        verbs, faults = rank_verbs(policy, saver, sender, reference), FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
             lockstep.serve()
@@ -213,7 +213,7 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
+    lockstep = Lockstep(mesh, rank_verbs(policy, saver, sender, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))

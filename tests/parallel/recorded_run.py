@@ -38,7 +38,7 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
+from or1_megatron.trainer.synced_policy import PolicyDriver, rank_verbs
 from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
 
 PROBLEMS = 12
@@ -110,7 +110,7 @@ class Run:
         config = OptimizerConfig(lr=1e-2, warmup_steps=4)
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
         self.saver = CheckpointSaver(self.policy)
-        verbs = policy_verbs(self.policy, self.saver)
+        verbs = rank_verbs(self.policy, self.saver)
         heart = Heartbeat(folder / "beats", f"rank {self.mesh.rank}")
         self._lockstep = Lockstep(self.mesh, verbs, 60.0, heart)
         self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()
