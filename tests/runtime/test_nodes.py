@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from or1_megatron.runtime.nodes import Nodes, NodesError, _free_port
+from or1_megatron.runtime.nodes import Nodes, NodesError
+from or1_megatron.runtime.world import free_ports
 from or1_verify.errors import UserError
 
 RANK = """
@@ -65,7 +66,7 @@ class TwoNodes:
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         (folder / "or1_node_rank.py").write_text(RANK)
-        self.folder, self.port, self.silent_s = folder, _free_port(), silent_s
+        self.folder, self.port, self.silent_s = folder, free_ports(1)[0], silent_s
         self.launchers = [self.start(node) for node in (0, 1)]
 
     def start(self, node: int) -> subprocess.Popen[str]:
@@ -174,7 +175,7 @@ def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
 def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)  # nobody is there to be told of the end
     with (
-        Nodes(3, 0, "127.0.0.1", _free_port(), 0.5) as nodes,
+        Nodes(3, 0, "127.0.0.1", free_ports(1)[0], 0.5) as nodes,
         pytest.raises(NodesError, match=r"of node 1, 2 has come"),
     ):
         nodes.begin()
@@ -182,7 +183,7 @@ def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_node_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)
-    port = _free_port()
+    port = free_ports(1)[0]
     with Nodes(2, 0, "127.0.0.1", port, 60.0) as nodes:
         with pytest.raises(UserError), Nodes(2, 1, "127.0.0.1", port, 60.0):
             raise UserError("the disk is full")
@@ -211,7 +212,7 @@ def test_another_service_is_where_node_0_should_be(greeting: bytes) -> None:
 
 def test_all_nodes_end_as_node_0_does() -> None:
     """Node 0 has refused the run (2); the launcher of node 1, whose ranks ended with 0, ends with 2."""
-    port, codes = _free_port(), []
+    port, codes = free_ports(1)[0], []
 
     def follow() -> None:
         with Nodes(2, 1, "127.0.0.1", port, PATIENCE_S) as nodes:
@@ -229,7 +230,7 @@ def test_all_nodes_end_as_node_0_does() -> None:
 
 
 def test_node_0_is_not_there_or_its_port_is_taken() -> None:
-    port = _free_port()
+    port = free_ports(1)[0]
     with pytest.raises(NodesError, match=rf"node 1 did not reach node 0 at 127.0.0.1:{port} .* within 1 s"):
         Nodes(2, 1, "127.0.0.1", port, 1.0)
     with Nodes(1, 0, "127.0.0.1", port, 1.0), pytest.raises(NodesError, match=f"cannot listen at 127.0.0.1:{port}"):
