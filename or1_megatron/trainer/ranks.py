@@ -136,7 +136,12 @@ def lead(
         keeper, begin = open_run(config, folder)
         sources, held_out = make_prompts(config, problems)
         problems.close()
-        rollouts = start_sampling(config, folder, engines, frozenset(problems.verifiers), stop, stack)
+        settings = sized_rollout(config), config.verify, frozenset(problems.verifiers)
+        rollouts = RolloutsClient(engines, *settings, folder.run_id, stop=stop.requested)
+        stack.callback(rollouts.close)
+        if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
+            engines.wait_ready()
+            engines.control(config.handoff.timeout_s).sleep()
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
         synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
@@ -173,25 +178,6 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     with closing(JsonlWriter(folder.sessions, "the session")) as sessions:
         sessions.write(session())
     return keeper, begin
-
-
-def start_sampling(
-    config: Config,
-    folder: RunFolder,
-    engines: EnginePool,
-    abilities: frozenset[str],
-    stop: StopRequested,
-    stack: ExitStack,
-) -> RolloutsClient:
-    """Start the RolloutManager over the engines. Engines that take turns with the trainer sleep from now on."""
-    rollouts = RolloutsClient(
-        engines, sized_rollout(config), config.verify, abilities, folder.run_id, stop=stop.requested
-    )
-    stack.callback(rollouts.close)
-    if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
-        engines.wait_ready()
-        engines.control(config.handoff.timeout_s).sleep()
-    return rollouts
 
 
 def serve_policy(
