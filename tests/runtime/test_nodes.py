@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE_S, lives, wait_until
 
 from or1_megatron.runtime.nodes import Nodes, NodesError
 from or1_megatron.runtime.world import free_ports
@@ -58,8 +58,6 @@ except UserError as error:
     sys.exit(2)
 """
 
-PATIENCE_S = 120.0
-
 
 class TwoNodes:
     """Two launchers with a rank each, in a folder."""
@@ -83,10 +81,8 @@ class TwoNodes:
 
     def pid(self, rank: int, attempt: int) -> int:
         """The pid of a rank, once it is up; it knows of both."""
-        up, give_up = self.folder / f"{rank}.{attempt}.up", time.monotonic() + PATIENCE_S
-        while not up.exists():
-            assert time.monotonic() < give_up, f"rank {rank} did not start"
-            time.sleep(0.05)
+        up = self.folder / f"{rank}.{attempt}.up"
+        wait_until(up.exists, f"rank {rank}")
         pid, world = up.read_text().split()
         assert world == "2"
         return int(pid)
@@ -117,16 +113,8 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def gone(pid: int) -> bool:
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
+def wait_gone(pid: int) -> None:
+    wait_until(lambda: not lives(pid), f"process {pid} to end")
 
 
 def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., TwoNodes]) -> None:
@@ -137,7 +125,7 @@ def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., Two
     nodes.finish(1, 0, code=2)
     pids = [nodes.pid(rank, 1) for rank in (0, 1)]
     os.kill(pids[1], signal.SIGKILL)
-    assert gone(pids[0])
+    wait_gone(pids[0])
     for rank in (0, 1):
         nodes.pid(rank, 2)
         nodes.finish(rank, 2)
@@ -156,7 +144,7 @@ def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
     nodes = two_nodes(silent_s=3.0)
     pids = [nodes.pid(rank, 0) for rank in (0, 1)]
     nodes.launchers[1].send_signal(signal.SIGSTOP)
-    assert gone(pids[0])
+    wait_gone(pids[0])
     assert nodes.launchers[0].stdout is not None
     assert nodes.launchers[0].stdout.readline() == "-9 137 the launcher of node 1 gave no sign of life for 3 s\n"
 
@@ -169,7 +157,7 @@ def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
     code, lines = nodes.end(1)
     assert code == 2
     assert "the launcher of node 0 at 127.0.0.1:" in lines[-1] and "is gone" in lines[-1]
-    assert gone(pids[1])
+    wait_gone(pids[1])
 
 
 def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
