@@ -86,53 +86,8 @@ def rank_verbs(
     return verbs if reference is None else {**verbs, "score_reference": reference.score}
 
 
-class PolicyDriver:
-    """Rank 0's handle on the policy; a subclass with ``hand_off`` is an ``interfaces.Policy``."""
-
-    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
-        self._lockstep, self._saver = lockstep, saver
-
-    def take_devices(self) -> None:
-        """Prepare the ranks to compute: a policy that shares its devices with engines takes them here."""
-
-    def score(self, batch: Batch, temperature: float) -> TokenScores:
-        return self._scored("score", batch, temperature)
-
-    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
-        return self._scored("score_reference", batch, temperature)
-
-    def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
-        self.take_devices()
-        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
-        return unpack_scores(batch.ranks, scored, batch.sample_count)
-
-    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        self.take_devices()
-        report: UpdateReport
-        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
-        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
-
-    def restart_optimizer(self) -> None:
-        self._lockstep.call("restart_optimizer")
-
-    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
-        self._saver.responses = responses  # rank 0 writes them: they need not go to all ranks
-        self._lockstep.call("save", folder, state)
-
-    def finish_save(self, wait: bool) -> float | None:
-        return self._saver.finish(wait)  # no verb: the savers talk among themselves
-
-    def load(self, folder: Path) -> Mapping[str, Any]:
-        self.take_devices()
-        state: Mapping[str, Any] = self._lockstep.call("load", folder)
-        return state
-
-    def export_hf(self, folder: Path) -> None:
-        self._lockstep.call("export_hf", folder)
-
-
-class SyncedPolicy(PolicyDriver):
-    """``interfaces.Policy``: the driver's methods, the handoff with its probe, and who has the shared devices.
+class SyncedPolicy:
+    """``interfaces.Policy``: the verbs of all ranks, the handoff with its probe, and who has the shared devices.
 
     state     on the devices                                  next (``TRANSITIONS``)
     trainer   all of the trainer's state; engines sleep       handoff, neither
@@ -163,7 +118,7 @@ class SyncedPolicy(PolicyDriver):
             layout: for the probe's batch.
             sharing: the trainer has the devices now, and engines that sleep are asleep.
         """
-        super().__init__(lockstep, saver)
+        self._lockstep, self._saver = lockstep, saver
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
         self._known = list(pool.handles)  # handles that the RolloutManager has
         self._sharing = sharing
@@ -177,6 +132,38 @@ class SyncedPolicy(PolicyDriver):
         if every is None:
             every = _PROBE_EVERY_STEPS_ON_GPU if torch.cuda.is_available() else 1
         self._probe_every = every
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        return self._scored("score", batch, temperature)
+
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        return self._scored("score_reference", batch, temperature)
+
+    def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
+        self.take_devices()
+        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        self.take_devices()
+        report: UpdateReport
+        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
+        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
+
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
+        self._saver.responses = responses  # rank 0 writes them: they need not go to all ranks
+        self._lockstep.call("save", folder, state)
+
+    def finish_save(self, wait: bool) -> float | None:
+        return self._saver.finish(wait)  # no verb: the savers talk among themselves
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        self.take_devices()
+        state: Mapping[str, Any] = self._lockstep.call("load", folder)
+        return state
+
+    def export_hf(self, folder: Path) -> None:
+        self._lockstep.call("export_hf", folder)
 
     def restart_optimizer(self) -> None:
         """Restart the optimizer when the trainer next takes the devices: the engines may have them now."""
@@ -274,7 +261,7 @@ class SyncedPolicy(PolicyDriver):
                 self._lockstep.call("restore", "parameters", "gradients", "optimizer")
             self._pass_devices("trainer")
         if self._optimizer_restarts:
-            super().restart_optimizer()
+            self._lockstep.call("restart_optimizer")
             self._optimizer_restarts = False
 
     def _give_devices(self) -> None:
