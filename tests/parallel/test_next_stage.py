@@ -33,7 +33,8 @@ def parts(policy: MegatronPolicy) -> dict[str, Any]:
     everyone: list[dict[str, str]] = [{} for _ in range(policy.mesh.world)]
     dist.all_gather_object(everyone, mine)
     merged = {place: digest for mine_of_rank in everyone for place, digest in mine_of_rank.items()}
-    (adam,) = {group["step"] for one in policy.optimizer.chained_optimizers for group in one.optimizer.param_groups}
+    groups = [group for one in policy.optimizer.chained_optimizers for group in one.optimizer.param_groups]
+    (adam,) = {group.get("step", 0) for group in groups}
     return {"digests": merged, "sgd_steps": policy.sgd_steps, "adam_steps": adam}
 
 
