@@ -162,7 +162,7 @@ def open_model(
 
 
 def open_sampler(
-    model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say
+    model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
 ) -> AbstractContextManager[Sampler]:
     """Open the model of a recipe: an endpoint, which judges itself what prompt is too long, or engines of our own."""
     if model.endpoint is not None:

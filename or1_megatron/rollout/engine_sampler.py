@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.data.template import ChatTemplate
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_pool import EnginePool
@@ -22,6 +21,9 @@ from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Prompt, Request, Sampling
 from or1_verify.types import Problem
+
+if TYPE_CHECKING:
+    from or1_megatron.data.template import ChatTemplate
 
 _HARVEST_WAIT_S = 5.0
 LINGER_S = 0.2
