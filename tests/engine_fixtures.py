@@ -161,3 +161,14 @@ def decode(handle: Any, requests: list[Any]) -> list[Any]:
 
     wait_until(complete, f"{len(requests)} completions")
     return [by_seed[request.seed] for request in requests]
+
+
+def answer(request: Any, engine: int, *versions: int) -> Any:
+    """A response of a token of each of these versions of the weights, which is its id; without any: of version 0."""
+    from or1_megatron.types import Completion, VersionSpan
+
+    ids = np.array(versions or [0], np.int32)
+    starts = np.flatnonzero(np.diff(ids, prepend=-1)).tolist()
+    spans = tuple(VersionSpan(int(ids[start]), start) for start in starts)
+    problem, zeros = request.prompt.problem.id, np.zeros(ids.size, np.float32)
+    return Completion(problem, request.sample_index, ids, zeros, "", "stop", spans, engine, request.seed, 0.0, 0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import psutil
+
 PATIENCE_S = 300.0
 """Longer than any wait here takes on a machine whose cores are busy with other work. pytest's own limit is longer."""
 
@@ -20,3 +22,11 @@ def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATI
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(every_s)
     return value
+
+
+def lives(pid: int) -> bool:
+    """Return whether the process is there, stopped ones included; one that only waits for its parent's look is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.engine_pool import engine_env
 from or1_megatron.rollout.engine_thread import EngineThread
+from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.types import Problem
 
@@ -74,7 +76,8 @@ def measure(thread: EngineThread, count: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
-    thread = EngineThread(lambda: build(Path(sys.argv[1])), "engine")
+    heart = Heartbeat(Path(tempfile.mkdtemp()), "engine")
+    thread = EngineThread(lambda: build(Path(sys.argv[1])), "engine", heart)
     for count in SIZES:
         found = [measure(thread, count) for _ in range(6)][1:]  # the first one warms up
         for part in found[0]:

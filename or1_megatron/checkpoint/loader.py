@@ -1,8 +1,8 @@
 """Loads a checkpoint in Megatron's sharded format, at any layout.
 
 A folder holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments; ``shard_files``), ``common.pt``
-(step counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and ``manifest.json``
-(``manifest``). ``saver`` writes it.
+(how many SGD steps were made), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and
+``manifest.json`` (``manifest``). ``saver`` writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from or1_megatron.checkpoint.saver import COMMON, RANDOM
 from or1_megatron.checkpoint.shard_files import read_shards
-from or1_megatron.checkpoint.sharded_state import local_shards, set_optimizer_step
+from or1_megatron.checkpoint.sharded_state import local_shards, set_steps
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.run_folder import LOOP_STATE
 from or1_megatron.runtime.seeds import restore_random_state
@@ -31,10 +31,9 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
     Raises:
         StateMismatch: the checkpoint is of another model.
     """
-    common = torch.load(folder / COMMON)
+    steps = int(torch.load(folder / COMMON)["sgd_steps"])
     read_shards(folder, local_shards(policy))
-    policy.sgd_steps = int(common["sgd_steps"])
-    set_optimizer_step(policy, int(common["optimizer_step"]))
+    set_steps(policy, steps)
     states = torch.load(folder / RANDOM, weights_only=False)
     if len(states) == policy.mesh.world:
         restore_random_state(states[policy.mesh.rank])

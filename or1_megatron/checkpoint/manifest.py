@@ -74,8 +74,8 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
     sync(folder)
 
 
-def check_manifest(folder: Path, digests: bool = True) -> None:
-    """Compare every file with the manifest; without ``digests`` only names and sizes, which is quick.
+def check_manifest(folder: Path) -> None:
+    """Compare every file with the manifest: first all names and sizes, which is quick.
 
     Raises:
         CheckpointDamaged: the manifest or a file is missing, cut or altered.
@@ -88,12 +88,11 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
             raise CheckpointDamaged(f"{file} is missing; the manifest lists it with {entry.bytes} bytes")
         if file.stat().st_size != entry.bytes:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes; the manifest says {entry.bytes}")
-    if digests:
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda item: check_digest(folder / item[0], item[1]), entries.items()))
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda item: _check_digest(folder / item[0], item[1]), entries.items()))
 
 
-def check_digest(path: Path, entry: FileEntry) -> None:
+def _check_digest(path: Path, entry: FileEntry) -> None:
     """Compare one file with its manifest entry. Raises CheckpointDamaged, CheckpointUnreadable."""
     try:
         same = entry_of(path) == entry

@@ -33,7 +33,7 @@ from torch import Tensor
 from or1_megatron.checkpoint.keeper import put_in_place
 from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
 from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
+from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.lockstep import LockstepError, raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -71,7 +71,7 @@ class _PendingSave:
     folder: Path
     slices: Sequence[tuple[TensorSlice, Tensor]]
     random: Mapping[str, Any]
-    common: Mapping[str, Any]
+    sgd_steps: int
     loop_json: str
     responses: bytes
 
@@ -123,9 +123,9 @@ class CheckpointSaver:
         if self._mesh.rank == 0 and problem is None:
             problem = _prepare(folder, self._policy)
         raise_together(self._mesh, problem)
-        common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
+        steps = self._policy.sgd_steps
+        job = _PendingSave(folder, self._copied(), random_state(), steps, loop_json, self.responses)
         self.responses = b""
         self._outcome = None
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
@@ -249,7 +249,7 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     done = [part for part in parts if isinstance(part, _RankFile)]
     aside = _aside(job.folder)
     write_metadata(aside, [written for part in done for written in part.slices])
-    for name, content in ((COMMON, dict(job.common)), (RANDOM, [dict(part.random) for part in done])):
+    for name, content in ((COMMON, {"sgd_steps": job.sgd_steps}), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so
         torch.save(content, buffer)
         (aside / name).write_bytes(buffer.getvalue())

@@ -54,16 +54,12 @@ def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
     return policy.host.readable(tensor().detach()).view(-1)
 
 
-def optimizer_step(policy: MegatronPolicy) -> int:
-    """Return Adam's count of steps, which all parameters share."""
-    steps = {int(group["step"]) for group in _groups(policy) if "step" in group}
-    assert len(steps) <= 1, f"parameter groups have taken different numbers of steps: {steps}"
-    return steps.pop() if steps else 0
-
-
-def set_optimizer_step(policy: MegatronPolicy, step: int) -> None:
-    for group in _groups(policy):
-        group["step"] = step
+def set_steps(policy: MegatronPolicy, steps: int) -> None:
+    """Set the count of steps: the learning rate's, and Adam's, which counts each parameter group for itself."""
+    policy.sgd_steps = steps
+    for optimizer in policy.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
+            group["step"] = steps
 
 
 def restart_optimizer(policy: MegatronPolicy) -> None:
@@ -72,13 +68,7 @@ def restart_optimizer(policy: MegatronPolicy) -> None:
     for shard in local_shards(policy):
         if any(part.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for part in shard.slices):
             shard.tensor().zero_()
-    set_optimizer_step(policy, 0)
-    policy.sgd_steps = 0
-
-
-def _groups(policy: MegatronPolicy) -> Iterator[dict[str, Any]]:
-    for optimizer in policy.optimizer.chained_optimizers:
-        yield from optimizer.optimizer.param_groups
+    set_steps(policy, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from or1_megatron.evaluate.responses import EvaluationError, settings_begun_with
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler
 from or1_megatron.rollout.engine_pool import EngineError
-from or1_megatron.rollout.engine_sampler import EngineSampler, start_engine_sampler
+from or1_megatron.rollout.engine_sampler import EngineSampler, own_engines
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.nvidia_driver import check_driver
@@ -46,14 +46,14 @@ class LocalModel:
         check_driver()
         self._folder = folder
         self.shape = Shape.of(read_hf_config(folder))
-        template = ChatTemplate(load_tokenizer(folder))
-        self._tokenise, self.opened = template.token_ids, template.opened
+        self._template = ChatTemplate(load_tokenizer(folder))
 
     def longest_prompt(self, problems: Sequence[Problem], limit: int) -> int:
         """Return the tokens of the longest prompt among those of at most ``limit``; 0 without any."""
-        lengths = (len(self._tokenise(problem.messages)) for problem in problems)
+        lengths = (len(self._template.token_ids(problem.messages)) for problem in problems)
         return max((length for length in lengths if length <= limit), default=0)
 
+    @contextmanager
     def sampler(
         self,
         dtype: Dtype,
@@ -63,7 +63,7 @@ class LocalModel:
         longest: int,
         requests: int,
         say: Say,
-    ) -> AbstractContextManager[EngineSampler]:
+    ) -> Iterator[EngineSampler]:
         """Start engines, which end with the context. Without a GPU vLLM needs the size of its KV cache: if none is
         given, one is chosen and said.
 
@@ -77,9 +77,8 @@ class LocalModel:
             size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, concurrent, host_memory().free)
             say(f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)")
             engines = engines.model_copy(update={"kv_cache_bytes": size})
-        return start_engine_sampler(
-            self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens, self.opened
-        )
+        with own_engines(self._folder, dtype, engines, longest) as handles:
+            yield EngineSampler(handles, engines, self._template, sampling, max_prompt_tokens)
 
 
 @cache
@@ -140,10 +139,9 @@ def with_length(
     return settings.model_copy(update={"max_response_tokens": tokens})
 
 
-@contextmanager
 def open_model(
     model: str, settings: EvaluationSettings, problems: Sequence[Problem], requests: int, out: Path, console: Console
-) -> Iterator[Sampler]:
+) -> AbstractContextManager[Sampler]:
     """Open a sampler over the model of an evaluation for so many requests; it ends with the context."""
     assert settings.max_response_tokens is not None
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
@@ -151,8 +149,7 @@ def open_model(
         key = _key(settings.api_key_variable)
         name = settings.model or _first_model(model, key)
         endpoint = Endpoint(model, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
-        yield OpenAISampler(endpoint, sampling)
-        return
+        return nullcontext(OpenAISampler(endpoint, sampling))
     local = load_local_model(_hf_folder(Path(model), out, console))
     limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
     if limit < 1:
@@ -161,29 +158,24 @@ def open_model(
             f"max_position_embeddings = {local.shape.positions}; lower it (--set max_response_tokens=...)"
         )
     longest = max(1, local.longest_prompt(problems, limit)) + settings.max_response_tokens
-    engines = settings.dtype, settings.engines
-    with local.sampler(*engines, sampling, limit, longest, requests, _say(console)) as sampler:
-        yield sampler
+    return local.sampler(settings.dtype, settings.engines, sampling, limit, longest, requests, _say(console))
 
 
-@contextmanager
 def open_sampler(
     model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
-) -> Iterator[Sampler]:
+) -> AbstractContextManager[Sampler]:
     """Open the model of a recipe: an endpoint, which judges itself what prompt is too long, or engines of our own."""
     if model.endpoint is not None:
         name, key = model.model or model.name, _key(model.api_key_variable)
         endpoint = Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries)
-        yield OpenAISampler(endpoint, sampling)
-        return
+        return nullcontext(OpenAISampler(endpoint, sampling))
     assert model.hf is not None
     local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
     requests = model.engines.engines * model.engines.max_concurrent
     engines = model.dtype, model.engines
-    with local.sampler(
+    return local.sampler(
         *engines, sampling, max_prompt_tokens, longest, requests, lambda line: say(f"{model.name}: {line}")
-    ) as sampler:
-        yield sampler
+    )
 
 
 def _say(console: Console) -> Say:

@@ -81,8 +81,10 @@ def train(
             elif check:
                 _check(loaded, device, nnodes)
             else:
-                nodes = _nodes(loaded, nnodes, node_rank, str(master_addr), master_port)
-                with nullcontext() if nodes is None else nodes:
+                from or1_megatron.runtime.nodes import Nodes
+
+                meeting = nnodes, node_rank, str(master_addr), master_port, loaded.cluster.join_timeout_s
+                with Nodes(*meeting) if nnodes > 1 else nullcontext() as nodes:
                     _start(loaded, device, nodes)
 
 
@@ -156,13 +158,6 @@ def _check_node(config: Config, count: int, rank: int, address: str | None) -> N
         raise UserError("\n".join(wrong))
 
 
-def _nodes(config: Config, count: int, rank: int, address: str, port: int) -> Nodes | None:
-    """Meet the launchers of the other nodes; None on a single node."""
-    from or1_megatron.runtime.nodes import Nodes
-
-    return Nodes(count, rank, address, port, config.cluster.join_timeout_s) if count > 1 else None
-
-
 def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
     from or1_megatron.runtime.surroundings import make_usable
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
@@ -210,14 +205,11 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
             nodes=nodes,
         )
 
-    def follow(nodes: Nodes) -> int:
+    if nodes is not None and nodes.rank > 0:
         with signals_leave():
             while nodes.begin():
                 attempt()
         return nodes.code
-
-    if nodes is not None and nodes.rank > 0:
-        return follow(nodes)
     code = Restarts(folder, config.run.max_restarts, checkpoint_keeper(config, folder).newest).run(attempt)
     if nodes is not None:
         nodes.code = code

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 
 from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
@@ -45,28 +46,10 @@ class DeviceRow:
     sequences: Sequences  # of the c tokens
 
 
-class _AddRanks(torch.autograd.Function):
-    """Sum a tensor over a group of ranks. Each rank's loss depends on the total, so backward sums the gradients too."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _total(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
-        return _total(incoming, ctx.group), None
-
-
-def _total(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = values.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
 def _add_context_ranks(values: Tensor) -> Tensor:
-    """Sum over the ranks that hold parts of the same sequences."""
-    total: Tensor = _AddRanks.apply(values, parallel_state.get_context_parallel_group())
+    """Sum over the ranks that hold parts of the same sequences. Each rank's loss depends on the total, so backward sums
+    the gradients too."""
+    total: Tensor = all_reduce(values, "sum", parallel_state.get_context_parallel_group())
     return total
 
 

@@ -215,7 +215,9 @@ class RolloutsClient:
         """
         try:
             finished = {
-                made.seed: made for made in unpack(responses) if version is None or _versions(made) == {version}
+                made.seed: made
+                for made in unpack(responses)
+                if version is None or {span.version for span in made.versions} == {version}
             }
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
@@ -345,7 +347,3 @@ class RolloutsClient:
         except RayError as error:
             log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
             return []
-
-
-def _versions(made: Completion) -> set[int]:
-    return {span.version for span in made.versions}

@@ -23,6 +23,7 @@ import ray
 
 from or1_megatron.errors import PartLost
 from or1_megatron.interfaces import EnginesLost
+from or1_megatron.runtime.world import free_ports
 from or1_verify.errors import UserError
 
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
@@ -134,7 +135,7 @@ def _patient_start() -> Iterator[None]:
     services, parameters, node = ray._private.services, ray._private.parameter, ray._private.node.Node
     get_node, start_raylet, ray_params = services.get_node, node.start_raylet, parameters.RayParams
     deadline = time.monotonic() + _START_PATIENCE_S
-    ports = dict(zip(_AGENT_PORTS, _free_ports(len(_AGENT_PORTS)), strict=True))
+    ports = dict(zip(_AGENT_PORTS, free_ports(len(_AGENT_PORTS)), strict=True))
 
     def with_port_files(head: Any, *arguments: Any) -> None:
         for name, port in ports.items():
@@ -162,12 +163,6 @@ def _patient_start() -> Iterator[None]:
 def _raylet_lives() -> bool:
     children = psutil.Process().children()
     return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in children)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports of this machine that nobody uses now."""
-    with contextlib.ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
 def check_ray(every_s: float = 0.0) -> None:

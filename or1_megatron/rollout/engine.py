@@ -261,10 +261,7 @@ class VllmEngine:
         return self._scores.pop(name)
 
     def _iterate(self) -> None:
-        self._sort(self._engine.step())
-
-    def _sort(self, outputs: Sequence[Any]) -> None:
-        finished_s = time.time()
+        outputs, finished_s = self._engine.step(), time.time()
         for output in outputs:
             if not output.finished:
                 continue

@@ -51,9 +51,9 @@ class EnginePlace:
 class EngineActor:
     """A VllmEngine in a process of its own, behind its thread."""
 
-    def __init__(self, settings: Any, run_id: str | None = None) -> None:
+    def __init__(self, settings: Any, run_id: str) -> None:
         """``run_id``: as given to EnginePool; the node's monitor then sees the engine's signs of life."""
-        heart = None if run_id is None else Heartbeat(beats_folder(run_id), f"engine {settings.index}")
+        heart = Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
                 del os.environ[name]
@@ -145,9 +145,15 @@ class EnginePool:
         self.handles = [self._start(settings) for settings in self._settings]
 
     def _start(self, settings: Any) -> Any:
-        options = _actor_options(self._config, self._places[settings.index], self._run_id, self._on_cpu)
-        again = self.restarts[settings.index]
-        options["name"] = f"engine-{settings.index}" + (f"-restart-{again}" if again else "")
+        place, again = self._places[settings.index], self.restarts[settings.index]
+        options: dict[str, Any] = {
+            "name": f"engine-{settings.index}" + (f"-restart-{again}" if again else ""),
+            "namespace": namespace(self._run_id),
+            "num_gpus": 0 if self._on_cpu or place.devices else self._config.tensor_parallel,
+            "runtime_env": {"env_vars": engine_env(self._config, place.devices, self._on_cpu)},
+        }
+        if place.node_id is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         return EngineActor.options(**options).remote(settings, self._run_id)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
@@ -220,17 +226,6 @@ def start_deadline(config: RolloutConfig, model: Path) -> tuple[float, str]:
         f"rollout.start_timeout_s is not set, so {START_S:g} s and {weights / 1e9:.1f} GB of weights at "
         f"{_SLOW_STORAGE / 1e9:g} GB/s",
     )
-
-
-def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cpu: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "namespace": namespace(run_id),
-        "num_gpus": 0 if on_cpu or place.devices else config.tensor_parallel,
-        "runtime_env": {"env_vars": engine_env(config, place.devices, on_cpu)},
-    }
-    if place.node_id is not None:
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-    return options
 
 
 def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> Mapping[str, str]:

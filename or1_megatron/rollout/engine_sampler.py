@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
@@ -19,57 +19,38 @@ from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Int32Array, Prompt, Request, Sampling
-from or1_verify.types import Message, Problem
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Prompt, Request, Sampling
+from or1_verify.types import Problem
+
+if TYPE_CHECKING:
+    from or1_megatron.data.template import ChatTemplate
 
 _HARVEST_WAIT_S = 5.0
 LINGER_S = 0.2
 """An engine hands out its completions in bundles of this time: a call costs as much as a dozen short responses."""
 _CACHED_PROMPTS = 4096
 
-Tokenise = Callable[[tuple[Message, ...]], Int32Array]
-Opened = Callable[[tuple[Message, ...]], str]
-
 
 @contextmanager
-def start_engine_sampler(
-    model: Path,
-    dtype: Literal["float32", "bfloat16"],
-    config: RolloutConfig,
-    max_model_tokens: int,
-    tokenise: Tokenise,
-    sampling: Sampling,
-    max_prompt_tokens: int,
-    opened: Opened,
-) -> Iterator[EngineSampler]:
-    """Start a Ray and engines of its own on the HF folder ``model``; both end with the context.
+def own_engines(
+    model: Path, dtype: Literal["float32", "bfloat16"], config: RolloutConfig, max_model_tokens: int
+) -> Iterator[list[Any]]:
+    """Start a Ray and engines of its own on the HF folder ``model``; yield their handles; both end with the context.
 
     Args:
         max_model_tokens: longest prompt + response that will come.
-        max_prompt_tokens: requests with a longer prompt fail.
 
     Raises:
         ClusterError, EngineError: Ray or an engine did not start.
     """
     run_id = f"sampler-{uuid.uuid4().hex[:8]}"
     start_ray(None, run_id)
-    try:
+    with ExitStack() as stack:
+        stack.callback(stop_ray)
         pool = EnginePool(config, model, dtype, max_model_tokens, run_id, on_cpu=not torch.cuda.is_available())
-        try:
-            pool.wait_ready()
-            yield EngineSampler(
-                pool.handles,
-                config.max_concurrent,
-                tokenise,
-                sampling,
-                max_prompt_tokens,
-                opened,
-                config.step_timeout_s,
-            )
-        finally:
-            pool.close()
-    finally:
-        stop_ray()
+        stack.callback(pool.close)
+        pool.wait_ready()
+        yield pool.handles
 
 
 class _EngineQueue:
@@ -97,28 +78,27 @@ class EngineSampler:
     def __init__(
         self,
         engines: Sequence[Any],
-        max_concurrent: int,
-        tokenise: Tokenise,
+        config: RolloutConfig,
+        template: ChatTemplate,
         sampling: Sampling,
         max_prompt_tokens: int,
-        opened: Opened = lambda messages: "",
-        timeout_s: float = 7200.0,
     ) -> None:
         """
         Args:
-            opened: the tag of reasoning that the chat template leaves open; a response's text begins with it.
-            timeout_s: the engines count as hung after this time without a completion.
+            config: of these engines. They count as hung after ``step_timeout_s`` without a completion.
+            template: a response's text begins with the tag of reasoning that it leaves open.
+            max_prompt_tokens: requests with a longer prompt fail.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s = config.step_timeout_s
         self.engines, self._sampling = list(engines), sampling
         # The samples of a problem share its prompt, and come one round of all problems after another.
         self._prompt = lru_cache(_CACHED_PROMPTS)(
             lambda key, messages: Prompt(
-                Problem(key, "", "", messages, "", {}, key), tokenise(messages), opened(messages)
+                Problem(key, "", "", messages, "", {}, key), template.token_ids(messages), template.opened(messages)
             )
         )
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_concurrent = max_concurrent
+        self._max_concurrent = config.max_concurrent
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         waiting = iter(requests)

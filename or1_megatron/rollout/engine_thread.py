@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,7 +39,7 @@ class Harvest:
 class EngineThread:
     """Steps an engine whenever it has work; between steps it runs the calls that others have queued."""
 
-    def __init__(self, build: Callable[[], Any], name: str, heart: Heartbeat | None = None) -> None:
+    def __init__(self, build: Callable[[], Any], name: str, heart: Heartbeat) -> None:
         """``build`` makes the engine, on the thread; ``name`` appears in errors; ``heart`` beats at each iteration."""
         self._build = build
         self._name = name
@@ -135,11 +134,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
-            if self._heart is not None:
-                self._heart.says("decoding, or waiting for requests")
+            self._heart.says("decoding, or waiting for requests")
             while True:
-                if self._heart is not None:
-                    self._heart.worked()
+                self._heart.worked()
                 if engine.idle:
                     self._stop_clock()  # requests may be pending while it waits for weights
                 self._serve_calls(engine, block=engine.idle)
@@ -156,11 +153,8 @@ class EngineThread:
             completions: list[Completion] = engine.step()
             return completions
         self._has_stepped = True
-        with self._long("decoding for the first time"):
+        with self._heart.busy_with("decoding for the first time"):
             return self._step(engine)
-
-    def _long(self, doing: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._heart is None else self._heart.busy_with(doing)
 
     def _serve_calls(self, engine: Any, block: bool) -> None:
         """Run the queued calls; with ``block`` wait for at least one, or a moment."""
@@ -170,7 +164,7 @@ class EngineThread:
             except queue.Empty:
                 return
             block = False
-            with self._long("answering a call, such as a handoff"):
+            with self._heart.busy_with("answering a call, such as a handoff"):
                 try:
                     future.set_result(function(engine))
                 except Exception as error:  # the caller's; the engine goes on

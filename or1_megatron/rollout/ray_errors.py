@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+from or1_megatron.runtime.host_memory import memory_cgroups
 
 _MORE_MEMORY = (
     "lower rollout.engines, kv_cache_bytes or max_concurrent, take a smaller model, or use a machine with more memory"
@@ -35,7 +36,9 @@ class KernelKills:
     """Counts the processes that the kernel's out-of-memory killer ends, from the construction on."""
 
     def __init__(self, proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> None:
-        self._counters = [*_own_cgroup(proc / "self" / "cgroup", mounts), proc / "vmstat"]
+        own = memory_cgroups(mounts, proc / "self" / "cgroup", up_to_root=False)
+        counters = [folder / ("memory.events.local" if is_v2 else "memory.oom_control") for folder, is_v2 in own]
+        self._counters = [*counters, proc / "vmstat"]
         self._seen = self._count()
 
     def new_kills(self) -> int:
@@ -53,16 +56,6 @@ class KernelKills:
             if counted is not None:
                 return int(counted[1])
         return 0
-
-
-def _own_cgroup(membership: Path, mounts: Path) -> Iterable[Path]:
-    """Yield the files that may hold the counter of this process's memory cgroup, v1 and v2."""
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers == "memory":
-            yield mounts / "memory" / path.lstrip("/") / "memory.oom_control"
-        elif not controllers:
-            yield mounts / path.lstrip("/") / "memory.events.local"
 
 
 _kernel = KernelKills()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +19,8 @@ class HostMemory:
 
 def memory_metrics() -> dict[str, float]:
     """Return the memory in use here and, on a GPU, the most that torch has held since the last call, in bytes."""
+    import torch  # here, because the RolloutManager reads its cgroup alone
+
     host = host_memory()
     metrics = {"memory/host": float(host.total - host.free)}
     if torch.cuda.is_available():
@@ -32,7 +33,7 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     """Return the least of the machine's memory and the limits of this process's cgroups, v1 and v2."""
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    for folder, unified in _memory_cgroups(mounts, membership):
+    for folder, unified in memory_cgroups(mounts, membership, up_to_root=True):
         limit_file, usage_file, cache = (
             ("memory.max", "memory.current", "inactive_file")
             if unified
@@ -48,8 +49,8 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     return HostMemory(total, free)
 
 
-def _memory_cgroups(mounts: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's memory cgroups up to the root, and whether they are v2.
+def memory_cgroups(mounts: Path, membership: Path, up_to_root: bool) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's memory cgroups, and whether they are v2; with ``up_to_root`` those above too.
 
     In a container ``membership`` may give the host's path, absent below ``mounts``; only the root then counts.
     """
@@ -61,5 +62,5 @@ def _memory_cgroups(mounts: Path, membership: Path) -> Iterator[tuple[Path, bool
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             yield folder, not controllers
-            if folder == root:
+            if folder == root or not up_to_root:
                 break

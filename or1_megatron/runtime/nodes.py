@@ -30,6 +30,7 @@ from typing import Final, Self
 import torch.distributed as dist
 
 from or1_megatron.errors import PartLost
+from or1_megatron.runtime.world import free_ports
 from or1_verify.errors import UserError
 
 _POLL_S: Final = 0.2
@@ -130,7 +131,7 @@ class Nodes:
                 raise NodesError(f"the launcher of node 0 at {self._where} is gone; this node ends") from None
         self._wait_for_others()
         self._attempt += 1
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         self._store.set("begun", str(self._attempt))
         self._store.set(f"attempt/{self._attempt}", str(self.port))
         return True
@@ -248,10 +249,3 @@ class Nodes:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

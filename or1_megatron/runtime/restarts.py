@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -29,20 +28,6 @@ _RECENT_S: Final = 60.0
 """A stall this long before the ranks' end may have caused it."""
 _RAISED: Final = 1
 """Exit code of a rank that raised anything but a UserError."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why an attempt ended: the same again at the same step needs a person."""
-
-    raised: bool
-    step: int
-    why: str
-
-    def repeats(self, before: _Failure | None) -> bool:
-        if before is None or not self.raised or self.step != before.step:
-            return False
-        return _without_numbers(self.why) == _without_numbers(before.why)
 
 
 class Restarts:
@@ -76,7 +61,7 @@ class Restarts:
     def _attempts(self, launch: Callable[[], Ended]) -> int:
         """Launch until no restart is due; return the exit code."""
         furthest, in_a_row = self._last_step(), 0
-        before: _Failure | None = None
+        before: tuple[int, str] | None = None
         while True:
             started_s = time.time()
             ended = launch()
@@ -85,17 +70,19 @@ class Restarts:
             step = self._last_step()
             if step > furthest:
                 furthest, in_a_row = step, 0
-            failure = _Failure(ended.rank_code == _RAISED, step, self._why(ended, started_s))
-            if failure.repeats(before) or in_a_row >= self._max:
-                self._say(self._last_words(failure, failure.repeats(before), in_a_row))
+            why = self._why(ended, started_s)
+            failure = step, _without_numbers(why)
+            repeated = ended.rank_code == _RAISED and failure == before
+            if repeated or in_a_row >= self._max:
+                self._say(self._last_words(step, why, repeated, in_a_row))
                 return ended.code
             before = failure
             pause_s = self._pauses_s[min(in_a_row, len(self._pauses_s) - 1)]
             in_a_row += 1
-            self._faults.write(Fault("restart", "the ranks", failure.why))
+            self._faults.write(Fault("restart", "the ranks", why))
             when = f"in {pause_s:g} s" if pause_s else "at once"
             self._say(
-                f"{failure.why}. The ranks start again {when}; saved: {self._saved()}; restart {in_a_row} "
+                f"{why}. The ranks start again {when}; saved: {self._saved()}; restart {in_a_row} "
                 f"without a new step, of at most {self._max} (run.max_restarts)"
             )
             time.sleep(pause_s)
@@ -108,15 +95,15 @@ class Restarts:
         said = [fault.why for fault in (stalled or failed)]
         return "; ".join([ended.how.partition(" at ")[0] if said else ended.how, *said])
 
-    def _last_words(self, failure: _Failure, repeated: bool, in_a_row: int) -> str:
+    def _last_words(self, step: int, why: str, repeated: bool, in_a_row: int) -> str:
         if repeated:
-            reason = f"the same error came again after step {failure.step}"
+            reason = f"the same error came again after step {step}"
         elif self._max == 0:
             reason = "run.max_restarts is 0"
         else:
             reason = f"{in_a_row} restarts in a row brought no new step (run.max_restarts)"
         return (
-            f"training stopped for good, since {reason}: {failure.why}. Saved: {self._saved()}. Look at the messages "
+            f"training stopped for good, since {reason}: {why}. Saved: {self._saved()}. Look at the messages "
             f"above and {self._folder.logs}, then run the same command again to continue from there"
         )
 

@@ -33,7 +33,7 @@ _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prom
 
 
 class RolloutStore:
-    """Writes steps. A later ``write``, ``flush`` or ``close`` raises what failed in the writing thread."""
+    """Writes steps. A later ``write`` or ``close`` raises what failed in the writing thread."""
 
     def __init__(self, folder: Path, keep_bytes: int) -> None:
         """``keep_bytes``: how large all files may be together. The oldest are deleted; the newest always stays."""
@@ -63,19 +63,16 @@ class RolloutStore:
         make_table = partial(to_table, step, stage, groups, kept, scores)
         self._unfinished.append(self._writer.submit(self._write_file, step, make_table))
 
-    def flush(self) -> None:
-        """Block until every step passed so far is on disk."""
-        while self._unfinished:
-            self._unfinished.popleft().result()
-
     def wait_written(self) -> None:
-        """Wait like ``flush``, from any thread and without raising: failures are left to the thread that writes."""
+        """Block until every step passed so far is on disk. Any thread may call it: failures are left to the thread that
+        writes."""
         wait(tuple(self._unfinished))
 
     def close(self) -> None:
-        """Flush and end the thread. A second call does nothing."""
+        """Write every step passed so far, and end the thread. A second call does nothing."""
         self._writer.shutdown(wait=True)
-        self.flush()
+        while self._unfinished:
+            self._unfinished.popleft().result()
 
     def _write_file(self, step: int, make_table: Callable[[], pa.Table]) -> None:
         table = make_table()

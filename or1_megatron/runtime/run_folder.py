@@ -26,9 +26,10 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from or1_megatron.runtime.files import naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows, read_rows
@@ -102,13 +103,34 @@ class RunFolder:
         if not self._id.is_file():
             write_atomically(self._id, secrets.token_hex(8).encode(), "the run's id")
 
-    def lock(self, wait_s: float = 10.0) -> RunLock:
-        """Lock the folder for this process until the lock is closed or the process ends in any way.
+    @contextmanager
+    def lock(self, wait_s: float = 10.0) -> Iterator[None]:
+        """Lock the folder within the block, or until the process ends in any way: flock on the file ``.lock``, which
+        holds the owner's pid and host as JSON. The file stays: deleting it would allow two owners.
 
         Waits up to ``wait_s``, since the last process of a killed run may still be ending. Raises RunFolderBusy naming
         the owner.
         """
-        return RunLock(self.root, wait_s)
+        path = self.root / ".lock"
+        with naming_disk_full(path, "the run folder's lock"):
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+        with file:
+            give_up_s = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= give_up_s:
+                        raise RunFolderBusy(
+                            f"run folder {self.root} is in use by {_owner(file.read())}; two trainers must not write "
+                            "to one folder. Stop the other one, or choose another folder with --set run.dir=..."
+                        ) from None
+                    time.sleep(0.1)
+            with naming_disk_full(path, "the run folder's lock"):
+                os.ftruncate(file.fileno(), 0)
+                os.pwrite(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            yield
 
     def write_config(self, resolved_yaml: str) -> None:
         write_atomically(self.config, resolved_yaml.encode(), "the resolved configuration")
@@ -155,48 +177,12 @@ def find_run(root: Path) -> RunFolder:
     return folder
 
 
-class RunLock:
-    """An exclusive lock on a run folder: flock on the file ``.lock``, which holds the owner's pid and host as JSON."""
-
-    def __init__(self, root: Path, wait_s: float) -> None:
-        self.path = root / ".lock"
-        with naming_disk_full(self.path, "the run folder's lock"):
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        give_up_s = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= give_up_s:
-                    owner = self._owner()
-                    os.close(self._fd)
-                    raise RunFolderBusy(
-                        f"run folder {root} is in use by {owner}; two trainers must not write to one folder. "
-                        "Stop the other one, or choose another folder with --set run.dir=..."
-                    ) from None
-                time.sleep(0.1)
-        with naming_disk_full(self.path, "the run folder's lock"):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-
-    def _owner(self) -> str:
-        try:
-            owner = json.loads(os.pread(self._fd, 4096, 0))
-            pid, host = int(owner["pid"]), str(owner["host"])
-        except (ValueError, KeyError, TypeError):  # it has taken the lock and not written its name yet
-            return "another process, whose pid is not known yet"
-        gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
-        return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")
-
-    def close(self) -> None:
-        """Release the lock. A second call does nothing. The file stays: deleting it would allow two owners."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _owner(written: str) -> str:
+    """Return who has a lock, from its file's content."""
+    try:
+        owner = json.loads(written)
+        pid, host = int(owner["pid"]), str(owner["host"])
+    except (ValueError, KeyError, TypeError):  # it has taken the lock and not written its name yet
+        return "another process, whose pid is not known yet"
+    gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
+    return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -89,6 +90,12 @@ def choose_gloo_interface() -> None:
             f"{_VARIABLE} to the interface between the nodes, such as eth0 (`ip address` lists them)"
         )
     os.environ[_VARIABLE] = towards[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody uses now."""
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
 def _loopback(address: str) -> bool:

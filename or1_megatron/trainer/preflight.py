@@ -65,7 +65,8 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()
     with folder.lock(wait_s):
-        check_resumable(config, folder)
+        if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
+            check_resume(load_config(folder.config), config)
     choose_layers(config.parallel, config.model.dtype)
     check_transport(config, torch.cuda.is_available())
     check_engine_args(config.rollout)
@@ -190,12 +191,6 @@ def _previous(config: Config, number: int) -> Begin:
             "--set run.previous=..."
         )
     return Begin(newest, number - 1, chosen=False)
-
-
-def check_resumable(config: Config, folder: RunFolder) -> None:
-    """Raise ConfigError when the folder holds checkpoints of a run whose configuration was another."""
-    if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
-        check_resume(load_config(folder.config), config)
 
 
 def discarded(config: Config) -> Iterator[str]:

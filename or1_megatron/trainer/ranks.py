@@ -111,7 +111,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         reference = frozen_reference(config, mesh)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
+        verbs, faults = rank_verbs(policy, saver, sender, reference), FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
             lockstep.serve()
@@ -136,7 +136,12 @@ def lead(
         keeper, begin = open_run(config, folder)
         sources, held_out = make_prompts(config, problems)
         problems.close()
-        rollouts = start_sampling(config, folder, engines, frozenset(problems.verifiers), stop, stack)
+        settings = sized_rollout(config), config.verify, frozenset(problems.verifiers)
+        rollouts = RolloutsClient(engines, *settings, folder.run_id, stop=stop.requested)
+        stack.callback(rollouts.close)
+        if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
+            engines.wait_ready()
+            engines.control(config.handoff.timeout_s).sleep()
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
         synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
@@ -175,25 +180,6 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     return keeper, begin
 
 
-def start_sampling(
-    config: Config,
-    folder: RunFolder,
-    engines: EnginePool,
-    abilities: frozenset[str],
-    stop: StopRequested,
-    stack: ExitStack,
-) -> RolloutsClient:
-    """Start the RolloutManager over the engines. Engines that take turns with the trainer sleep from now on."""
-    rollouts = RolloutsClient(
-        engines, sized_rollout(config), config.verify, abilities, folder.run_id, stop=stop.requested
-    )
-    stack.callback(rollouts.close)
-    if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
-        engines.wait_ready()
-        engines.control(config.handoff.timeout_s).sleep()
-    return rollouts
-
-
 def serve_policy(
     config: Config,
     mesh: Mesh,
@@ -213,7 +199,7 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
+    lockstep = Lockstep(mesh, rank_verbs(policy, saver, sender, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))

@@ -28,7 +28,7 @@ from or1_megatron.runtime.console import native_lines_to, outlive_console
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
-from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
+from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
@@ -132,8 +132,6 @@ def main() -> int:
     outlive_console()
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
-    for name, value in QUIET_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     try:
         check_driver()
         check_torchrun()

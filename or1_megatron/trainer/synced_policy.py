@@ -5,27 +5,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
+from or1_megatron.checkpoint.loader import load
 from or1_megatron.checkpoint.saver import CheckpointSaver
+from or1_megatron.checkpoint.sharded_state import restart_optimizer
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.failures import EngineStrayed, HandoffMismatch, PolicyNotFinite, SendError
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
+from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import Lockstep, Verb
-from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.engine_pool import EnginePool
-from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
-from or1_megatron.types import Float32Array, HandoffReport, Sample
+from or1_megatron.types import Batch, Float32Array, HandoffReport, Sample, TokenScores, UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +59,35 @@ class DeviceSharing:
 
 
 def rank_verbs(
-    policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, reference: FrozenReference | None
+    policy: MegatronPolicy,
+    saver: CheckpointSaver,
+    sender: WeightSender | None = None,
+    reference: FrozenReference | None = None,
 ) -> dict[str, Verb]:
-    """Return what every rank can do under lockstep: the policy's verbs, and the handoff's."""
-    return {**policy_verbs(policy, saver, reference), "send": sender.send, "leave_engines": sender.close}
+    """Return what every rank can do under lockstep, by verb; the arguments are this rank's parts.
+
+    Args:
+        sender: of the handoff; None: there are no engines.
+        reference: of the frozen reference, where there is one.
+    """
+    verbs: dict[str, Verb] = {
+        "score": policy.score,
+        "update": policy.update_and_score,
+        "restart_optimizer": partial(restart_optimizer, policy),
+        "check_replicas": partial(check_replicas, policy),
+        "offload": policy.host.offload,
+        "restore": policy.host.restore,
+        "save": saver.save,
+        "load": partial(load, policy),
+        "export_hf": partial(export_hf, policy),
+    }
+    if sender is not None:
+        verbs |= {"send": sender.send, "leave_engines": sender.close}
+    return verbs if reference is None else {**verbs, "score_reference": reference.score}
 
 
-class SyncedPolicy(PolicyDriver):
-    """``interfaces.Policy``: the driver's methods, the handoff with its probe, and who has the shared devices.
+class SyncedPolicy:
+    """``interfaces.Policy``: the verbs of all ranks, the handoff with its probe, and who has the shared devices.
 
     state     on the devices                                  next (``TRANSITIONS``)
     trainer   all of the trainer's state; engines sleep       handoff, neither
@@ -92,7 +118,7 @@ class SyncedPolicy(PolicyDriver):
             layout: for the probe's batch.
             sharing: the trainer has the devices now, and engines that sleep are asleep.
         """
-        super().__init__(lockstep, saver)
+        self._lockstep, self._saver = lockstep, saver
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
         self._known = list(pool.handles)  # handles that the RolloutManager has
         self._sharing = sharing
@@ -106,6 +132,38 @@ class SyncedPolicy(PolicyDriver):
         if every is None:
             every = _PROBE_EVERY_STEPS_ON_GPU if torch.cuda.is_available() else 1
         self._probe_every = every
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        return self._scored("score", batch, temperature)
+
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        return self._scored("score_reference", batch, temperature)
+
+    def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
+        self.take_devices()
+        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        self.take_devices()
+        report: UpdateReport
+        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
+        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
+
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
+        self._saver.responses = responses  # rank 0 writes them: they need not go to all ranks
+        self._lockstep.call("save", folder, state)
+
+    def finish_save(self, wait: bool) -> float | None:
+        return self._saver.finish(wait)  # no verb: the savers talk among themselves
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        self.take_devices()
+        state: Mapping[str, Any] = self._lockstep.call("load", folder)
+        return state
+
+    def export_hf(self, folder: Path) -> None:
+        self._lockstep.call("export_hf", folder)
 
     def restart_optimizer(self) -> None:
         """Restart the optimizer when the trainer next takes the devices: the engines may have them now."""
@@ -203,7 +261,7 @@ class SyncedPolicy(PolicyDriver):
                 self._lockstep.call("restore", "parameters", "gradients", "optimizer")
             self._pass_devices("trainer")
         if self._optimizer_restarts:
-            super().restart_optimizer()
+            self._lockstep.call("restart_optimizer")
             self._optimizer_restarts = False
 
     def _give_devices(self) -> None:

@@ -97,7 +97,8 @@ def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: An
     """What the build says of each problem against the statuses that the engine's answers got; new problems alone are
     sampled in a second build; one that does not fit is named."""
     template = ChatTemplate(load_tokenizer(BASE))
-    opened = Counted(lambda _, sampling, longest: EngineSampler(base_engine, 32, template.token_ids, sampling, longest))
+    engines = rollout_config(engines=1)
+    opened = Counted(lambda _, sampling, longest: EngineSampler(base_engine, engines, template, sampling, longest))
     config = DifficultyConfig(
         models=(SampledModel(name="base", hf=BASE, dtype="float32"),),
         samples_math=6, max_prompt_tokens=40, max_response_tokens=72,

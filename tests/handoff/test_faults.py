@@ -50,9 +50,6 @@ class Rig:
         compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e-4)
         self.control.certify(version)
 
-    def difference(self, model: Any) -> float:
-        return compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e9)
-
 
 @pytest.fixture(scope="module", params=["gloo", "shared_memory"])
 def rig(request: pytest.FixtureRequest, tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Rig]:

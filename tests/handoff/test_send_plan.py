@@ -13,11 +13,25 @@ import torch
 
 from or1_megatron.handoff.failures import PlanImpossible
 from or1_megatron.handoff.message.shipment import Shipment
-from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.message.slices import Slice, plan_buckets, whole_tensor
 from or1_megatron.handoff.send_plan import HandoffPlan, make_plan
 from or1_megatron.weights.holdings import Holding
 
 NAMES = "wnx"
+
+
+def flat(name: str, elements: int, dtype: torch.dtype = torch.float32) -> Slice:
+    return whole_tensor(name, dtype, (elements,))
+
+
+def test_the_places_of_slices_in_messages() -> None:
+    """Bucket of 64 bytes: a (20 B) at 0, b (6 B) aligned to 32, c (40 B) starts the next, d (100 B) is too large."""
+    slices = [flat("a", 5), flat("b", 3, torch.bfloat16), flat("c", 10), flat("d", 25), flat("e", 1)]
+    plan = plan_buckets(slices, 64)
+    places = [[(slot.slice.name, slot.offset_bytes) for slot in bucket] for bucket in plan]
+    assert places == [[("a", 0), ("b", 32)], [("c", 0)], [("d", 0)], [("e", 0)]]
+    assert [bucket[-1].end_bytes for bucket in plan] == [38, 40, 100, 4]
+    assert plan_buckets([], 64) == []
 
 
 def want(name: str, box: tuple) -> Slice:

@@ -39,7 +39,7 @@ from megatron.core import dist_checkpointing  # noqa: F401
 
 from or1_megatron.parallel import check_parity  # noqa: F401
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
-from or1_megatron.trainer import driver  # noqa: F401
+from or1_megatron.trainer import synced_policy  # noqa: F401
 
 AFTER_FAILURE_S = 20.0
 """How long the other ranks of a watched job may take to end after a failure."""

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from or1_megatron.config.schema import (
     CheckpointConfig,
     EntropyConfig,
     EvaluationConfig,
+    HandoffConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     StageConfig,
 )
+from or1_megatron.handoff.probe import Probe
 from or1_megatron.interfaces import Stopped
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh
@@ -38,7 +41,7 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.trainer.driver import PolicyDriver, policy_verbs
+from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
 
 PROBLEMS = 12
@@ -76,15 +79,17 @@ class RecordedRollouts(TableRollouts):
         return super().collect(ticket)
 
 
-class LocalPolicy(PolicyDriver):
-    """The driver with a handoff that only sets the version."""
+class LocalPolicy(SyncedPolicy):
+    """Without engines: a handoff only sets the version."""
 
-    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, rollouts: RecordedRollouts) -> None:
-        super().__init__(lockstep, saver)
-        self._rollouts = rollouts
+    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, rollouts: Any) -> None:
+        nobody: Any = SimpleNamespace(handles=[])
+        config, layout, sharing = HandoffConfig(), BatchLayout(1, 64, 1), DeviceSharing(False, False)
+        probe = Probe(config, "float32", 61, 8)
+        super().__init__(lockstep, saver, nobody, nobody, rollouts, config, probe, layout, sharing)
 
     def hand_off(self, version: int) -> HandoffReport:
-        self._rollouts.version = version
+        self._rollouts.version = version  # type: ignore[attr-defined]
         return HandoffReport(version, 0, 0.0, 0.0, None, None)
 
 
@@ -110,7 +115,7 @@ class Run:
         config = OptimizerConfig(lr=1e-2, warmup_steps=4)
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
         self.saver = CheckpointSaver(self.policy)
-        verbs = policy_verbs(self.policy, self.saver)
+        verbs = rank_verbs(self.policy, self.saver)
         heart = Heartbeat(folder / "beats", f"rank {self.mesh.rank}")
         self._lockstep = Lockstep(self.mesh, verbs, 60.0, heart)
         self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()

@@ -15,7 +15,7 @@ import ranks
 import torch.distributed as dist
 from recorded_run import STAGES, Run
 
-from or1_megatron.checkpoint.sharded_state import local_shards, optimizer_step
+from or1_megatron.checkpoint.sharded_state import local_shards
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.loop_arguments import Begin
 
@@ -33,7 +33,9 @@ def parts(policy: MegatronPolicy) -> dict[str, Any]:
     everyone: list[dict[str, str]] = [{} for _ in range(policy.mesh.world)]
     dist.all_gather_object(everyone, mine)
     merged = {place: digest for mine_of_rank in everyone for place, digest in mine_of_rank.items()}
-    return {"digests": merged, "sgd_steps": policy.sgd_steps, "adam_steps": optimizer_step(policy)}
+    groups = [group for one in policy.optimizer.chained_optimizers for group in one.optimizer.param_groups]
+    (adam,) = {group.get("step", 0) for group in groups}
+    return {"digests": merged, "sgd_steps": policy.sgd_steps, "adam_steps": adam}
 
 
 class Begun(Run):

@@ -11,17 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
-from engine_fixtures import prompt
+from engine_fixtures import answer, prompt
 from waiting import PATIENCE_S
 
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import Completion, Request, Sampling, VersionSpan
+from or1_megatron.types import Completion, Request, Sampling
 from or1_verify.config import VerifyConfig
 
 SAMPLING = Sampling(1.0, 1.0, 8)
@@ -74,14 +73,6 @@ async def taken(engines: Sequence[Any], count: int) -> list[list[Request]]:
 
 async def say(engine: Any, completions: Sequence[Completion]) -> None:
     await engine.say.remote(pack(Harvest(tuple(completions), ())))
-
-
-def answer(request: Request, engine: int, *versions: int) -> Completion:
-    """A response of one token of each version; the version is its id."""
-    ids, spans = np.array(versions, np.int32), tuple(VersionSpan(each, at) for at, each in enumerate(versions))
-    log_probs, problem = np.zeros(len(versions), np.float32), request.prompt.problem.id
-    seed, sample = request.seed, request.sample_index
-    return Completion(problem, sample, ids, log_probs, "", "stop", spans, engine, seed, 0.0, 0.0)
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:

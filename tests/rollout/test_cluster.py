@@ -8,10 +8,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import ray
+from openai_server import serving
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout import cluster
@@ -90,10 +92,14 @@ def test_actors_have_the_priority_of_the_driver(ray_cluster: None) -> None:
 
 
 def test_unreachable_address_is_a_clear_error() -> None:
-    code = "from or1_megatron.rollout import cluster; cluster.start_ray('127.0.0.1:9', 'x')"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode != 0
-    assert "ClusterError: no Ray cluster answers at cluster.ray_address = '127.0.0.1:9'" in ended.stderr
+    """Nobody listens, or a web server does; Ray itself would try for minutes. In a process of its own: this one may be
+    connected to the Ray of other tests."""
+    with serving(lambda body: (400, b"")) as url:
+        for address, said in (("127.0.0.1:9", "refused"), (urlsplit(url).netloc, "another service, which is not Ray,")):
+            code = f"from or1_megatron.rollout import cluster; cluster.start_ray('{address}', 'x')"
+            ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+            assert ended.returncode != 0 and said in ended.stderr
+            assert f"ClusterError: no Ray cluster answers at cluster.ray_address = '{address}'" in ended.stderr
 
 
 SLOW_START = """

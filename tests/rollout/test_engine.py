@@ -14,7 +14,6 @@ import ray
 from engine_fixtures import END, MAX_MODEL_TOKENS, PROMPTS, WORDS, TinyModel, decode, requests
 from ray.exceptions import RayTaskError
 from rigs import in_engine
-from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.engine_group import EngineGroup, gather
@@ -144,16 +143,12 @@ def test_requests_that_are_given_up(engine_pool: Any) -> None:
     """After 21 iterations the engine says which requests it has given up: those of which no response has ended."""
     sent = requests(Sampling(1.0, 1.0, 60), seed=400, each=8)
 
-    def give_up(actor: Any) -> tuple[list[Completion], list[int], int]:
-        def work(engine: Any) -> tuple[list[Completion], list[int], int]:
-            engine.submit(sent)
-            finished = [completion for _ in range(21) for completion in engine.step()]
-            return finished, engine.abort([request.seed for request in sent]), engine.pending
+    def give_up(engine: Any) -> tuple[list[Completion], list[int], int]:
+        engine.submit(sent)
+        finished = [completion for _ in range(21) for completion in engine.step()]
+        return finished, engine.abort([request.seed for request in sent]), engine.pending
 
-        found: tuple[list[Completion], list[int], int] = actor._thread.call(work)
-        return found
-
-    finished, aborted, left = ray.get(engine_pool.handles[0].__ray_call__.remote(give_up), timeout=PATIENCE_S)
+    finished, aborted, left = in_engine(engine_pool.handles[0], give_up)
     assert sorted([*(each.seed for each in finished), *aborted]) == sorted(request.seed for request in sent)
     assert finished and aborted and left == 0
 
@@ -218,7 +213,7 @@ def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
     Asks vLLM's own decision for the real engine's configuration; does not prove that the V1 runner runs on a GPU.
     """
 
-    def runners(actor: Any) -> tuple[bool, bool, str]:
+    def runners(engine: Any) -> tuple[bool, bool, str]:
         import vllm.config.vllm as deciding
         from vllm import envs
 
@@ -226,7 +221,7 @@ def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
             def __getattr__(self, name: str) -> Any:
                 return None if name == "VLLM_USE_V2_MODEL_RUNNER" else getattr(envs, name)
 
-        config = actor._thread.call(lambda engine: engine._llm.llm_engine.vllm_config)
+        config = engine._llm.llm_engine.vllm_config
         found, deciding.HAS_TRITON = deciding.HAS_TRITON, True
         try:
             ours = config.use_v2_model_runner
@@ -236,21 +231,20 @@ def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
             deciding.HAS_TRITON, deciding.envs = found, envs
         return ours, default, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
 
-    assert ray.get(engine_pool.handles[0].__ray_call__.remote(runners), timeout=PATIENCE_S) == (False, True, "8")
+    assert in_engine(engine_pool.handles[0], runners) == (False, True, "8")
 
 
 def test_an_engine_samples_by_seeds_and_asks_for_large_pages(engine_pool: Any) -> None:
     """malloc reads the variable when a process begins, so it must be in the environment of that moment."""
 
-    def found(actor: Any) -> tuple[str, bool]:
+    def found(engine: Any) -> tuple[str, bool]:
         def name(worker: Any) -> str:
             return type(worker.model_runner.sampler).__name__
 
         began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
-        large = b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in began_with
-        return actor._thread.call(lambda engine: engine._llm.collective_rpc(name)[0]), large
+        return engine._llm.collective_rpc(name)[0], b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in began_with
 
-    assert ray.get(engine_pool.handles[0].__ray_call__.remote(found), timeout=PATIENCE_S) == ("SeededSampler", True)
+    assert in_engine(engine_pool.handles[0], found) == ("SeededSampler", True)
 
 
 def test_every_variable_of_vllm_that_an_engine_gets_is_one_that_vllm_knows() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout.engine_thread import EngineFailed, EngineThread
+from or1_megatron.runtime.heartbeat import Heartbeat
 
 
 class CountingEngine:
@@ -51,9 +54,16 @@ class CountingEngine:
         return [request]
 
 
-def test_harvest_of_a_running_engine_does_not_wait_for_its_end() -> None:
+@pytest.fixture
+def heart(tmp_path: Path) -> Iterator[Heartbeat]:
+    beats = Heartbeat(tmp_path, "engine 0")
+    yield beats
+    beats.close()
+
+
+def test_harvest_of_a_running_engine_does_not_wait_for_its_end(heart: Heartbeat) -> None:
     steps = threading.Semaphore(5)
-    thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
+    thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
     started_s = time.time()
     thread.call(lambda engine: engine.submit(list(range(12))))
     first = thread.harvest(PATIENCE_S)
@@ -71,10 +81,10 @@ def test_harvest_of_a_running_engine_does_not_wait_for_its_end() -> None:
     assert thread.call(lambda engine: engine.threads) == {"engine 0"}
 
 
-def test_what_a_call_aborts_ends_the_stretch() -> None:
+def test_what_a_call_aborts_ends_the_stretch(heart: Heartbeat) -> None:
     """The call waits for the step that the engine is in."""
     steps = threading.Semaphore(1)
-    thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
+    thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
     thread.call(lambda engine: engine.submit([100, 101, 102]))
     assert thread.harvest(PATIENCE_S).completions == (100,)
     with ThreadPoolExecutor(1) as pool:
@@ -90,40 +100,40 @@ def test_what_a_call_aborts_ends_the_stretch() -> None:
     assert completions == [101] and len(busy) == 1 and busy[0][1] <= time.time()
 
 
-def test_empty_harvest_returns_after_its_wait() -> None:
-    thread = EngineThread(CountingEngine, "engine 0")
+def test_empty_harvest_returns_after_its_wait(heart: Heartbeat) -> None:
+    thread = EngineThread(CountingEngine, "engine 0", heart)
     start = time.monotonic()
     assert thread.harvest(0.1).completions == ()
     assert time.monotonic() - start >= 0.1
 
 
-def test_error_of_a_call_belongs_to_its_caller_and_the_engine_lives_on() -> None:
-    thread = EngineThread(CountingEngine, "engine 0")
+def test_error_of_a_call_belongs_to_its_caller_and_the_engine_lives_on(heart: Heartbeat) -> None:
+    thread = EngineThread(CountingEngine, "engine 0", heart)
     with pytest.raises(ValueError, match="negative request"):
         thread.call(lambda engine: engine.submit([-1]))
     thread.call(lambda engine: engine.submit([1]))
     assert thread.harvest(PATIENCE_S).completions == (1,)
 
 
-def test_error_while_decoding_reaches_everyone_with_name_and_traceback() -> None:
-    thread = EngineThread(CountingEngine, "engine 3")
+def test_error_while_decoding_reaches_everyone_with_name_and_traceback(heart: Heartbeat) -> None:
+    thread = EngineThread(CountingEngine, "engine 3", heart)
     thread.call(lambda engine: engine.submit([13]))
     for wait in (lambda: thread.harvest(PATIENCE_S), lambda: thread.call(lambda engine: None)):
         with pytest.raises(EngineFailed, match=r"(?s)engine 3 failed.*Traceback.*ZeroDivisionError: thirteen"):
             wait()
 
 
-def test_error_while_building_reaches_the_first_caller() -> None:
+def test_error_while_building_reaches_the_first_caller(heart: Heartbeat) -> None:
     def build() -> Any:
         raise FileNotFoundError("no such model")
 
     with pytest.raises(EngineFailed, match="no such model"):
-        EngineThread(build, "engine 1").call(lambda engine: None)
+        EngineThread(build, "engine 1", heart).call(lambda engine: None)
 
 
-def test_who_lingers_gets_more_at_once_but_not_after_the_last() -> None:
+def test_who_lingers_gets_more_at_once_but_not_after_the_last(heart: Heartbeat) -> None:
     steps = threading.Semaphore(1)
-    thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
+    thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
     thread.call(lambda engine: engine.submit(list(range(12))))
     with ThreadPoolExecutor(1) as pool:
         harvest = pool.submit(thread.harvest, PATIENCE_S, PATIENCE_S)
@@ -132,10 +142,10 @@ def test_who_lingers_gets_more_at_once_but_not_after_the_last() -> None:
         assert harvest.result(PATIENCE_S).completions == tuple(range(12))
 
 
-def test_kept_completions_are_recalled_until_they_are_released() -> None:
+def test_kept_completions_are_recalled_until_they_are_released(heart: Heartbeat) -> None:
     """With those that nobody has harvested; a harvest under way ends with nothing, and what is pending is given up."""
     steps = threading.Semaphore(3)
-    thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
+    thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
     done = [SimpleNamespace(seed=seed) for seed in range(5)]
     thread.call(lambda engine: engine.submit(done[:3]))
     harvested: list[Any] = []
@@ -158,9 +168,9 @@ def test_kept_completions_are_recalled_until_they_are_released() -> None:
     assert thread.harvest(0.01, caller=2).completions == ()
 
 
-def test_calls_of_a_dead_caller_that_arrive_late_do_nothing() -> None:
+def test_calls_of_a_dead_caller_that_arrive_late_do_nothing(heart: Heartbeat) -> None:
     """Its requests are not decoded, and what its successor's requests give is left to the successor."""
-    thread = EngineThread(CountingEngine, "engine 0")
+    thread = EngineThread(CountingEngine, "engine 0", heart)
     assert thread.recall(1) == []
     assert thread.call_for(0, lambda engine: engine.submit([7]), "ignored") == "ignored"
     thread.call_for(1, lambda engine: engine.submit([8]), None)

@@ -6,16 +6,15 @@ The real manager's part, to do what the scheduler asks for, is tested with real 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from engine_fixtures import prompt
+from engine_fixtures import answer, prompt
 
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
-from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling, VersionSpan
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling
 from or1_verify.types import Verdict
 
 ENGINES = 4
@@ -102,7 +101,7 @@ class Turmoil:
         self.perform(self.scheduler.finished(engine, made))
 
     def last_token(self, engine: int, each: Decoding) -> Completion:
-        return answer(each.request, engine, [*each.versions, self.version])
+        return answer(each.request, engine, *each.versions, self.version)
 
     def hand_off(self) -> None:
         """Nothing is aborted. An engine that has stalled does not keep up, and is lost."""
@@ -193,18 +192,6 @@ class Turmoil:
                 return groups
             self.step()
         raise AssertionError("the rollout does not come to its end")
-
-
-def answer(request: Request, engine: int, versions: Sequence[int] = (0,)) -> Completion:
-    """A response whose tokens are of these versions, and have them as ids."""
-    ids, log_probs = np.array(versions, np.int32), np.ones(len(versions), np.float32)
-    problem, sample = request.prompt.problem.id, request.sample_index
-    return Completion(problem, sample, ids, log_probs, "", "stop", spans_of(versions), engine, request.seed, 0.0, 0.0)
-
-
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    starts = [index for index, version in enumerate(versions) if index == 0 or versions[index - 1] != version]
-    return tuple(VersionSpan(versions[index], index) for index in starts)
 
 
 @pytest.mark.parametrize("deaths", [0.0, 0.02, 0.2])

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from waiting import PATIENCE_S, lives, wait_until
 
 from or1_megatron.runtime.launch import _failed, threads_of_rank
 
@@ -73,16 +73,6 @@ for what in ("exit7", "done"):
     print(monitor.left_over())
 """
 
-PATIENCE_S = 120.0
-"""How long anything may take on a busy machine."""
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
 
 class Launched:
     """The launcher with two ranks, in a folder."""
@@ -97,11 +87,11 @@ class Launched:
         )
 
     def wait_up(self) -> None:
-        give_up = time.monotonic() + PATIENCE_S
-        while not all(self._up(rank).is_file() for rank in (0, 1)):
-            assert time.monotonic() < give_up, "the ranks did not start"
+        def up() -> bool:
             assert self.process.poll() is None, self.process.stderr.read()  # type: ignore[union-attr]
-            time.sleep(0.05)
+            return all(self._up(rank).is_file() for rank in (0, 1))
+
+        wait_until(up, "the ranks")
 
     def pids(self) -> list[int]:
         return [int(pid) for rank in (0, 1) for pid in self._up(rank).read_text().split()]
@@ -110,14 +100,9 @@ class Launched:
         _, errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, errors
 
-    def left(self) -> list[int]:
-        """Processes that are still there; one that was killed has some time to be gone."""
-        give_up = time.monotonic() + PATIENCE_S
-        while left := [pid for pid in self.pids() if _lives(pid)]:
-            if time.monotonic() > give_up:
-                break
-            time.sleep(0.05)
-        return left
+    def wait_gone(self) -> None:
+        """One that was killed has some time to be gone."""
+        wait_until(lambda: not any(map(lives, self.pids())), "the ranks and their helpers to be gone")
 
     def _up(self, rank: int) -> Path:
         return self.folder / f"{rank}.up"
@@ -130,7 +115,7 @@ def started() -> Iterator[list[Launched]]:
     for run in runs:
         if run.process.poll() is None:
             run.process.kill()
-            for pid in filter(_lives, run.pids()):
+            for pid in filter(lives, run.pids()):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -144,7 +129,7 @@ def test_a_signal_reaches_the_ranks_alone(tmp_path: Path, started: list[Launched
     assert code == 128 + sent, errors
     for rank in (0, 1):
         assert (tmp_path / f"{rank}.heard").read_text() == f"[{int(signal.SIGUSR1)}] helper=alive"
-    assert run.left() == []
+    run.wait_gone()
 
 
 def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path, started: list[Launched]) -> None:
@@ -171,25 +156,22 @@ def test_ranks_that_do_not_end_are_killed(tmp_path: Path, started: list[Launched
     code, errors = run.end()
     assert code == 128 + signal.SIGTERM
     assert "did not end within 1 s" in errors
-    assert run.left() == []
+    run.wait_gone()
 
 
-def test_the_exit_code_of_a_failed_rank_comes_through(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(tmp_path, "exit7")
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [("done", 0, ""), ("exit7", 7, r"(?s).*rank 1 \(pid .* exited with code 7.*"), ("exit2", 2, "")],
+)
+def test_the_exit_code_of_a_rank_comes_through(
+    tmp_path: Path, started: list[Launched], what: str, code: int, said: str
+) -> None:
+    """Exit code 2: the rank has said what to mend, and that is all that there is to read."""
+    run = Launched(tmp_path, what)
     started.append(run)
-    code, errors = run.end()
-    assert code == 7, errors
-    assert "rank 1 (pid" in errors
-    assert "exited with code 7" in errors
-    assert run.left() == []
-
-
-def test_a_rank_that_has_said_what_to_mend_is_not_drowned_out(tmp_path: Path, started: list[Launched]) -> None:
-    """Exit code 2: its one message is all that there is to read."""
-    run = Launched(tmp_path, "exit2")
-    started.append(run)
-    assert run.end() == (2, "")
-    assert run.left() == []
+    ended, errors = run.end()
+    assert ended == code and re.fullmatch(said, errors), errors
+    run.wait_gone()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -203,7 +185,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: 
     assert code == 128 + signal.SIGKILL, errors
     assert f"rank {rank} (pid {run.pids()[2 * rank]}) " in errors
     assert "was killed by SIGKILL" in errors and "out-of-memory killer" in errors
-    assert run.left() == []
+    run.wait_gone()
 
 
 @pytest.mark.parametrize(
@@ -243,20 +225,9 @@ def test_a_killed_launcher_takes_ranks_along_that_are_being_imported(tmp_path: P
     ranks, helpers = launched.pids()[::2], launched.pids()[1::2]
     os.kill(ranks[1], signal.SIGSTOP)
     launched.process.kill()
-    give_up = time.monotonic() + PATIENCE_S
-    while any(map(_lives, ranks)):
-        assert time.monotonic() < give_up, "a rank outlives its launcher"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(lives, ranks)), "the ranks to end with their launcher")
     for helper in helpers:  # the trainer's own end with rank 0
         os.kill(helper, signal.SIGKILL)
-
-
-def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(tmp_path, "done")
-    started.append(run)
-    code, errors = run.end()
-    assert code == 0, errors
-    assert run.left() == []
 
 
 def test_threads_are_shared_by_the_ranks_of_a_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:

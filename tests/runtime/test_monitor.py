@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from or1_megatron.runtime import monitor as module
 from or1_megatron.runtime.faults import FaultRecord
@@ -50,7 +51,6 @@ while time.monotonic() < end:
 BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
 
 HEARTBEAT_S = 3.0
-PATIENCE_S = 180.0
 KINDS = ("healthy", "stopped", "starved", "hung", "loading", "spins", "driver")
 
 
@@ -74,11 +74,11 @@ class Watched:
         return child
 
     def look_until(self, ended: set[str]) -> None:
-        give_up = time.monotonic() + PATIENCE_S
-        while not all(self.children[name].poll() is not None for name in ended):
-            assert time.monotonic() < give_up, self.said
+        def all_ended() -> bool:
             self.monitor.look()
-            time.sleep(0.3)
+            return all(self.children[name].poll() is not None for name in ended)
+
+        wait_until(all_ended, f"{ended} to end", every_s=0.3)
 
     def look_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -167,13 +167,10 @@ def test_leaves_a_process_under_a_debugger_alone(watched: Watched) -> None:
 
 def test_a_stopped_child_without_a_heartbeat_is_found(watched: Watched) -> None:
     """It is named by its program, and killed."""
-    with subprocess.Popen(["sleep", "600"]) as child:
+    with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, text=True) as child:
         assert child.pid in watched.monitor.left_over()
         child.send_signal(signal.SIGSTOP)
-        give_up = time.monotonic() + PATIENCE_S
-        while child.poll() is None:
-            assert time.monotonic() < give_up
-            watched.monitor.look()
-            time.sleep(0.3)
+        watched.children["sleep"] = child
+        watched.look_until({"sleep"})
     assert f"'sleep' (pid {child.pid})" in watched.said[0]
     assert "stopped (state T)" in watched.said[0]

@@ -14,14 +14,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE_S, lives, wait_until
 
-from or1_megatron.runtime.nodes import Nodes, NodesError, _free_port
+from or1_megatron.runtime.nodes import Nodes, NodesError
+from or1_megatron.runtime.world import free_ports
 from or1_verify.errors import UserError
 
 RANK = """
@@ -57,15 +58,13 @@ except UserError as error:
     sys.exit(2)
 """
 
-PATIENCE_S = 120.0
-
 
 class TwoNodes:
     """Two launchers with a rank each, in a folder."""
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         (folder / "or1_node_rank.py").write_text(RANK)
-        self.folder, self.port, self.silent_s = folder, _free_port(), silent_s
+        self.folder, self.port, self.silent_s = folder, free_ports(1)[0], silent_s
         self.launchers = [self.start(node) for node in (0, 1)]
 
     def start(self, node: int) -> subprocess.Popen[str]:
@@ -82,10 +81,8 @@ class TwoNodes:
 
     def pid(self, rank: int, attempt: int) -> int:
         """The pid of a rank, once it is up; it knows of both."""
-        up, give_up = self.folder / f"{rank}.{attempt}.up", time.monotonic() + PATIENCE_S
-        while not up.exists():
-            assert time.monotonic() < give_up, f"rank {rank} did not start"
-            time.sleep(0.05)
+        up = self.folder / f"{rank}.{attempt}.up"
+        wait_until(up.exists, f"rank {rank}")
         pid, world = up.read_text().split()
         assert world == "2"
         return int(pid)
@@ -116,16 +113,8 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def gone(pid: int) -> bool:
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
+def wait_gone(pid: int) -> None:
+    wait_until(lambda: not lives(pid), f"process {pid} to end")
 
 
 def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., TwoNodes]) -> None:
@@ -136,7 +125,7 @@ def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., Two
     nodes.finish(1, 0, code=2)
     pids = [nodes.pid(rank, 1) for rank in (0, 1)]
     os.kill(pids[1], signal.SIGKILL)
-    assert gone(pids[0])
+    wait_gone(pids[0])
     for rank in (0, 1):
         nodes.pid(rank, 2)
         nodes.finish(rank, 2)
@@ -155,7 +144,7 @@ def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
     nodes = two_nodes(silent_s=3.0)
     pids = [nodes.pid(rank, 0) for rank in (0, 1)]
     nodes.launchers[1].send_signal(signal.SIGSTOP)
-    assert gone(pids[0])
+    wait_gone(pids[0])
     assert nodes.launchers[0].stdout is not None
     assert nodes.launchers[0].stdout.readline() == "-9 137 the launcher of node 1 gave no sign of life for 3 s\n"
 
@@ -168,13 +157,13 @@ def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
     code, lines = nodes.end(1)
     assert code == 2
     assert "the launcher of node 0 at 127.0.0.1:" in lines[-1] and "is gone" in lines[-1]
-    assert gone(pids[1])
+    wait_gone(pids[1])
 
 
 def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)  # nobody is there to be told of the end
     with (
-        Nodes(3, 0, "127.0.0.1", _free_port(), 0.5) as nodes,
+        Nodes(3, 0, "127.0.0.1", free_ports(1)[0], 0.5) as nodes,
         pytest.raises(NodesError, match=r"of node 1, 2 has come"),
     ):
         nodes.begin()
@@ -182,7 +171,7 @@ def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_node_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)
-    port = _free_port()
+    port = free_ports(1)[0]
     with Nodes(2, 0, "127.0.0.1", port, 60.0) as nodes:
         with pytest.raises(UserError), Nodes(2, 1, "127.0.0.1", port, 60.0):
             raise UserError("the disk is full")
@@ -211,7 +200,7 @@ def test_another_service_is_where_node_0_should_be(greeting: bytes) -> None:
 
 def test_all_nodes_end_as_node_0_does() -> None:
     """Node 0 has refused the run (2); the launcher of node 1, whose ranks ended with 0, ends with 2."""
-    port, codes = _free_port(), []
+    port, codes = free_ports(1)[0], []
 
     def follow() -> None:
         with Nodes(2, 1, "127.0.0.1", port, PATIENCE_S) as nodes:
@@ -229,7 +218,7 @@ def test_all_nodes_end_as_node_0_does() -> None:
 
 
 def test_node_0_is_not_there_or_its_port_is_taken() -> None:
-    port = _free_port()
+    port = free_ports(1)[0]
     with pytest.raises(NodesError, match=rf"node 1 did not reach node 0 at 127.0.0.1:{port} .* within 1 s"):
         Nodes(2, 1, "127.0.0.1", port, 1.0)
     with Nodes(1, 0, "127.0.0.1", port, 1.0), pytest.raises(NodesError, match=f"cannot listen at 127.0.0.1:{port}"):

@@ -70,9 +70,9 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from or1_megatron.runtime.run_folder import RunFolder
-lock = RunFolder(Path(sys.argv[1])).lock()
-print("locked", flush=True)
-time.sleep(60)
+with RunFolder(Path(sys.argv[1])).lock():
+    print("locked", flush=True)
+    time.sleep(60)
 """
 
 
@@ -81,16 +81,18 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
-        with pytest.raises(RunFolderBusy, match=rf"in use by pid {owner.pid} on host {os.uname().nodename}; two"):
-            RunFolder(tmp_path).lock(wait_s=0.0)
+        busy = pytest.raises(RunFolderBusy, match=rf"in use by pid {owner.pid} on host {os.uname().nodename}; two")
+        with busy, RunFolder(tmp_path).lock(wait_s=0.0):
+            pass
     finally:
         owner.kill()
         owner.wait()
     with RunFolder(tmp_path).lock(wait_s=5.0):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(RunFolderBusy):  # a lock of the same process counts too
-            RunFolder(tmp_path).lock(wait_s=0.0)
-    RunFolder(tmp_path).lock(wait_s=0.0).close()
+        with pytest.raises(RunFolderBusy), RunFolder(tmp_path).lock(wait_s=0.0):  # a lock of the same process, too
+            pass
+    with RunFolder(tmp_path).lock(wait_s=0.0):
+        pass
 
 
 def test_truncate_after_leaves_each_step_once(tmp_path: Path) -> None:

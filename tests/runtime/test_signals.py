@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S, lives, wait_until
 
 from or1_megatron.errors import PART_LOST
 from or1_megatron.runtime import signals
@@ -47,10 +47,6 @@ with StopRequested(grace_s=float(sys.argv[1])).heeded():
     while True:
         libc.sleep(60)
 """
-
-
-PATIENCE_S = 120.0
-"""How long anything may take on a busy machine."""
 
 
 @contextmanager
@@ -161,18 +157,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
         child_pid = int(parent.stdout.readline())
         parent.kill()
         parent.wait()
-        give_up_s = time.monotonic() + PATIENCE_S
-        while _alive(child_pid):
-            assert time.monotonic() < give_up_s, f"child {child_pid} outlives its parent"
-            time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # dead, and its adoptive parent has not looked yet
+        wait_until(lambda: not lives(child_pid), "the child to end with its parent")
 
 
 def test_a_parent_that_is_gone_already_is_noticed() -> None:

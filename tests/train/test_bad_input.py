@@ -14,10 +14,8 @@ import os
 import re
 import shutil
 import socket
-import socketserver
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -28,13 +26,11 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file, save_file
-from training import ROOT, Training
-from typer.testing import CliRunner
+from training import ROOT, Training, refused
 from waiting import PATIENCE_S
 
 from or1_megatron.checkpoint import loader
 from or1_megatron.checkpoint.saver import CheckpointSaver
-from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.errors import AgreedError
@@ -49,16 +45,6 @@ MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 SmallConfig = Callable[[Path], Path]
-
-
-def refused(config: Path, *overrides: str) -> str:
-    """What ``or1 train`` says, which must refuse before it starts any rank."""
-    options = [part for override in overrides for part in ("--set", override)]
-    result = CliRunner().invoke(app, ["train", str(config), *options])
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("or1: error: ") and result.stderr.count("or1: error") == 1
-    assert "Traceback" not in result.output
-    return result.stderr
 
 
 @pytest.fixture
@@ -408,29 +394,6 @@ def test_a_disk_that_is_full_or_read_only_or_emptied(small_disk: Path) -> None:
     message, left = said["removed"]
     assert f"{small_disk / 'run'} has been removed" in message and left == ["step_000000"]
     assert said["after it"] == ({"written": True}, ["run", "step_000000"])
-
-
-def test_the_ray_address_is_another_service() -> None:
-    """Ray itself would try for minutes. Nothing listening at all: rollout/test_cluster.
-
-    In a process of its own: this one may be connected to the Ray of other tests.
-    """
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), BadRequest) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_address[1]}"
-        attach = f"from or1_megatron.rollout.cluster import start_ray; start_ray('{address}', 'x')"
-        ended = subprocess.run(
-            [sys.executable, "-c", attach], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
-        )
-        server.shutdown()
-    assert ended.returncode != 0
-    assert f"ClusterError: no Ray cluster answers at cluster.ray_address = '{address}'" in ended.stderr
-    assert "another service, which is not Ray, listens there" in ended.stderr
-
-
-class BadRequest(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 RAY_DRIVER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Training, newest_checkpoint, read_rows
+from training import Training, newest_checkpoint, read_rows, refused
 from typer.testing import CliRunner
 
 from or1_megatron.checkpoint.manifest import CheckpointDamaged, write_manifest
@@ -23,14 +23,6 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.trainer.preflight import begin_of, check_inputs
 
 SmallConfig = Callable[[Path], Path]
-
-
-def refused(config: Path, stage: int, *overrides: str) -> str:
-    options = [part for override in overrides for part in ("--set", override)]
-    result = CliRunner().invoke(app, ["train", str(config), "--stage", str(stage), *options])
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("or1: error: ") and "Traceback" not in result.output
-    return result.stderr
 
 
 def trained(config: Path, folder: Path, steps: int, *overrides: str) -> Path:
@@ -49,12 +41,12 @@ def trained(config: Path, folder: Path, steps: int, *overrides: str) -> Path:
 
 def test_stage_2_without_stage_1(small_config: SmallConfig, tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
-    said = refused(config, 2)
+    said = refused(config, stage=2)
     assert f"stage 2 ('long') begins from a checkpoint of stage 1 ('short'), and there is none in {tmp_path}" in said
     assert "run/stage_1, which does not exist; train that stage first (--stage 1), or say" in said
     assert not (tmp_path / "run").exists()
-    assert "there is none in elsewhere" in refused(config, 2, "run.previous=elsewhere")
-    assert "run.stage = 3, but there are 2 stages" in refused(config, 3)
+    assert "there is none in elsewhere" in refused(config, "run.previous=elsewhere", stage=2)
+    assert "run.stage = 3, but there are 2 stages" in refused(config, stage=3)
     dry = CliRunner().invoke(app, ["train", str(config), "--stage", "2", "--dry-run", "--device", "cpu"])
     assert dry.exit_code == 0, dry.output
 
@@ -63,7 +55,7 @@ def test_stage_2_before_stage_1_has_ended(small_config: SmallConfig, tmp_path: P
     """After 2 of 3 steps it is refused with three ways out, all of which lead on."""
     config = small_config(tmp_path / "run")
     checkpoint = trained(config, tmp_path / "run" / "stage_1", 2)
-    said = refused(config, 2)
+    said = refused(config, stage=2)
     assert "stage 2 ('long') begins where stage 1 ('short', 3 steps) has ended" in said
     assert f"{checkpoint} is of step 2 of stage 'short'" in said
     for way, chosen in (("stages.0.steps=2", False), (f"run.previous={checkpoint}", True)):
@@ -82,7 +74,7 @@ def test_stage_2_before_stage_1_has_ended(small_config: SmallConfig, tmp_path: P
 def test_stage_2_of_another_run(small_config: SmallConfig, tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
     checkpoint = trained(config, tmp_path / "run" / "stage_1", 3, "stages.0.group_size=8", "run.seed=7")
-    said = refused(config, 2, "optimizer.lr=1e-6")
+    said = refused(config, "optimizer.lr=1e-6", stage=2)
     assert "stages.0.group_size: was 8, now 4" in said and "run.seed: was 7, now 1" in said
     assert "optimizer" not in said
     (checkpoint / "loop.json").write_text((checkpoint / "loop.json").read_text() + " ")

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
+from typer.testing import CliRunner
 from waiting import wait_until
 
+from or1_megatron.commands.app import app
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.run_folder import RunFolder
 
@@ -113,6 +115,17 @@ class Training:
         except psutil.NoSuchProcess:
             pass
         return None
+
+
+def refused(config: Path, *overrides: str, stage: int | None = None) -> str:
+    """What ``or1 train`` says, which must refuse before it starts any rank."""
+    options = [part for override in overrides for part in ("--set", override)]
+    options += [] if stage is None else ["--stage", str(stage)]
+    result = CliRunner().invoke(app, ["train", str(config), *options])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("or1: error: ") and result.stderr.count("or1: error") == 1
+    assert "Traceback" not in result.output
+    return result.stderr
 
 
 def newest_checkpoint(run: Path) -> int:
