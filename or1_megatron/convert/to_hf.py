@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import sync
-from or1_megatron.config.load import load_config
+from or1_megatron.config.load import load_as
+from or1_megatron.config.schema import Config
 from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
@@ -190,7 +191,7 @@ def _hf_of_run(checkpoint: Path) -> Path | None:
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():
         return None
-    folders = (load_config(run.config).model.hf, run.hf)
+    folders = (load_as(Config, run.config, own=True).model.hf, run.hf)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
-from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.handoff.transport.choice import check_transport
@@ -168,7 +168,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
     begin.check(schedule, state["steps_done"])
     before = RunFolder(begin.checkpoint.parent.parent).config
     if before.is_file():
-        check_next_stage(load_config(before), config, begin.checkpoint)
+        check_next_stage(load_as(Config, before, own=True), config, begin.checkpoint)
     if whole:
         check_manifest(begin.checkpoint)
     return begin
@@ -195,7 +195,7 @@ def _previous(config: Config, number: int) -> Begin:
 def check_resumable(config: Config, folder: RunFolder) -> None:
     """Raise ConfigError when the folder holds checkpoints of a run whose configuration was another."""
     if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
-        check_resume(load_config(folder.config), config)
+        check_resume(load_as(Config, folder.config, own=True), config)
 
 
 def discarded(config: Config) -> Iterator[str]:
