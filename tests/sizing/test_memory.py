@@ -18,6 +18,7 @@ from rich.console import Console
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.plan.tables import render
 from or1_megatron.runtime.host_memory import HostMemory
 from or1_megatron.sizing.memory import (
     PHASES,
@@ -29,7 +30,6 @@ from or1_megatron.sizing.memory import (
     process_memory,
     stage_weights,
 )
-from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import Plan, plan
 from or1_megatron.trainer import preflight
 from or1_megatron.weights.shape import BYTES, Shape

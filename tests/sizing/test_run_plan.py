@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.config.schema import Config
+from or1_megatron.plan.tables import evaluations_within, render, stage_rows
 from or1_megatron.sizing.conflicts import longest_row
 from or1_megatron.sizing.memory import ProcessMemory
-from or1_megatron.sizing.plan_tables import evaluations_within, render, stage_rows
 from or1_megatron.sizing.run_plan import PlanError, plan
 from or1_megatron.weights.shape import Shape
 
