@@ -6,11 +6,10 @@ Steps are counted over all stages. After k finished steps the next one belongs t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.rl.checks import ResumeError, check_stage_over, check_stage_steps
+from or1_megatron.rl.checks import check_stage_over, check_stage_steps
 from or1_megatron.rl.plateau import Plateau
 from or1_megatron.types import Group
 
@@ -118,20 +117,6 @@ class StageSchedule:
     def _plateau_of(self, index: int) -> Plateau | None:
         config = self.stages[index].plateau
         return None if config is None else Plateau(config)
-
-
-def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpoint: Path) -> None:
-    """Raise ResumeError unless the step after ``checkpoint`` is the first of stage ``index``."""
-    if not schedule.over(steps_done) and schedule.index(steps_done) == index and schedule.begins(steps_done):
-        return
-    at, wanted = schedule.stages[schedule.current], schedule.stages[index - 1]
-    done = schedule.stage_step(steps_done)
-    raise ResumeError(
-        f"stage {index + 1} ('{schedule.stages[index].name}') begins where stage {index} ('{wanted.name}', "
-        f"{wanted.steps} steps) has ended, but {checkpoint} is of step {done} of stage '{at.name}'; finish stage "
-        f"{index} first (or1 train ... --stage {index}), end it there with --set stages.{index - 1}.steps={done}, or "
-        "name another checkpoint with --set run.previous=..."
-    )
 
 
 class PassRateLedger:

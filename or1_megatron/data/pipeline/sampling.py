@@ -118,7 +118,7 @@ class ModelStep(PipelineStep[M]):
         raise NotImplementedError
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
-        raise NotImplementedError
+        return row.messages
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
         """Yield the request and the result of each answer that could be judged."""
