@@ -19,10 +19,9 @@ from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.rl.objectives.cispo import CISPO
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
-from or1_megatron.rl.objectives.correction import correction_weights
 from or1_megatron.rl.objectives.dapo import DAPO
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
-from or1_megatron.rl.objectives.estimators import kl_estimate
+from or1_megatron.rl.objectives.estimators import correction_weights, kl_estimate
 from or1_megatron.rl.objectives.gspo import GSPO
 from or1_megatron.rl.objectives.registry import make_objective
 
