@@ -1,6 +1,7 @@
 """The dry run's arithmetic against figures worked by hand, and every refusal with its numbers.
 
-Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it).
+Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it), and that the model
+needs the multiples of a layout (the layout invariance tests run them).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from or1_megatron.config.schema import Config
+from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.plan.tables import evaluations_within, render, stage_rows
 from or1_megatron.sizing.conflicts import longest_row
 from or1_megatron.sizing.memory import ProcessMemory
+from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.sizing.run_plan import PlanError, plan
 from or1_megatron.weights.shape import Shape
 
@@ -265,3 +267,24 @@ def test_how_often_a_stage_is_evaluated() -> None:
     stages = [stage.model_dump() for stage in config.stages]
     stages[1]["evaluate"] = {"every_steps": 100}
     assert evaluations_within(or1_7b(evaluate=evaluate, stages=stages), 1) == 7
+
+
+def test_multiples_of_the_layout() -> None:
+    parallel = ParallelConfig(
+        ranks=32, tensor=2, context=2, pipeline=4, virtual_pipeline=7, sequence=True, micro_batch_tokens=65536
+    )
+    found = batch_layout(parallel, QWEN_7B)
+    assert (found.data_ranks, found.budget_tokens, found.rows_multiple) == (2, 65536, 4)
+    assert (found.alignment, found.sequence_alignment) == (8, 4)
+    plain = batch_layout(ParallelConfig(ranks=4, tensor=2, pipeline=2), QWEN_7B)
+    assert (plain.data_ranks, plain.alignment, plain.sequence_alignment, plain.rows_multiple) == (1, 4, 1, 1)
+
+
+def test_cost_of_the_model() -> None:
+    """Attention overtakes the rest where 2 * 28 * 3584 * L = 2 * 7.07e9: at 70K tokens. A tied output layer is still
+    multiplied with, so untying changes nothing; biases (below 0.1%) are left out."""
+    cost = batch_layout(ParallelConfig(), QWEN_7B).cost
+    assert cost.linear == pytest.approx(2 * (7_615_616_512 - 544_997_376), rel=1e-3)
+    assert cost.quadratic == 2 * 28 * 3584
+    assert cost.linear / cost.quadratic == pytest.approx(70_450, rel=1e-3)
+    assert batch_layout(ParallelConfig(), {**QWEN_7B, "tie_word_embeddings": True}).cost == cost
