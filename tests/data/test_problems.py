@@ -1,7 +1,7 @@
 """Loading of problem files, and their unusable rows: which, on which line, counted by which reason, in one pass.
 
 Rows are written by hand in the published schema; what is not tested is the real data set itself, which is not on this
-machine. More of what makes a row unusable is in test_sources and verify/; the commands are tried in
+machine. More of what makes a row unusable is in test_published and verify/; the commands are tried in
 train/test_unusable_rows, test_pipeline, evaluate/test_eval_command and verify/test_verify_command.
 """
 
