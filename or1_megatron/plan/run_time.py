@@ -9,7 +9,7 @@ import numpy as np
 
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.step_time import Machine, StepTime, Workload, sample, step_time
+from or1_megatron.plan.step_time import Machine, Steps, StepTime, Workload, sample
 
 _PROBLEMS = 30
 """Problems of an evaluation set of unknown size: as many as AIME has."""
@@ -86,7 +86,7 @@ def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Seque
         random = np.random.default_rng([1, index])
         middle = Moment(config.stages, index, stage.steps / 2)
         evaluated_s = _evaluation_s(config, machine, lengths, middle, problems, random, whole=False)
-        step = step_time(config, machine, lengths, middle, evaluated_s, random)
+        step = Steps(config, machine, lengths, middle, evaluated_s, random).mean()
         stages.append(StageTime(stage.name, stage.steps, step))
     first, last = chosen[0], chosen[-1]
     ends = (Moment(config.stages, first, 0), Moment(config.stages, last, config.stages[last].steps))

@@ -1,7 +1,7 @@
 """Problem files and folders as published, and as other programs write them: small copies of their first rows.
 
-The columns are those of the sets' pages on the hub in 2026. Sets on the hub are in test_hub. Not proven here: that every
-row of a set can be used.
+The columns are those of the sets' pages on the hub in 2026. Sets on the hub are in test_hub. Not proven here: that
+every row of a set can be used.
 """
 
 from __future__ import annotations

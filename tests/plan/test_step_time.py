@@ -56,7 +56,7 @@ def step_of(
     clock = EngineClock(config.rollout.max_concurrent, fixed_s=iteration_s)
     monkeypatch.setattr(step_time, "engine_clock", lambda *_: clock)
     when = Moment(config.stages, 0, 0)
-    return config, step_time.step_time(config, MACHINE, lengths, when, 0.0, np.random.default_rng(1))
+    return config, step_time.Steps(config, MACHINE, lengths, when, 0.0, np.random.default_rng(1)).mean()
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
