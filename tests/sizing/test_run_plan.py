@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.plan.tables import evaluations_within, render, stage_rows
 from or1_megatron.sizing.conflicts import longest_row
 from or1_megatron.sizing.memory import ProcessMemory
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.sizing.run_plan import PlanError, plan
+from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
-# DeepSeek-R1-Distill-Qwen-7B's config.json.
-QWEN_7B = {
-    "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
+QWEN_7B = read_hf_config(named("shape")["deepseek_r1_distill_qwen_7b"])
 
 
 def or1_7b(**changes: Any) -> Config:

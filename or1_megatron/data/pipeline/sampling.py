@@ -101,13 +101,10 @@ class ModelStep(PipelineStep[M]):
                     self._sample(model.name, store, sampler, chain([first], missing))
             self._check(model.name, read_candidates(shards), store)
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [
-            self._decided(row, {name: self._given(row, store) for name, store in self._stores.items()})
-            if self._samples(row)
-            else row
-            for row in rows
-        ]
+    def decide(self, row: Candidate, number: int) -> Outcome:
+        if not self._samples(row):
+            return row
+        return self._decided(row, {name: self._given(row, store) for name, store in self._stores.items()})
 
     def close(self) -> None:
         for store in self._stores.values():
