@@ -250,8 +250,7 @@ def published(tmp_path: Path) -> Path:
     """A folder laid out as Skywork-OR1-RL-Data: data/SPLIT-NNNNN-of-NNNNN.parquet."""
     (tmp_path / "data").mkdir()
     for name, contents in {"math-00000-of-00002": "ab", "math-00001-of-00002": "c", "code-00000-of-00001": "d"}.items():
-        table = pa.Table.from_pylist([skywork(f"problem {content}") for content in contents])
-        pq.write_table(table, tmp_path / "data" / f"{name}.parquet")
+        write(tmp_path / "data", [skywork(f"problem {content}") for content in contents], f"{name}.parquet")
     return tmp_path
 
 
@@ -295,9 +294,7 @@ def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> No
         LCB | {"question_content": "Complete it.", "starter_code": "class Solution:\n    def twice(self, n):",
                "public_test_cases": json.dumps([call]), "metadata": json.dumps({"func_name": "twice"})},
     ]  # fmt: skip
-    path = tmp_path / "lcb.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stdin, function = load_problems(path)
+    stdin, function = load_problems(write(tmp_path, rows, "lcb.jsonl"))
     first, second = parse_code_tests(stdin.ground_truth).tests
     assert (first.stdin, first.expected, second.stdin, second.expected) == (b"1\n", "2\n", b"5\n", "10\n")
     assert (stdin.ability, stdin.source) == ("code", "lcb_atcoder")
@@ -336,8 +333,7 @@ def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:
         {"id": 61, "problem": "Find that.", "solution": "...", "answer": "25", "url": "u", "year": "2024"},
         {"question": "Find this.", "answer": "70"},
     ]
-    path = tmp_path / "aime.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in forms))
+    path = write(tmp_path, forms, "aime.jsonl")
     assert [problem.ground_truth for problem in load_problems(path)] == ['["204"]', '["25"]', '["70"]']
 
 

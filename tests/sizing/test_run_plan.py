@@ -172,8 +172,7 @@ def test_more_refusals_of_batch_and_length() -> None:
     short = {**QWEN_7B, "max_position_embeddings": 32768}
     assert any("= 34816 exceeds" in line and "by 2048" in line for line in conflicts(or1_7b(), short))
     assert any("has 200 problems" in line for line in conflicts(or1_7b(), prompts=[200]))
-    thin = {"name": "1", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 4, "prompts_per_update": 1,
-            "group_size": 8}  # fmt: skip
+    thin = {**STAGE, "prompts_per_step": 4, "prompts_per_update": 1}
     assert any("8 samples cannot feed 16" in line for line in conflicts(or1_7b(stages=[thin])))
 
 
@@ -190,8 +189,7 @@ def test_on_cpu_the_cache_must_be_sized_and_the_head_dimension_known() -> None:
 
 
 def test_warnings() -> None:
-    stage = {"name": "s", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 64, "prompts_per_update": 16,
-             "group_size": 8}  # fmt: skip
+    stage = {**STAGE, "steps": 1, "prompts_per_update": 16}
     found = plan(or1_7b(stages=[stage], handoff={}, evaluate={}), QWEN_7B, device="cuda")
     text = "\n".join(found.warnings)
     assert "N_SGD = 4" in text
@@ -208,8 +206,7 @@ def test_a_step_draws_problems_that_all_differ() -> None:
     twice = {"train": [{"path": "a.jsonl", "repeat": 2}]}
     assert any("has 200 problems, and those of a step" in x for x in conflicts(or1_7b(data=twice), prompts=[200]))
     mix = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "repeat": 2}]}
-    stages = [{"name": "1", "steps": 10, "max_response_tokens": 64, "prompts_per_step": 256, "prompts_per_update": 256,
-               "group_size": 16}]  # fmt: skip
+    stages: list[Any] = [{**STAGE, "steps": 10, "prompts_per_step": 256, "prompts_per_update": 256}]
     stages.append({**stages[0], "name": "2", "mixture": {"a": 1, "b": 0}})
     (line,) = conflicts(or1_7b(data=mix, stages=stages), prompts=[200, 100])
     assert "stage '2'" in line and "200 problems in the sources of the stage's mixture" in line
