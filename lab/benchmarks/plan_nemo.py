@@ -34,7 +34,7 @@ from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Drawn, Moment
-from or1_megatron.plan.step_time import Machine, StepTime, step_time
+from or1_megatron.plan.step_time import Machine, Steps, StepTime
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.table import Experts
@@ -156,7 +156,7 @@ def machine_for(model: str, **changed: float) -> Machine:
 def planned(row: Row, machine: Machine) -> StepTime:
     config = config_of(row)
     when, lengths = Moment(config.stages, 0, 0), PublishedMean(row.mean - PROMPT_TOKENS)
-    return step_time(config, machine, lengths, when, 0.0, np.random.default_rng(1))
+    return Steps(config, machine, lengths, when, 0.0, np.random.default_rng(1)).mean()
 
 
 def is_held_out(row: Row) -> bool:

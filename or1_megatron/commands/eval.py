@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +97,7 @@ def evaluate_model(
     from or1_megatron.commands.asked_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
     from or1_megatron.evaluate.benchmarks import load_set, published
-    from or1_megatron.evaluate.sample_and_judge import evaluate, missing_count
+    from or1_megatron.evaluate.sample_and_judge import evaluate
     from or1_megatron.report.figures.evaluation import draw_evaluation
     from or1_megatron.rl.checks import frequent_reasons
     from or1_verify.problems.rows import DataError
@@ -123,12 +123,11 @@ def evaluate_model(
             def show(judged: int, wanted: int) -> None:
                 bar.update(task, completed=judged, total=wanted)
 
-            opened: AbstractContextManager[Sampler | None] = nullcontext()
-            if missing := missing_count(problems, samples, store):  # else the model is not started
+            def start(missing: int) -> AbstractContextManager[Sampler]:
                 verifiers.start()  # its processes load while the engines do
-                opened = open_model(model, settings, problems, missing, out, console)
-            with opened as sampler:
-                responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
+                return open_model(model, settings, problems, missing, out, console)
+
+            responses = evaluate(problems, samples, start, verifiers.verdict, store, settings.seed, show)
     results = _results(
         model, name, responses, settings, (since, until), loaded.release, time.perf_counter() - started_s
     )

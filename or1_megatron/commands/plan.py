@@ -87,8 +87,7 @@ def _hardware_for(config: Config) -> Hardware:
 def _show(given: PlanRequest, as_json: bool) -> None:
     """Print one plan; exit with USER_ERROR if it does not fit."""
     from or1_megatron.plan.request import outcome
-    from or1_megatron.plan.tables import as_dict, time_tables
-    from or1_megatron.sizing.plan_tables import render
+    from or1_megatron.plan.tables import as_dict, render, time_tables
 
     planned, time, lacks = outcome(given)
     if as_json:

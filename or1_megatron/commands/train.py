@@ -106,10 +106,10 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
     import torch
 
     from or1_megatron.config.recipes import find
+    from or1_megatron.plan.tables import render
     from or1_megatron.rollout.engine_args import check_engine_args
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.memory import memory_short
-    from or1_megatron.sizing.plan_tables import render
     from or1_megatron.sizing.storage import disk_short
     from or1_megatron.trainer.preflight import lacking
 
@@ -128,8 +128,8 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 
 def _check(config: Config, device: Device | None, nodes: int) -> None:
     from or1_megatron.data.prompts import make_prompts, read_problems, thinking_rule
+    from or1_megatron.plan.tables import render
     from or1_megatron.runtime.surroundings import make_usable
-    from or1_megatron.sizing.plan_tables import render
     from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
 
     for line in make_usable():

@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 from or1_megatron.config.base import ConfigError as ConfigError
 from or1_megatron.config.keys import did_you_mean, unknown_key
 from or1_megatron.config.recipes import named
-from or1_megatron.config.removed import pass_over_defaults
+from or1_megatron.config.removed import pass_over_removed
 from or1_megatron.config.schema import Config
 from or1_megatron.config.yaml_reader import Origins, dump, read_file, read_value
 
@@ -53,12 +53,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_as(Config, path, overrides)
 
 
-def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
-    """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides."""
+def load_as[Schema: BaseModel](
+    schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), own: bool = False
+) -> Schema:
+    """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides.
+
+    ``own``: it is a run's own config.yaml, which has every key; those that were removed since are passed over.
+    """
     data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
     for override in overrides:
         _override(data, origins, override)
-    pass_over_defaults(data)
+    if own:
+        pass_over_removed(data)
     try:
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

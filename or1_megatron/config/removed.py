@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 _DEFERRING: Final = (
     "deferring a step's slowest prompts saved no time (lab/ablations/17_tail.md); take the key out. "
@@ -26,92 +26,48 @@ OBJECTIVES: Final = dict.fromkeys(
 )
 """Values that ``algorithm.objective.name`` had once."""
 
-
-class Removed(NamedTuple):
-    default: Any
-    """The value in a run's own config.yaml where the key was not set. It changed nothing, and is ignored."""
-    why: str
-    """Why the key was removed, and what to do."""
-
-
 REMOVED: Final = {
-    "checkpoint.in_memory": Removed(
-        True,
-        "checkpoints are on disk only, written while training goes on; take the key out and set checkpoint.every_steps "
-        "to the steps that the loss of a rank may cost",
-    ),
-    "data.train.weight": Removed(
-        1.0,
-        "a problem occurs a whole number of times per epoch; take the key out and set repeat, or a stage's mixture: to "
-        "train on half as much of a source, repeat the others twice",
-    ),
-    "rollout.tail": Removed("wait", _DEFERRING),
-    "rollout.tail_share": Removed(0.25, _DEFERRING),
-    "rollout.continued": Removed("none", _DEFERRING),
-    "rollout.old_kv_cache": Removed(
-        "recompute",
-        "new weights always read the responses in flight anew: with the old keys and values the rest of a response was "
-        "sampled from no version's model; take the key out",
-    ),
-    "rollout.speculation": Removed(
-        None,
-        "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "
-        "num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
-    ),
-    "parallel.overlap_param_gather": Removed(
-        False, "no layout set it, and a handoff would wait for the gather that it defers; take the key out"
-    ),
-    "parallel.overlap_tensor": Removed(
-        False, "no layout set it, and `or1 plan` expected 2% of a run's time from it at best; take the key out"
-    ),
-    "handoff.backend": Removed(
-        "shard",
-        "every handoff sends each engine rank just the slices that it needs; rank 0 gathering whole tensors (gloo) was "
-        "1.9 times slower. Take the key out; handoff.transport says what carries the slices (docs/handoff.md)",
-    ),
-    "algorithm.loss.divisor": Removed(
-        "own",
-        "neither the recipe nor a published trainer that we know divides by other steps' tokens; take the key out: a "
-        "mini-batch's sum is divided by its own tokens",
-    ),
-    "algorithm.entropy.estimate": Removed(
-        "sampled",
-        "e_k is always of the sampled tokens, as in every recipe; take the key out. The full-vocabulary entropy is "
-        "the metric entropy/full, which costs no forward pass of its own",
-    ),
-    "algorithm.entropy.minimum": Removed(0.0, "the lowest coefficient is 0, as in every recipe; take the key out"),
-    "algorithm.entropy.preset": Removed(
-        None,
-        "set the keys that it stood for: paper is the default; released-code is delta 0.0001, maximum 0.005, "
-        "measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b (docs/recipe.md)",
-    ),
-    "safety.keep_dumps": Removed(2, _DUMPED),
-    "safety.dump_weights": Removed(True, _DUMPED),
-    "safety.dump_steps": Removed([], _DUMPED),
-    "verify.max_pending": Removed(16384, "it bounded no memory; take the key out"),
-    "verify.worker_memory_bytes": Removed(
-        2 << 30, "the memory of verifier workers stays flat (docs/performance.md); take the key out"
-    ),
-    "algorithm.entropy.bonus_on": Removed(
-        "all",
-        "a bonus on clipped tokens alone did nothing (lab/ablations/entropy_at_n_sgd_4.md); take the key out: all "
-        "tokens get the bonus",
-    ),
-    "algorithm.entropy.proportional_gain": Removed(0.0, _CONTROLLED),
-    "algorithm.entropy.integral_gain": Removed(0.0, _CONTROLLED),
-    "algorithm.kl.where": Removed(
-        "loss",
-        "the KL is part of the loss; take the key out. No recipe took it off the rewards, and with advantages by group "
-        "other trainers do not either (docs/objectives.md)",
-    ),
-    "algorithm.kl.straight_through": Removed(
-        False, "its gradient was that of k2; take the key out and set algorithm.kl.estimator to k2"
-    ),
-    "algorithm.loss.clip_high_control": Removed(
-        {"delta": 0.0, "minimum": 0.2, "maximum": 0.28},
-        "steering epsilon_high showed no gain and ruined one run of three (lab/ablations/14_steered_clip_high.md); set "
-        "a fixed algorithm.loss.clip_high",
-    ),
+    "checkpoint.in_memory": "checkpoints are on disk only, written while training goes on; take the key out and set "
+    "checkpoint.every_steps to the steps that the loss of a rank may cost",
+    "data.train.weight": "a problem occurs a whole number of times per epoch; take the key out and set repeat, or a "
+    "stage's mixture: to train on half as much of a source, repeat the others twice",
+    "rollout.tail": _DEFERRING,
+    "rollout.tail_share": _DEFERRING,
+    "rollout.continued": _DEFERRING,
+    "rollout.old_kv_cache": "new weights always read the responses in flight anew: with the old keys and values the "
+    "rest of a response was sampled from no version's model; take the key out",
+    "rollout.speculation": "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example "
+    "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
+    "parallel.overlap_param_gather": "no layout set it, and a handoff would wait for the gather that it defers; take "
+    "the key out",
+    "parallel.overlap_tensor": "no layout set it, and `or1 plan` expected 2% of a run's time from it at best; take "
+    "the key out",
+    "handoff.backend": "every handoff sends each engine rank just the slices that it needs; rank 0 gathering whole "
+    "tensors (gloo) was 1.9 times slower. Take the key out; handoff.transport says what carries the slices "
+    "(docs/handoff.md)",
+    "algorithm.loss.divisor": "neither the recipe nor a published trainer that we know divides by other steps' "
+    "tokens; take the key out: a mini-batch's sum is divided by its own tokens",
+    "algorithm.entropy.estimate": "e_k is always of the sampled tokens, as in every recipe; take the key out. The "
+    "full-vocabulary entropy is the metric entropy/full, which costs no forward pass of its own",
+    "algorithm.entropy.minimum": "the lowest coefficient is 0, as in every recipe; take the key out",
+    "algorithm.entropy.preset": "set the keys that it stood for: paper is the default; released-code is delta 0.0001, "
+    "maximum 0.005, measured_on kept and gate late, as in the recipes released/or1_7b and released/or1_32b "
+    "(docs/recipe.md)",
+    "safety.keep_dumps": _DUMPED,
+    "safety.dump_weights": _DUMPED,
+    "safety.dump_steps": _DUMPED,
+    "verify.max_pending": "it bounded no memory; take the key out",
+    "verify.worker_memory_bytes": "the memory of verifier workers stays flat (docs/performance.md); take the key out",
+    "algorithm.entropy.bonus_on": "a bonus on clipped tokens alone did nothing (lab/ablations/entropy_at_n_sgd_4.md); "
+    "take the key out: all tokens get the bonus",
+    "algorithm.entropy.proportional_gain": _CONTROLLED,
+    "algorithm.entropy.integral_gain": _CONTROLLED,
+    "algorithm.kl.where": "the KL is part of the loss; take the key out. No recipe took it off the rewards, and with "
+    "advantages by group other trainers do not either (docs/objectives.md)",
+    "algorithm.kl.straight_through": "its gradient was that of k2; take the key out and set algorithm.kl.estimator to "
+    "k2",
+    "algorithm.loss.clip_high_control": "steering epsilon_high showed no gain and ruined one run of three "
+    "(lab/ablations/14_steered_clip_high.md); set a fixed algorithm.loss.clip_high",
 }
 """By the dotted key without list indices."""
 
@@ -138,19 +94,15 @@ OF_RECIPES: Final = {
 
 def why_removed(parts: Iterable[str]) -> str | None:
     """Return ``was removed: ...`` for a key, given by its parts, that the configuration had once; None for others."""
-    key = ".".join(part for part in parts if not part.isdecimal())
-    why = REMOVED[key].why if key in REMOVED else OF_RECIPES.get(key)
+    why = (REMOVED | OF_RECIPES).get(".".join(part for part in parts if not part.isdecimal()))
     return None if why is None else f"was removed: {why}"
 
 
-def pass_over_defaults(data: dict[str, Any]) -> None:
-    """Drop removed keys with their default value from a configuration, in place: earlier versions wrote such keys."""
-    for key, removed in REMOVED.items():
-        *sections, name = key.split(".")
-        places: list[Any] = [data]
-        for section in sections:
-            found = [place.get(section) for place in places if isinstance(place, dict)]
-            places = [item for value in found for item in (value if isinstance(value, list) else [value])]
-        for place in places:
-            if isinstance(place, dict) and name in place and place[name] == removed.default:
-                del place[name]
+def pass_over_removed(data: dict[str, Any], above: tuple[str, ...] = ()) -> None:
+    """Drop removed keys from a run's own configuration, in place: an earlier version wrote every key into it."""
+    for name, value in list(data.items()):
+        if why_removed((*above, name)) is not None:
+            del data[name]
+        for section in value if isinstance(value, list) else [value]:
+            if isinstance(section, dict):
+                pass_over_removed(section, (*above, name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import sync
-from or1_megatron.config.load import load_config
+from or1_megatron.config.load import load_as
+from or1_megatron.config.schema import Config
 from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
@@ -106,11 +108,11 @@ class ToHF:
 
     def write(self, path: Path, advance: Advance) -> None:
         file = self._by_name[path.name]
-        with path.open("wb", buffering=0) as out:
-            _append(out.fileno(), memoryview(file.header()), advance)
-            for entry in file.entries:
-                for _, rows in self._rows(entry):
-                    _append(out.fileno(), _as_bytes(rows), advance)
+        pieces = (_as_bytes(rows) for entry in file.entries for _, rows in self._rows(entry))
+        with path.open("wb") as out:
+            for piece in chain([memoryview(file.header())], pieces):
+                advance(out.write(piece))
+            out.flush()
             os.fsync(out.fileno())
 
     def complete(self, folder: Path) -> None:
@@ -190,7 +192,7 @@ def _hf_of_run(checkpoint: Path) -> Path | None:
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():
         return None
-    folders = (load_config(run.config).model.hf, run.hf)
+    folders = (load_as(Config, run.config, own=True).model.hf, run.hf)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
@@ -209,10 +211,3 @@ def _read_record(folder: Path) -> Mapping[str, Any] | None:
 
 def _as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
-
-
-def _append(descriptor: int, view: memoryview, advance: Advance) -> None:
-    while view:
-        count = os.write(descriptor, view[: 4 << 20])
-        view = view[count:]
-        advance(count)

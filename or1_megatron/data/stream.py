@@ -49,11 +49,6 @@ class MixtureStream:
         """Different problems that are left in the pool."""
         return int((~self._excluded & (self._repeats > 0)).sum())
 
-    @property
-    def epoch(self) -> float:
-        """Epochs passed, with the fraction of the current one."""
-        return self._epoch + self._position / max(len(self._order), 1)
-
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems; crosses the ends of epochs.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
@@ -23,7 +24,7 @@ Progress = Callable[[int, int], None]
 def evaluate(
     problems: Sequence[Problem],
     samples: int,
-    sampler: Sampler | None,
+    open_sampler: Callable[[int], AbstractContextManager[Sampler]],
     judge: Judge,
     store: ResponseStore,
     seed: int,
@@ -31,8 +32,8 @@ def evaluate(
 ) -> list[list[Response]]:
     """Return [P][samples] responses; only those that the store lacks are sampled.
 
-    Requests go out round by round, so that the samples of one problem are spread over engines and time. ``sampler``
-    may be None when nothing is missing.
+    Requests go out round by round, so that the samples of one problem are spread over engines and time.
+    ``open_sampler`` is given the number of missing responses, and not called when there are none.
 
     Raises:
         EvaluationError: some requests failed; the other responses are stored.
@@ -56,10 +57,10 @@ def evaluate(
 
     replies = Replies(())
     if missing:
-        assert sampler is not None, "responses are missing, but there is no sampler"
-        replies = Replies(sampler.sample(missing))
-        for completion, verdict in judged(replies, lambda it: judge(by_id[it.request.key], it.text, it.truncated)):
-            keep(_response(by_id[completion.request.key], completion, verdict))
+        with open_sampler(len(missing)) as sampler:
+            replies = Replies(sampler.sample(missing))
+            for completion, verdict in judged(replies, lambda it: judge(by_id[it.request.key], it.text, it.truncated)):
+                keep(_response(by_id[completion.request.key], completion, verdict))
     if replies.refused and not stored:  # the requests are wrong, not the problems
         raise EvaluationError(
             f"every request was refused, {len(replies.refused)} so far (first: {replies.refused[0].reason}); expected "
@@ -77,10 +78,6 @@ def evaluate(
             "command again to ask for the rest"
         )
     return complete
-
-
-def missing_count(problems: Sequence[Problem], samples: int, store: ResponseStore) -> int:
-    return sum(store.get(problem.id, sample) is None for problem in problems for sample in range(samples))
 
 
 def _response(problem: Problem, completion: ChatCompletion, verdict: Verdict) -> Response:

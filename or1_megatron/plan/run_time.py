@@ -9,7 +9,7 @@ import numpy as np
 
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.step_time import Machine, StepTime, Workload, sample, step_time
+from or1_megatron.plan.step_time import Machine, Steps, StepTime, Workload, sample
 
 _PROBLEMS = 30
 """Problems of an evaluation set of unknown size: as many as AIME has."""
@@ -79,44 +79,35 @@ def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Seque
     Args:
         problems: how many each evaluation set has; None: 30 each.
     """
+
+    def evaluation_s(when: Moment, random: np.random.Generator, whole: bool) -> float:
+        """Return the seconds of one evaluation of all sets, a separate rollout; ``whole``: before or after training."""
+        settings = config.evaluate.in_stage(config.stages[when.index])
+        asked, answers = [], []
+        for number, held_out in enumerate(settings.data):
+            limit = settings.longest_of(held_out, config.stages[-1].max_response_tokens)
+            count = _PROBLEMS if problems is None else problems[number]
+            prompts, responses = lengths.draw(when, count, settings.samples_of(held_out, whole), limit, random)
+            asked.append(np.repeat(prompts, len(responses) // len(prompts)))
+            answers.append(responses)
+        if not asked:
+            return 0.0
+        return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1))[1]
+
     chosen = range(len(config.stages)) if config.run.stage is None else [config.run.stage - 1]
     stages = []
     for index in chosen:
         stage = config.stages[index]
         random = np.random.default_rng([1, index])
         middle = Moment(config.stages, index, stage.steps / 2)
-        evaluated_s = _evaluation_s(config, machine, lengths, middle, problems, random, whole=False)
-        step = step_time(config, machine, lengths, middle, evaluated_s, random)
+        step = Steps(config, machine, lengths, middle, evaluation_s(middle, random, whole=False), random).mean()
         stages.append(StageTime(stage.name, stage.steps, step))
     first, last = chosen[0], chosen[-1]
     ends = (Moment(config.stages, first, 0), Moment(config.stages, last, config.stages[last].steps))
     random = np.random.default_rng(1)
     return RunTime(
         stages=tuple(stages),
-        evaluations_s=sum(_evaluation_s(config, machine, lengths, at, problems, random, whole=True) for at in ends),
+        evaluations_s=sum(evaluation_s(at, random, whole=True) for at in ends),
         devices=config.devices,
         error=machine.rates.error,
     )
-
-
-def _evaluation_s(
-    config: Config,
-    machine: Machine,
-    lengths: Lengths,
-    when: Moment,
-    problems: Sequence[int] | None,
-    random: np.random.Generator,
-    whole: bool,
-) -> float:
-    """Return the seconds of one evaluation of all sets, as a separate rollout; ``whole``: before or after training."""
-    settings = config.evaluate.in_stage(config.stages[when.index])
-    asked, answers = [], []
-    for number, held_out in enumerate(settings.data):
-        limit = settings.longest_of(held_out, config.stages[-1].max_response_tokens)
-        count = _PROBLEMS if problems is None else problems[number]
-        prompts, responses = lengths.draw(when, count, settings.samples_of(held_out, whole), limit, random)
-        asked.append(np.repeat(prompts, len(responses) // len(prompts)))
-        answers.append(responses)
-    if not asked:
-        return 0.0
-    return sample(config, machine, Workload(np.concatenate(asked), np.concatenate(answers), 1))[1]

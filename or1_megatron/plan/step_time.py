@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
-from or1_megatron.config.schema import Config, StageConfig
+from or1_megatron.config.schema import Config
 from or1_megatron.plan.clocks import engine_clock, hand_off_s
 from or1_megatron.plan.engines import PARTS, PlannedEngines
 from or1_megatron.plan.lengths import Lengths, Moment
@@ -97,40 +97,37 @@ class StepTime:
         return share
 
 
-def step_time(
-    config: Config, machine: Machine, lengths: Lengths, when: Moment, evaluations_s: float, random: np.random.Generator
-) -> StepTime:
-    """Return the time of the step at ``when``, a mean over steps if steps overlap.
-
-    ``evaluations_s``: seconds of one evaluation within the stage; the engines sample nothing else meanwhile.
-    """
-    return _Steps(config, machine, lengths, when, random).run(evaluations_s)
-
-
-class _Steps:
-    """Steps of one stage, with clocks in the place of engines and trainer.
+class Steps:
+    """Steps of one stage from ``when`` on, with clocks in the place of engines and trainer.
 
     Synchronous: one step is timed. With staleness: four steps, after the steps in which the engines' queues fill.
+    ``evaluations_s``: seconds of one evaluation within the stage; the engines sample nothing else meanwhile.
     """
 
     def __init__(
-        self, config: Config, machine: Machine, lengths: Lengths, when: Moment, random: np.random.Generator
+        self,
+        config: Config,
+        machine: Machine,
+        lengths: Lengths,
+        when: Moment,
+        evaluations_s: float,
+        random: np.random.Generator,
     ) -> None:
         self.config, self.machine, self.stage = config, machine, config.stages[when.index]
-        self.lengths, self.when, self.random = lengths, when, random
+        self.lengths, self.when, self.evaluations_s, self.random = lengths, when, evaluations_s, random
         ahead = config.rollout.max_staleness
         self.ahead = ahead if self.stage.plateau is None else min(1, ahead)
         self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, 1)
         self.engines = machine.engines(config)
         self.asked: list[tuple[int, Workload]] = []
 
-    def run(self, evaluations_s: float) -> StepTime:
+    def mean(self) -> StepTime:
         """Return the mean of the counted steps."""
         for _ in range(self.warm_up):
-            self._step(evaluations_s)
+            self._step()
         total, tokens, before = dict[str, float](), 0, self.engines.parts_s()
         for _ in range(self.counted):
-            verbs, update, sampled = self._step(evaluations_s)
+            verbs, update, sampled = self._step()
             total = {name: total.get(name, 0.0) + spent / self.counted for name, spent in verbs.items()}
             tokens += sampled
         shown = {name: spent for name, spent in total.items() if spent and name not in self.machine.covers}
@@ -147,13 +144,17 @@ class _Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Ask for rollouts until ``count`` are under way."""
+        """Ask for rollouts until ``count`` are under way; with refill of the number of prompts needed on average."""
+        stage, prompts = self.stage, self.stage.prompts_per_step
+        if stage.refill_prompts:
+            prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
         while len(self.asked) < count:
-            made = workload_at(self.stage, self.lengths, self.when, self.random)
+            drawn = self.lengths.draw(self.when, prompts, stage.group_size, stage.max_response_tokens, self.random)
+            made = Workload(*drawn, stage.group_size)
             ticket = self.engines.ask(made.prompt_tokens, made.response_tokens, made.group_size)
             self.asked.append((ticket, made))
 
-    def _step(self, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, int]:
+    def _step(self) -> tuple[dict[str, float], UpdateTime, int]:
         """Make a step; return the seconds of its verbs, its update and its response tokens."""
         engines, began_s = self.engines, self.engines.now_s
         self._ask(1 + self.ahead)
@@ -162,30 +163,56 @@ class _Steps:
         waits = {"roll_out": engines.now_s - began_s, "verify": tail_s}
         engines.spend(tail_s)
         self._ask(self.ahead)
-        verbs, update = self._trainer(made, evaluations_s)
+        verbs, update = self._trainer(made)
         paused = ("hand_off", "evaluate")
         counting = {name: spent for name, spent in verbs.items() if name not in self.machine.covers}
         engines.spend(sum(spent for name, spent in counting.items() if name not in paused))
         engines.pause(sum(counting.get(name, 0.0) for name in paused))
         return waits | verbs, update, int(made.response_tokens.sum())
 
-    def _trainer(self, made: Workload, evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
+    def _trainer(self, made: Workload) -> tuple[dict[str, float], UpdateTime]:
         """Return the seconds of the verbs after ``verify``, and the update; of a save only the copy to the host."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
-        sequences = kept_sequences(self.stage, made.sequences, self.lengths.kept_share, self.random)
+        sequences = self._kept(made.sequences)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
         leaves = self.machine.device == "cuda" and config.trainer_leaves
         move_s = offloaded_bytes(config, shape) / rates.host_bytes_per_s if leaves else 0.0
         copied_s = checkpoint_bytes(config, shape) / config.parallel.ranks / rates.host_bytes_per_s
         every = config.evaluate.in_stage(self.stage).every_steps
         return {
-            "score": _score_s(config, self.machine, sequences, self.stage.reuse),
+            "score": self._score_s(sequences),
             "update": update.seconds + move_s,
             "hand_off": hand_off_s(config, shape, rates) + move_s,
-            "evaluate": evaluations_s / every if every else 0.0,
+            "evaluate": self.evaluations_s / every if every else 0.0,
             "save": copied_s / config.checkpoint.every_steps,
             OTHER: rates.other_response_s * made.response_tokens.size,
         }, update
+
+    def _kept(self, sequences: Int64Array) -> list[Int64Array]:
+        """Return the sequence lengths of each mini-batch, of randomly kept groups.
+
+        ``sequences``: tokens of prompt and response, [groups, group_size].
+        """
+        count = max(1, round(len(sequences) * self.lengths.kept_share))
+        chosen = np.sort(self.random.permutation(len(sequences))[:count]).tolist()
+        parts: Sequence[list[int]] = split(chosen, self.stage.prompts_per_step // self.stage.prompts_per_update)
+        return [sequences[part].ravel() for part in parts]
+
+    def _score_s(self, mini_batches: list[Int64Array]) -> float:
+        """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several SGD steps,
+        and the reference's if any. At the update's speed, without communication."""
+        config, rates = self.config, self.machine.rates
+        forwards = (len(mini_batches) * self.stage.reuse > 1) + (config.algorithm.kl.reference is not None)
+        if not forwards:
+            return 0.0
+        lengths = np.concatenate(mini_batches).astype(np.float64)
+        works = stage_work(config.parallel, self.machine.shape)
+        operations = sum(
+            (work.layer_token + work.head_token) * lengths.sum() + work.pair * np.square(lengths).sum()
+            for work in works
+        )
+        speed = rates.bf16_flops * rates.update_share * config.parallel.ranks
+        return float(forwards * operations / speed)
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
@@ -193,39 +220,3 @@ def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float,
     engines = machine.engines(config)
     tail_s = engines.wait(engines.ask(workload.prompt_tokens, workload.response_tokens, workload.group_size))
     return engines.now_s, engines.now_s + tail_s
-
-
-def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
-    """Return what one rollout samples; with refill the number of prompts needed on average."""
-    prompts = stage.prompts_per_step
-    if stage.refill_prompts:
-        prompts = min(math.ceil(prompts / lengths.kept_share), prompts + stage.refill_prompts)
-    return Workload(*lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random), stage.group_size)
-
-
-def kept_sequences(
-    stage: StageConfig, sequences: Int64Array, kept_share: float, random: np.random.Generator
-) -> list[Int64Array]:
-    """Return the sequence lengths of each mini-batch, of randomly kept groups.
-
-    ``sequences``: tokens of prompt and response, [groups, group_size].
-    """
-    count = max(1, round(len(sequences) * kept_share))
-    chosen = np.sort(random.permutation(len(sequences))[:count]).tolist()
-    parts: Sequence[list[int]] = split(chosen, stage.prompts_per_step // stage.prompts_per_update)
-    return [sequences[part].ravel() for part in parts]
-
-
-def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array], reuse: int) -> float:
-    """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several SGD steps,
-    and the reference's if any. At the update's speed, without communication."""
-    forwards = (len(mini_batches) * reuse > 1) + (config.algorithm.kl.reference is not None)
-    if not forwards:
-        return 0.0
-    lengths = np.concatenate(mini_batches).astype(np.float64)
-    works = stage_work(config.parallel, machine.shape)
-    operations = sum(
-        (work.layer_token + work.head_token) * lengths.sum() + work.pair * np.square(lengths).sum() for work in works
-    )
-    speed = machine.rates.bf16_flops * machine.rates.update_share * config.parallel.ranks
-    return float(forwards * operations / speed)

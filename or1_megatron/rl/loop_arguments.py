@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
+from or1_megatron.rl.checks import ResumeError
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.rl.stages import StageSchedule, check_previous
+from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import EvaluationResult
 
@@ -29,10 +30,23 @@ class Begin:
     """The user named this checkpoint (run.previous): the previous stage counts as ended there."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Let the schedule, restored from the checkpoint, begin stage ``index``. Raises ResumeError when it cannot."""
-        if self.chosen and schedule.current == self.index - 1:
+        """Let the schedule, restored from the checkpoint, begin stage ``index``.
+
+        Raises ResumeError unless the step after the checkpoint is the first of that stage.
+        """
+        number, stages = self.index, schedule.stages  # of the stage before, counted from 1
+        if self.chosen and schedule.current == number - 1:
             schedule.end_here()
-        check_previous(schedule, self.index, steps_done, self.checkpoint)
+        if not schedule.over(steps_done) and schedule.index(steps_done) == number and schedule.begins(steps_done):
+            return
+        before, done = stages[number - 1], schedule.stage_step(steps_done)
+        raise ResumeError(
+            f"stage {number + 1} ('{stages[number].name}') begins where stage {number} ('{before.name}', "
+            f"{before.steps} steps) has ended, but {self.checkpoint} is of step {done} of stage "
+            f"'{stages[schedule.current].name}'; finish stage {number} first (or1 train ... --stage {number}), end it "
+            f"there with --set stages.{number - 1}.steps={done}, or name another checkpoint with --set "
+            "run.previous=..."
+        )
 
 
 @dataclass(frozen=True, slots=True)

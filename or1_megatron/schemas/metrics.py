@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from or1_verify.types import VerdictStatus
@@ -62,17 +62,18 @@ FAULTS: Mapping[str, str] = {
 ANY_SET = "<set>"
 """Placeholder for a held-out set's name in the names of metrics."""
 
-_OF_A_SET: Mapping[str, str] = {
-    "accuracy": "fraction",
-    "non_truncated_accuracy": "fraction",
-    "truncation_ratio": "fraction",
-    "mean_length": "tokens",
-    "entropy": "nats/token",
-    "samples": "responses",
-    "pass@<k>": "fraction",
-    "best@<k>": "reward",
-    "source/<source>/accuracy": "fraction",
-}
+_EVALUATED = (
+    Metric("accuracy", "fraction", "avg@k on held-out problems, with the weights after this step"),
+    Metric("non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
+    Metric("truncation_ratio", "fraction", "held-out responses that were truncated"),
+    Metric("mean_length", "tokens", "mean length of the held-out responses"),
+    Metric("entropy", "nats/token", "as entropy/sampled, of the held-out responses; not with temperature 0"),
+    Metric("samples", "responses", "k: responses per held-out problem"),
+    Metric("pass@<k>", "fraction", "chance that one of k responses is right, without bias; k = 2, 4, ..."),
+    Metric("best@<k>", "reward", "mean highest reward of k, where rewards are not only 1 and 0"),
+    Metric("source/<source>/accuracy", "fraction", "of problems of one data source, if there are several"),
+)
+"""An evaluation's metrics, each ``evaluation/<name>``, and ``evaluation/<set>/<name>`` of one set of several."""
 
 _STATUSES: Mapping[str, str] = {
     "right": "right",
@@ -188,18 +189,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
     Metric("filter/outside", "problems", "also dropped there: pass rate outside [min, max]_pass_rate"),
     Metric("filter/left", "problems", "left after the filters"),
-    Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, with the weights after this step"),
-    Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
-    Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
-    Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
-    Metric("evaluation/entropy", "nats/token", "as entropy/sampled, of the held-out responses; not with temperature 0"),
-    Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
-    Metric("evaluation/pass@<k>", "fraction", "chance that one of k responses is right, without bias; k = 2, 4, ..."),
-    Metric("evaluation/best@<k>", "reward", "mean highest reward of k, where rewards are not only 1 and 0"),
-    Metric("evaluation/source/<source>/accuracy", "fraction", "of problems of one data source, if there are several"),
+    *(replace(metric, name=f"evaluation/{metric.name}") for metric in _EVALUATED),
     *(
         Metric(f"evaluation/{ANY_SET}/{name}", unit, f"{name} of one held-out set, where there are several")
-        for name, unit in _OF_A_SET.items()
+        for name, unit in ((metric.name, metric.unit) for metric in _EVALUATED)
     ),
     *(
         Metric(f"faults/{name}", "", f"{text}, since the run began; only after a first fault")

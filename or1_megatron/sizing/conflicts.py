@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
 from or1_megatron.rl.objectives.registry import objective_conflicts
+from or1_megatron.schemas.metrics import is_metric
 from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
-from or1_megatron.sizing.stage_rules import problem_conflicts, stage_conflicts
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.table import Experts
 
@@ -173,14 +173,70 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
                 f"= {samples} samples cannot feed {data} data-parallel ranks; raise prompts_per_update or lower "
                 "parallel.ranks"
             )
-    yield from stage_conflicts(config)
+    yield from _stage_conflicts(config)
     if problems is not None:
-        yield from problem_conflicts(config, problems)
+        yield from _problem_conflicts(config, problems)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
             f"rollout.max_staleness = {config.rollout.max_staleness} samples further steps while this one trains, but "
             "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
         )
+
+
+def _stage_conflicts(config: Config) -> Iterator[str]:
+    """Yield a line for each reason why the stages cannot work with this evaluation and algorithm."""
+    for stage in config.stages:
+        if stage.refill_prompts and not config.algorithm.advantage.reject_uniform_groups:
+            yield (
+                f"stage '{stage.name}': refill_prompts = {stage.refill_prompts} makes up for rejected groups, and "
+                "none is with algorithm.advantage.reject_uniform_groups=false; set that to true, or refill_prompts to 0"
+            )
+        every, where = config.evaluate.in_stage(stage).every_steps, "evaluate"
+        if stage.evaluate.every_steps is not None:
+            where = f"stage '{stage.name}': evaluate"
+        if every and not config.evaluate.data:
+            yield (
+                f"{where}.every_steps = {every}, but evaluate.data is empty; name a problem file there, or set "
+                "every_steps to 0"
+            )
+            return
+        plateau = stage.plateau
+        if plateau is None:
+            continue
+        titles = [held_out.title for held_out in config.evaluate.data]
+        if not is_metric(plateau.metric, titles):
+            yield (
+                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' is no metric of this run; docs/schemas.md "
+                "lists them" + (f", and its held-out sets are {titles}" if titles else "")
+            )
+        elif plateau.metric.startswith("evaluation/") and not every:
+            yield (
+                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' needs evaluations within the stage, and "
+                "evaluate.every_steps is 0; set it, here or in the stage"
+            )
+        elif 2 * plateau.window * (every if plateau.metric.startswith("evaluation/") else 1) > stage.steps:
+            yield (
+                f"stage '{stage.name}': plateau.window = {plateau.window} values take more than half of the stage's "
+                f"{stage.steps} steps: no second block would be full, and the plateau could never end it; lower window "
+                "or raise steps"
+            )
+
+
+def _problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
+    """Yield a line for each stage that draws more prompts per step than there are problems."""
+    for stage in config.stages:
+        there = within_reach(config, stage, problems)
+        if stage.prompts_per_step > there:
+            yield (
+                f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {there} "
+                + ("problems in the sources of the stage's mixture" if stage.mixture else "problems")
+                + ", and those of a step all differ; lower prompts_per_step or add problems"
+            )
+
+
+def within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
+    """Return the number of problems in the stage's sources, each counted once."""
+    return sum(count for count, repeat in zip(problems, config.repeats(stage), strict=True) if repeat)
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from or1_megatron.config.schema import Config, StageConfig
-from or1_megatron.sizing.conflicts import Device, conflicts, longest_row, padded_sequence
+from or1_megatron.sizing.conflicts import Device, conflicts, longest_row, padded_sequence, within_reach
 from or1_megatron.sizing.memory import ProcessMemory, process_memory
-from or1_megatron.sizing.stage_rules import problem_warnings
 from or1_megatron.weights.shape import Shape
 from or1_verify.errors import UserError
 
@@ -63,7 +62,7 @@ def plan(
         memory=process_memory(config, shape, device),
         problems=None if problems is None else tuple(problems),
         held_out=None if held_out is None else tuple(held_out),
-        warnings=(*_warnings(config), *(() if problems is None else problem_warnings(config, problems))),
+        warnings=(*_warnings(config), *(() if problems is None else _problem_warnings(config, problems))),
     )
 
 
@@ -139,4 +138,14 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             yield (
                 f"stage '{stage.name}': top_p = {stage.top_p:g}: responses are drawn from the nucleus, but log-probs, "
                 "ratios and entropies are of the whole distribution; the gradient is biased"
+            )
+
+
+def _problem_warnings(config: Config, problems: Sequence[int]) -> Iterator[str]:
+    for stage in config.stages:
+        spare = within_reach(config, stage, problems) - stage.prompts_per_step
+        if stage.refill_prompts > spare:
+            yield (
+                f"stage '{stage.name}': refill_prompts = {stage.refill_prompts}, but there are {spare} problems beyond "
+                f"prompts_per_step = {stage.prompts_per_step}; no more than those can be drawn"
             )

@@ -15,7 +15,7 @@ import torch
 
 from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
-from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.handoff.transport.choice import check_transport
@@ -66,7 +66,7 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
     folder.create()
     with folder.lock(wait_s):
         if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
-            check_resume(load_config(folder.config), config)
+            check_resume(load_as(Config, folder.config, own=True), config)
     choose_layers(config.parallel, config.model.dtype)
     check_transport(config, torch.cuda.is_available())
     check_engine_args(config.rollout)
@@ -169,7 +169,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
     begin.check(schedule, state["steps_done"])
     before = RunFolder(begin.checkpoint.parent.parent).config
     if before.is_file():
-        check_next_stage(load_config(before), config, begin.checkpoint)
+        check_next_stage(load_as(Config, before, own=True), config, begin.checkpoint)
     if whole:
         check_manifest(begin.checkpoint)
     return begin

@@ -147,6 +147,7 @@ STATEMENTS = {
     "split": "How many zeros does one hundred factorial have at its end?",
     "silly": "Which whole number is one more than forty-one, dear reader?",
 }
+ROWS = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
 
 
 def test_code_is_not_judged(tmp_path: Path) -> None:
@@ -182,9 +183,8 @@ def test_votes_of_several_judges_decide(tmp_path: Path) -> None:
             vote({"vague": "ynyy", "split": "yyyy" if body["model"] == "a" else "yyyn"}.get(name, "yyyy"))
         )
 
-    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
-        made = recipe(tmp_path, rows, judges=judging(url, "a", "b"))
+        made = recipe(tmp_path, ROWS, judges=judging(url, "a", "b"))
         build(made, open_sampler, say)
     stays = {row.statement: row.notes["votes"] for row in kept(made.out)}
     assert stays == {STATEMENTS["good"]: {"for": 8, "readable": 8, "of": 8}}
@@ -211,9 +211,8 @@ def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path
             else completion(vote("yyyy"))
         )
 
-    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
-        made = recipe(tmp_path, rows, judges=judging(url, "a", keep_at_least=4))
+        made = recipe(tmp_path, ROWS, judges=judging(url, "a", keep_at_least=4))
         broken = True
         with pytest.raises(DataError, match=r"step 'judges': 4 of 16 requests to 'a' were not answered \(first: .*500.*"
                            r"out of memory.*\); the answers that came are kept"):  # fmt: skip
@@ -233,9 +232,8 @@ def test_a_model_that_only_babbles_is_no_judge(tmp_path: Path) -> None:
         asked += 1
         return completion("Beautiful! I vote yes.")
 
-    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
-        made = recipe(tmp_path, rows, judges=judging(url, "a", keep_at_least=1))
+        made = recipe(tmp_path, ROWS, judges=judging(url, "a", keep_at_least=1))
         for _ in range(2):
             with pytest.raises(DataError, match=r"16 of 16 answers of 'a' hold no vote"):
                 build(made, open_sampler, say)
@@ -259,10 +257,9 @@ def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path, monkey
         asked += 1
         return completion(f"</think>\\boxed{{{asked % 2}}}")
 
-    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
     with serving(answer) as url:
         models = (SampledModel(name="m", endpoint=url, concurrent=1, tries=1),)
-        made = recipe(tmp_path, rows, difficulty=DifficultyConfig(models=models, samples_math=2))
+        made = recipe(tmp_path, ROWS, difficulty=DifficultyConfig(models=models, samples_math=2))
         with (
             pytest.raises(
                 DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
@@ -276,7 +273,7 @@ def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path, monkey
         assert asked == 10
         assert [row.difficulty for row in kept(made.out)] == [{"m": 8}] * 4
         more = DifficultyConfig(models=models, samples_math=3)
-        build(recipe(tmp_path, rows, difficulty=more), open_sampler, say)
+        build(recipe(tmp_path, ROWS, difficulty=more), open_sampler, say)
     assert asked == 14
     assert {row.difficulty["m"] for row in kept(made.out)} == {5, 11}  # 1 or 2 failures in 3, in sixteenths
 

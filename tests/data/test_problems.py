@@ -1,11 +1,19 @@
-"""Loading of problem files. Rows are written by hand in the published schema; what is not tested is the real data set
-itself, which is not on this machine."""
+"""Loading of problem files, and their unusable rows: which, on which line, counted by which reason, in one pass.
+
+Rows are written by hand in the published schema; what is not tested is the real data set itself, which is not on this
+machine. More of what makes a row unusable is in test_published and verify/; the commands are tried in
+train/test_unusable_rows, test_pipeline, evaluate/test_eval_command and verify/test_verify_command.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +23,7 @@ import pytest
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_verify.math.verifier import MathVerifier
-from or1_verify.problems.rows import DataError
+from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import UnusableRows
 
 
@@ -34,6 +42,12 @@ def write(folder: Path, *rows: Any) -> Path:
     path = folder / "train.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    with closing(MathVerifier(timeout_s=60)) as made:
+        yield made
 
 
 def test_a_skywork_row_becomes_a_problem(tmp_path: Path) -> None:
@@ -69,7 +83,7 @@ def test_plain_rows(tmp_path: Path, answer: Any, ground_truth: str) -> None:
     assert (problem.source, problem.ability, problem.ground_truth) == ("train", "math", ground_truth)
 
 
-def test_golds_of_the_released_evaluation_files(tmp_path: Path) -> None:
+def test_golds_of_the_released_evaluation_files(tmp_path: Path, verifier: MathVerifier) -> None:
     """A parquet with the columns of Skywork-OR1's or1_data/eval/aime24.parquet and aime25.parquet, whose golds are one
     answer as it is: the verifier takes 25 for 025. It does not prove that an interval is read as one."""
     golds = {"204": "204", "025": "25", "336^\\circ": "336^\\circ", "-1.5": "-1.5", '"x+1"': "1+x", '["7", "8"]': "8"}
@@ -87,16 +101,12 @@ def test_golds_of_the_released_evaluation_files(tmp_path: Path) -> None:
         "-1.5",
         "x+1",
     ]
-    verifier = MathVerifier(timeout_s=60)
-    try:
-        unusable = UnusableRows()
-        assert check_ground_truths(problems, {"math": verifier}, unusable) == problems and not len(unusable)
-        for problem, answer in zip(problems, golds.values(), strict=True):
-            for said, status in ((answer, "right"), ("1/3", "wrong")):
-                verdict = verifier.verify(problem, f"</think>\\boxed{{{said}}}", truncated=False)
-                assert verdict.status == status, (problem.ground_truth, said, verdict)
-    finally:
-        verifier.close()
+    unusable = UnusableRows()
+    assert check_ground_truths(problems, {"math": verifier}, unusable) == problems and not len(unusable)
+    for problem, answer in zip(problems, golds.values(), strict=True):
+        for said, status in ((answer, "right"), ("1/3", "wrong")):
+            verdict = verifier.verify(problem, f"</think>\\boxed{{{said}}}", truncated=False)
+            assert verdict.status == status, (problem.ground_truth, said, verdict)
 
 
 def without(key: str) -> dict[str, Any]:
@@ -137,25 +147,21 @@ def test_a_bad_row_is_refused_by_file_line_and_field(tmp_path: Path, case: str) 
         assert word in message, message
 
 
-def test_golds_without_text_and_unknown_abilities_are_refused_by_row(tmp_path: Path) -> None:
-    verifier = MathVerifier(timeout_s=60)
-    try:
-        bad = row("bad", reward_model={"ground_truth": json.dumps(["1", " "]), "style": "rule"})
-        worse = [
-            row(gold, data_source="other", reward_model={"ground_truth": gold}) for gold in ('["2', "nan", "null", "{}")
-        ]
-        problems = load_problems(write(tmp_path, row(), bad, row(ability="cooking", data_source="other"), *worse))
-        unusable = UnusableRows()
-        assert check_ground_truths(problems, {"math": verifier}, unusable) == problems[:1]
-        with pytest.raises(DataError) as caught:
-            unusable.refuse()
-        first, second, third, *others = str(caught.value).splitlines()
-        assert first.startswith("6 unusable rows")
-        assert len(others) == 4 and all("expected a JSON list" in line for line in others)
-        assert re.search(r"train\.jsonl:2: field 'ground_truth': expected a JSON list .*found ' ' among", second)
-        assert re.search(r"train\.jsonl:3: field 'ability': found 'cooking', expected one of: math", third)
-    finally:
-        verifier.close()
+def test_golds_without_text_and_unknown_abilities_are_refused_by_row(tmp_path: Path, verifier: MathVerifier) -> None:
+    bad = row("bad", reward_model={"ground_truth": json.dumps(["1", " "]), "style": "rule"})
+    worse = [
+        row(gold, data_source="other", reward_model={"ground_truth": gold}) for gold in ('["2', "nan", "null", "{}")
+    ]
+    problems = load_problems(write(tmp_path, row(), bad, row(ability="cooking", data_source="other"), *worse))
+    unusable = UnusableRows()
+    assert check_ground_truths(problems, {"math": verifier}, unusable) == problems[:1]
+    with pytest.raises(DataError) as caught:
+        unusable.refuse()
+    first, second, third, *others = str(caught.value).splitlines()
+    assert first.startswith("6 unusable rows")
+    assert len(others) == 4 and all("expected a JSON list" in line for line in others)
+    assert re.search(r"train\.jsonl:2: field 'ground_truth': expected a JSON list .*found ' ' among", second)
+    assert re.search(r"train\.jsonl:3: field 'ability': found 'cooking', expected one of: math", third)
 
 
 def test_copies_are_folded_and_two_answers_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,3 +200,87 @@ def test_difficulty_filter(tmp_path: Path) -> None:
     assert not unusable and filter_by_difficulty(problems, "N", unusable) == []
     with pytest.raises(DataError, match=r"4 no model_difficulty of 'N'(.|\n)*:1: .*no entry for 'N' \(measured: M\)"):
         unusable.refuse()
+
+
+GOOD = {"prompt": "What is 1+1, number %d?", "answer": "2"}
+BAD_GOLD = {"prompt": "What is it, number %d?", "answer": " "}
+NOT_JSON, NO_ANSWER, TWICE = '{"prompt": "q', {"prompt": "Number %d."}, {"prompt": "Again?", "answer": "1"}
+REASONS = {
+    "bad gold": "ground truth cannot be used",
+    "not json": "not a JSON object",
+    "no answer": "columns of no known layout",
+    "twice": "the same problem as an earlier row, with another answer",
+}
+
+
+def mixed_rows() -> tuple[list[str], dict[int, str]]:
+    """Lines of a file, the first one blank, and the fault of each bad one by its number: 60 golds, 9 others."""
+    kinds = ["bad gold"] * 60 + ["not json"] * 3 + ["no answer"] * 3 + ["twice"] * 3 + ["good"] * 30
+    lines, faults = [""], dict[int, str]()
+    lines.append(json.dumps(TWICE))
+    for place in range(len(kinds)):
+        kind = kinds[place * 37 % len(kinds)]  # 37 and 99 share no divisor: each once, in mixed order
+        row: Any = {"bad gold": BAD_GOLD, "no answer": NO_ANSWER, "twice": {**TWICE, "answer": "2"}, "good": GOOD}.get(
+            kind
+        )
+        if row is not None:
+            row = {**row, "prompt": row["prompt"].replace("%d", str(place))}
+        lines.append(NOT_JSON if row is None else json.dumps(row))
+        if kind != "good":
+            faults[len(lines)] = kind
+    return lines, faults
+
+
+def test_all_of_a_file_are_found_in_one_pass_each_on_its_line(tmp_path: Path, verifier: MathVerifier) -> None:
+    lines, faults = mixed_rows()
+    path, listed = tmp_path / "train.jsonl", tmp_path / "run" / "unusable_rows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    unusable = UnusableRows()
+    usable = check_ground_truths(load_problems(path, None, unusable), {"math": verifier}, unusable)
+    assert len(usable) == 31 and len(unusable) == len(faults) == 69
+    with pytest.raises(DataError) as caught:
+        unusable.settle("refuse", listed, "data.unusable=drop")
+    said = str(caught.value).splitlines()
+    counts = Counter(REASONS[kind] for kind in faults.values())
+    assert said[0] == "69 unusable rows (" + ", ".join(f"{n} {reason}" for reason, n in counts.most_common()) + "):"
+    places = [int(re.match(rf"  {re.escape(str(path))}:(\d+): ", line)[1]) for line in said[1:21]]  # type: ignore[index]
+    assert places == sorted(faults)[:20]
+    assert said[21:] == [
+        f"  and 49 more; {listed} lists them",
+        "Correct them, or leave them out with data.unusable=drop",
+    ]
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert {int(row["row"].rsplit(":", 1)[1]): row["reason"] for row in rows} == {
+        line: REASONS[kind] for line, kind in faults.items()
+    }
+    assert all(row["message"].startswith(row["row"] + ": ") for row in rows)
+
+
+def test_rows_that_are_left_out_are_counted_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unusable = UnusableRows()
+    unusable.settle("drop", tmp_path / "none.jsonl", "x")
+    assert not caplog.records and not (tmp_path / "none.jsonl").exists()
+    for line in (10, 9):
+        unusable.add(RowError(f"b.jsonl:{line}", "not a JSON object", "x"))
+    unusable.add(RowError("a.jsonl:11", "no date", "y"))
+    with caplog.at_level(logging.WARNING):
+        unusable.settle("drop", tmp_path / "listed.jsonl", "data.unusable=drop")
+    expected = "data.unusable=drop: 3 unusable rows (2 not a JSON object, 1 no date) left out;"
+    assert caplog.messages == [f"{expected} {tmp_path / 'listed.jsonl'} lists them"]
+    rows = [json.loads(line)["row"] for line in (tmp_path / "listed.jsonl").read_text().splitlines()]
+    assert rows == ["a.jsonl:11", "b.jsonl:9", "b.jsonl:10"]
+
+
+def test_a_file_of_nothing_but_bad_rows_is_named_as_such(tmp_path: Path) -> None:
+    """One row: its message alone; a million would not be held in memory, and are counted still."""
+    path = tmp_path / "train.jsonl"
+    path.write_text(NOT_JSON + "\n")
+    with pytest.raises(DataError) as caught:
+        load_problems(path)
+    assert str(caught.value).startswith(f"{path}:1: not a JSON object") and "\n" not in str(caught.value)
+    unusable = UnusableRows()
+    for line in range(30_000):
+        unusable.add(RowError(f"x.jsonl:{line}", "not a JSON object", "x"))
+    with pytest.raises(DataError, match=r"30000 unusable rows(.|\n)*29980 more; .*d.jsonl lists the first 10000"):
+        unusable.refuse(tmp_path / "listed.jsonl")
+    assert len((tmp_path / "listed.jsonl").read_text().splitlines()) == 10_000

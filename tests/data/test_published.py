@@ -1,13 +1,18 @@
-"""Problem files as they are published for RL, and as other programs write them: small copies of their first rows.
+"""Problem files and folders as published, and as other programs write them: small copies of their first rows.
 
-The columns are those of the sets' pages on the hub in 2026. Not proven here: that every row of a set can be used.
+The columns are those of the sets' pages on the hub in 2026. Sets on the hub are in test_hub. Not proven here: that
+every row of a set can be used.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import math
+import pickle
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +23,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from or1_megatron.config.schema import SourceConfig
-from or1_megatron.data.problems import load_problems
+from or1_megatron.data.problems import check_ground_truths, is_hub_id, load_problems
 from or1_megatron.sizing.dry_run import _count_rows
 from or1_verify.code.ground_truth import parse_code_tests
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
 from or1_verify.problems.layouts import detect_layout, read_published
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.unusable import UnusableRows
+from or1_verify.types import Message, Problem
 
 ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
 VERL = {"prompt": ASKED, "reward_model": {"ground_truth": "7", "style": "rule-lighteval/MATH_v2"}}
@@ -225,3 +233,221 @@ def test_what_is_no_problem_is_unusable(kind: str, tmp_path: Path) -> None:
 def test_a_column_of_pictures_without_one_is_no_fault(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}?", "answer": "7", "image": value} for number, value in enumerate((0, None))]
     assert len(load_problems(write(tmp_path, rows))) == 2
+
+
+def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:
+    return {
+        "data_source": "train-math-numinamath1.5_olympiads",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"ground_truth": '["1"]', "style": "rule"},
+        "extra_info": {"index": 0, "model_difficulty": difficulty or {"M": 3}},
+    }
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder laid out as Skywork-OR1-RL-Data: data/SPLIT-NNNNN-of-NNNNN.parquet."""
+    (tmp_path / "data").mkdir()
+    for name, contents in {"math-00000-of-00002": "ab", "math-00001-of-00002": "c", "code-00000-of-00001": "d"}.items():
+        write(tmp_path / "data", [skywork(f"problem {content}") for content in contents], f"{name}.parquet")
+    return tmp_path
+
+
+def contents(problems: list[Problem]) -> list[str]:
+    return [problem.messages[0].content[-1] for problem in problems]
+
+
+def test_a_folder_is_read_by_split(published: Path) -> None:
+    assert contents(load_problems(published, split="math")) == ["a", "b", "c"]
+    assert contents(load_problems(published)) == ["d", "a", "b", "c"]
+    with pytest.raises(DataError, match=r"no file of split 'train'; expected train\.jsonl.*code-00000"):
+        load_problems(published, split="train")
+    (published / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no file of problems \(\.jsonl"):
+        load_problems(published / "empty")
+
+
+def test_a_hub_id_is_not_a_path(tmp_path: Path) -> None:
+    """What sets on the hub give, and what is said of those that cannot be reached: test_hub."""
+    assert is_hub_id(Path("Skywork/Skywork-OR1-RL-Data"))
+    assert not is_hub_id(Path("data/train.jsonl")) and not is_hub_id(tmp_path)
+
+
+LCB: dict[str, Any] = {
+    "question_title": "Twice", "question_content": "Read a number, print its double.", "platform": "atcoder",
+    "question_id": "abc001_a", "contest_date": "2024-08-10T00:00:00", "starter_code": "", "difficulty": "easy",
+    "public_test_cases": json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
+    "private_test_cases": "", "metadata": "{}",
+}  # fmt: skip
+
+
+def packed(value: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> None:
+    hidden = json.dumps([{"input": "5\n", "output": "10\n", "testtype": "stdin"}])
+    call = {"input": "3", "output": "6", "testtype": "functional"}
+    rows = [
+        LCB | {"private_test_cases": packed(hidden)},
+        LCB | {"question_content": "Complete it.", "starter_code": "class Solution:\n    def twice(self, n):",
+               "public_test_cases": json.dumps([call]), "metadata": json.dumps({"func_name": "twice"})},
+    ]  # fmt: skip
+    stdin, function = load_problems(write(tmp_path, rows, "lcb.jsonl"))
+    first, second = parse_code_tests(stdin.ground_truth).tests
+    assert (first.stdin, first.expected, second.stdin, second.expected) == (b"1\n", "2\n", b"5\n", "10\n")
+    assert (stdin.ability, stdin.source) == ("code", "lcb_atcoder")
+    (only,) = parse_code_tests(function.ground_truth).tests
+    assert (only.function, only.arguments, only.expected) == ("twice", [3], 6)
+    assert "def twice(self, n):" in function.messages[0].content
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/should/never/be/called"),))
+
+
+@pytest.mark.parametrize(
+    "bad", [packed(Evil()), "no base64 !", base64.b64encode(b"no zlib").decode(), "[1]", '{"a": 1}']
+)
+def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n" * 3 + json.dumps(LCB | {"private_test_cases": bad}) + "\n")
+    unusable = UnusableRows()
+    check_ground_truths(load_problems(path), {"code": Reading()}, unusable)
+    with pytest.raises(DataError, match=r"x\.jsonl:4: field 'ground_truth': private_test_cases"):
+        unusable.refuse()
+
+
+class Reading:
+    """The code verifier's reading of a ground truth, without its sandbox."""
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        parse_code_tests(problem.ground_truth)
+
+
+def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:
+    forms = [
+        {"ID": "2024-I-1", "Problem": "Find it.", "Solution": "...", "Answer": 204},
+        {"id": 61, "problem": "Find that.", "solution": "...", "answer": "25", "url": "u", "year": "2024"},
+        {"question": "Find this.", "answer": "70"},
+    ]
+    path = write(tmp_path, forms, "aime.jsonl")
+    assert [problem.ground_truth for problem in load_problems(path)] == ['["204"]', '["25"]', '["70"]']
+
+
+def test_livecodebench_prompts_are_its_own_to_the_character() -> None:
+    """SHA-256 of what LiveCodeBench 28fef95's get_deepseek_r1_question_template_answer returns for these two questions,
+    without the chat template's mark of the assistant's turn at the end."""
+    for content, starter, digest in (
+        ("Double it.\n\nSample:\n1\n", "", "e7e5c49d500b7b08"),
+        ("Complete it.", "class Solution:\n    def twice(self, n: int) -> int:\n        ", "62ced0c721884488"),
+    ):
+        read = read_published(LCB | {"question_content": content, "starter_code": starter}, "auto", "f:1")
+        assert hashlib.sha256(read.content.encode()).hexdigest()[:16] == digest
+        assert read.statement == content  # what duplicates are found by
+
+
+HUMANEVAL = {
+    "task_id": "HumanEval/x", "entry_point": "third", "canonical_solution": "    return sorted(xs)[:3]\n",
+    "prompt": 'from typing import List\n\n\ndef third(xs: List[int]) -> List[int]:\n    """ The three smallest. """\n',
+    "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n"
+            "    assert tuple(candidate([3, 1, 2])) == tuple(third([1, 3, 2]))\n"
+            "    assert candidate([4, 9, 4, 5]) == [4, 4, 5]\n",
+}  # fmt: skip
+MBPP = {
+    "task_id": 11, "text": "Write a function to add.", "code": "def add(a, b):\n    return a + b",
+    "test_setup_code": "three = 3",
+    "test_list": ["assert add(1, 2) == three", "assert add(0, -1) == -1"], "challenge_test_list": [],
+}  # fmt: skip
+SANITIZED = {
+    "source_file": "f", "task_id": 7, "prompt": "Write a function to find the square root.",
+    "code": "import math\ndef root(n):\n    return math.sqrt(n)", "test_imports": ["from math import isclose"],
+    "test_list": ["assert isclose(root(2), 2**0.5)"],
+}  # fmt: skip
+PLUS = {
+    **SANITIZED, "code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3"],
+    "test": "import numpy as np\n\ndef assertion(out, exp, atol):\n    assert out == exp\n\ninputs = [[1, 2], [4, 5]]\n"
+            "results = [3, 9]\nfor i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+            "    assertion(add(*inp), exp, 0)\n",
+}  # fmt: skip
+
+
+def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
+    """Rows with the columns of openai_humaneval, mbpp, full and sanitized, and mbppplus, which has more tests than it
+    shows: their solutions pass in the sandbox, and others fail. It does not prove that every published row can be
+    used."""
+    verifier = CodeVerifier(VerifyConfig(timeout_s=60))
+    try:
+        for row, wrong in (
+            (HUMANEVAL, "def third(xs):\n    return xs[:3]"),
+            (MBPP, "def add(a, b):\n    return a - b"),
+            (SANITIZED, "def root(n):\n    return n"),
+            (PLUS, "def add(a, b):\n    return 3"),
+        ):
+            read = read_published(row, "auto", "f:1")
+            message = Message("user", read.content)
+            problem = Problem("p", "s", read.ability, (message,), read.ground_truth, {}, "f:1")
+            for program, status in ((read.solutions[0], "right"), (wrong, "wrong")):
+                verdict = verifier.verify(problem, f"</think>\n```python\n{program}\n```", truncated=False)
+                assert verdict.status == status, (row["task_id"], verdict)
+    finally:
+        verifier.close()
+    asked = read_published(MBPP, "auto", "f:1").content
+    assert "Write a function to add. Your code should pass these tests:\n\nassert add(1, 2) == three\nassert" in asked
+    assert "```python\nfrom typing import List" in read_published(HUMANEVAL, "auto", "f:1").content
+
+
+def test_math_benchmarks_in_their_published_columns() -> None:
+    """MATH-500, amc23 (a float), minervamath, OlympiadBench (a list between dollars), GSM8K (after ####), and MATH as
+    first published (in a box; without one there is no answer)."""
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"problem": "p", "solution": "s", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2,
+          "unique_id": "u"}, "\\frac{1}{2}"),
+        ({"id": 0, "question": "p", "answer": 27.0, "url": "u"}, "27"),
+        ({"question": "p", "answer": "4.5e33"}, "4.5e33"),
+        ({"id": 1606, "question": "p", "solution": ["s"], "final_answer": ["$\\frac{1}{2}$"], "context": None,
+          "is_multiple_answer": False, "unit": None, "answer_type": "Numerical", "subfield": "Algebra"},
+         "\\frac{1}{2}"),
+        ({"question": "p", "solution": ["s"], "final_answer": ["$3$", "$5$"]}, "3, 5"),
+        ({"question": "p", "answer": "18 - 2 = <<18-2=16>>16.\n#### 1,216"}, "1216"),
+        ({"problem": "p", "level": "Level 5", "type": "Algebra", "solution": "It is \\boxed{\\frac{1}{2}}."},
+         "\\frac{1}{2}"),
+    ]  # fmt: skip
+    for row, gold in rows:
+        read = read_published(row, "auto", "f:1")
+        assert (read.statement, read.ability, json.loads(read.ground_truth)) == ("p", "math", [gold])
+    assert read_published({"problem": "p", "solution": "1"}, "auto", "f:1").ground_truth == ""
+    with pytest.raises(DataError, match=r"column 'final_answer': found '5' \(str\), expected a list of texts"):
+        read_published({"question": "p", "final_answer": "5"}, "auto", "f:1")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "numinamath": {"problem": "p", "solution": "s", "answer": "1", "question_type": "MCQ", "source": "olympiads"},
+    "deepscaler": {"problem": "p", "answer": "1", "solution": "s"},
+    "still3": {"question": "p", "answer": "1"},
+    "omni_math": {"problem": "p", "answer": "1", "solution": "s", "domain": ["x"], "source": "usamo"},
+    "math": {"problem": "p", "solution": "s", "level": "Level 1", "type": "Algebra"},
+    "taco": {"question": "p", "solutions": '["s"]', "input_output": '{"inputs": [], "outputs": []}',
+             "starter_code": "", "difficulty": "HARD"},
+    "leetcode": {"problem_description": "p", "starter_code": "class S:", "prompt": "import math", "completion": "s",
+                 "entry_point": "S().f", "test": "def check(candidate): ...", "difficulty": "Hard", "task_id": "f"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_layouts_are_told_by_their_columns_and_a_missing_or_wrong_one_is_named(layout: str) -> None:
+    row = PUBLISHED[layout]
+    assert detect_layout(row) == layout
+    read = read_published(row, "auto", "f:1")
+    assert read.statement == "p"
+    assert read.solutions == (() if layout == "still3" else ("s",))
+    first = next(iter(row))
+    without = {name: value for name, value in row.items() if name != first}
+    with pytest.raises(DataError, match=rf"f:1: no column '.*{first}.*layout '{layout}' has; this row has"):
+        read_published(without, layout, "f:1")
+    with pytest.raises(DataError, match=rf"f:1: column '{first}': found 7 \(int\), expected text"):
+        read_published({**row, first: 7}, layout, "f:1")
+    with pytest.raises(DataError, match="are of no known layout; expected prompt and answer"):
+        read_published({"something": "else"}, "auto", "f:1")

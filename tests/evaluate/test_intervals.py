@@ -62,20 +62,6 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert all(0.90 <= hit / rounds <= 1.0 for hit in hits.values()), hits
 
 
-def paired(rng: np.random.Generator, problems: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards [P, 4] of two models whose chances go together."""
-    chances = rng.random(problems)
-    better = np.clip(chances + 0.1 * rng.random(problems), 0, 1)
-    one, two = ((rng.random((problems, 4)) < chance[:, None]).astype(np.float64) for chance in (chances, better))
-    return one, two
-
-
-def pass_at_2(rewards: np.ndarray) -> np.ndarray:
-    """Return [P], by counting pairs of the four samples."""
-    pairs = [list(pair) for pair in combinations(range(4), 2)]
-    return np.array([np.mean([row[pair].any() for pair in pairs]) for row in rewards])
-
-
 def test_a_set_solved_entirely_is_not_certain() -> None:
     score = passed(np.ones((30, 4)), 1)
     assert score.value == 1.0

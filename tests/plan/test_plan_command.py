@@ -1,6 +1,6 @@
 """``or1 plan`` as its user sees it: JSON, tables, refusals; lengths and hardware.
 
-Not proven here: that the times are right (test_engines and test_update_time have the formulas).
+Not proven here: that the times are right (test_engines and test_step_time have the formulas).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.report.page import run_page
 from or1_megatron.report.page.recordings import labels
+from or1_megatron.report.page.responses import TokenTexts
 from or1_megatron.report.page.run_page import Written, write_report
 from or1_megatron.report.page.selection import UnknownRollout, choose, named, thinned
-from or1_megatron.report.page.tokens import TokenTexts
 
 WEB = Path(run_page.__file__).with_name("web")
 

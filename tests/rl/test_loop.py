@@ -149,6 +149,18 @@ class World:
         return rows, state, self.policy.table.detach().numpy()
 
 
+def ran(world: World) -> World:
+    """Return the world after its run."""
+    world.loop.run()
+    return world
+
+
+def stopped_in(world: World, rollout: int | None) -> World:
+    """Return the world after a run that was asked to stop in this rollout."""
+    world.stop_in(rollout)
+    return ran(world)
+
+
 def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     """30 steps lead from guessing to nearly always right; what the second stage solved does not come back; every metric
     of a row is in the table, and every metric of the table comes up in some row."""
@@ -219,8 +231,7 @@ def test_the_observer_is_told_what_the_policy_made_of_each_trained_token(
 
 
 def test_order_of_verbs(tmp_path: Path) -> None:
-    world = World(tmp_path, [STAGE.model_copy(update={"steps": 1})])
-    world.loop.run()
+    world = ran(World(tmp_path, [STAGE.model_copy(update={"steps": 1})]))
     before = [(0, "hand_off"), (0, "evaluate")]
     first = ["begin_stage", "take_problems", "roll_out", "verify", "sample_ahead", "observe", "assign_advantages"]
     then = ["reject", "score", "read_entropy", "batch", "update", "control_entropy"]
@@ -253,8 +264,7 @@ def test_an_on_policy_step_needs_no_score_and_its_entropy_is_of_the_rollout_buff
     """N_SGD is 1. The engines run the policy's own weights, so they differ by fp32 rounding alone. e_1 of the uniform
     table over 8 tokens is log 8, also of rejected groups, and below the target of 5: alpha is on, but c_0 = 0; from
     then on it rises by delta a step."""
-    world = World(tmp_path)
-    world.loop.run()
+    world = ran(World(tmp_path))
     rows, row = world.diary.rows, world.diary.rows[1]
     assert "score" not in world.policy.calls
     assert all(isinstance(o, ClippedPolicyLoss) and o.on_policy for _, o in world.policy.updates)
@@ -269,8 +279,7 @@ def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
     """D_R / D_T = 4 and reuse 2 give 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are from before
     the first of them; alpha does not move in between; the controller moves once."""
     stage = STAGE.model_copy(update={"steps": 2, "prompts_per_step": 16, "prompts_per_update": 4, "reuse": 2})
-    world = World(tmp_path, [stage], evaluate_every=0)
-    world.loop.run()
+    world = ran(World(tmp_path, [stage], evaluate_every=0))
     assert world.policy.calls[:11] == ["hand_off", "score", *["update"] * 8, "hand_off"]
     row, kept = world.diary.rows[1], world.diary.rolled[1][2]
     assert row["sgd/steps"] == 8 and len(kept) == row["groups/kept"] >= 4
@@ -299,8 +308,7 @@ def compare(resumed: World, whole: World) -> None:
 @pytest.mark.parametrize("stop_at", range(1, 12))
 def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int) -> None:
     """It is stopped in each of its rollouts, those of evaluations too (before training, after steps 2, 4 and 6)."""
-    whole = World(tmp_path / "whole")
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole"))
     assert whole.rollouts.calls == 10
     first = World(tmp_path / "run")
     first.stop_in(stop_at)
@@ -316,8 +324,7 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
 @pytest.mark.parametrize("killed_in", range(2, 7))
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, killed_in: int) -> None:
     """There is one after each step. Not proven here: that it is whole (checkpoint/test_killed_saves.py)."""
-    whole = World(tmp_path / "whole")
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole"))
     first = World(tmp_path / "run", every_steps=1)
     assign, steps = first.loop.assign_advantages, iter(range(1, 7))
 
@@ -343,8 +350,7 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness
     and not trained is in the checkpoint: with staleness, sampled again it would be of newer weights."""
     stages = TWO_STAGES if staleness == 0 else (STAGE.model_copy(update={"steps": 6}),)
     options: dict[str, Any] = {"changes": {"max_staleness": staleness}, "evaluated": staleness == 0}
-    whole = World(tmp_path / "whole", stages, **options)
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole", stages, **options))
     first = World(tmp_path / "run", stages, **options)
     started: Callable[[int, str], None] = first.diary.verb_started
 
@@ -375,8 +381,7 @@ def test_engines_that_go_with_their_node_stop_the_run(tmp_path: Path, asked_at: 
     assert not first.loop.run().finished
     second = World(tmp_path / "run", evaluate_every=3, changes=changes, diary=first.diary)
     assert second.loop.run().finished
-    whole = World(tmp_path / "whole", evaluate_every=3, changes=changes)
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole", evaluate_every=3, changes=changes))
     compare(second, whole)
 
 
@@ -458,8 +463,7 @@ def test_a_checkpoint_counts_when_it_is_written(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     """The error is raised a step later; older checkpoints stay, and the run resumes from them."""
-    whole = World(tmp_path / "whole", every_steps=1)
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole", every_steps=1))
     world = World(tmp_path / "run", every_steps=1)
     save, finish = world.policy.save, world.policy.finish_save
 
@@ -531,15 +535,11 @@ def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
     """No entropy of eight tokens reaches this bound: that is one episode over the whole run, which a resume does not
     begin again."""
     safety = SafetyConfig(low_entropy=10.0)
-    first = World(tmp_path, evaluated=False, safety=safety)
-    first.stop_in(3)
-    first.loop.run()
-    second = World(tmp_path, evaluated=False, safety=safety, diary=first.diary)
-    second.loop.run()
+    first = stopped_in(World(tmp_path, evaluated=False, safety=safety), 3)
+    ran(World(tmp_path, evaluated=False, safety=safety, diary=first.diary))
     assert len(first.diary.alarms) == 1 and "alarm 'entropy' at step 1" in first.diary.alarms[0]
     assert [row["alarm/entropy"] for row in first.diary.rows.values() if "alarm/entropy" in row] == [1.0] * 6
-    quiet = World(tmp_path / "quiet", evaluated=False, safety=safety.model_copy(update={"alarms": False}))
-    quiet.loop.run()
+    quiet = ran(World(tmp_path / "quiet", evaluated=False, safety=safety.model_copy(update={"alarms": False})))
     assert quiet.diary.alarms == [] and "alarm/entropy" not in quiet.diary.rows[1]
 
 

@@ -6,10 +6,11 @@ What these do not prove: anything of Megatron, or that an option makes for bette
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from test_loop import STAGE, World, compare
+from test_loop import STAGE, World, compare, ran, stopped_in
 
 from or1_megatron.config.schema import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
@@ -21,8 +22,7 @@ OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_updat
 
 def test_entropy_of_kept_groups_alone(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(entropy=EntropyConfig(target=5.0, measured_on="kept"))
-    world = World(tmp_path, [STAGE.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
-    world.loop.run()
+    world = ran(World(tmp_path, [STAGE.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm))
     row, kept = world.diary.rows[2], world.diary.rolled[2][2]
     log_probs = np.concatenate([c.log_probs for g in kept for c in g.group.completions])
     assert (
@@ -36,10 +36,9 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
     grown = {}
     for beta in (0.0, 1.0):
         algorithm = AlgorithmConfig(kl=KLConfig(coefficient=beta, reference=Path("start")))
-        world = World(
-            tmp_path / str(beta), [STAGE.model_copy(update={"steps": 8})], evaluate_every=0, algorithm=algorithm
+        world = ran(
+            World(tmp_path / str(beta), [STAGE.model_copy(update={"steps": 8})], evaluate_every=0, algorithm=algorithm)
         )
-        world.loop.run()
         rows = world.diary.rows
         assert world.policy.calls.count("score_reference") == 8 and "score" not in world.policy.calls
         assert rows[1]["policy/kl"] == pytest.approx(0, abs=1e-12)
@@ -57,8 +56,7 @@ def test_the_engines_log_probs_stay_beside_the_policys(tmp_path: Path) -> None:
     for mode in ("off", "masked"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         stage = OFF_POLICY.model_copy(update={"steps": 1})
-        world = World(tmp_path / mode, [stage], evaluate_every=0, algorithm=algorithm)
-        world.loop.run()
+        world = ran(World(tmp_path / mode, [stage], evaluate_every=0, algorithm=algorithm))
         rows = [row for batch, _ in world.policy.updates for rank in batch.ranks for row in rank]
         engines = np.concatenate(
             [row.engine_log_probs[row.loss_mask] for row in rows if row.engine_log_probs is not None]
@@ -106,13 +104,12 @@ EVERYTHING = AlgorithmConfig.model_validate(
 @pytest.mark.parametrize("stop_at", [2, 3])
 def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     stages = [OFF_POLICY]
-    whole = World(tmp_path / "whole", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
-    whole.loop.run()
-    first = World(tmp_path / "run", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
-    first.stop_in(stop_at)
-    assert not first.loop.run().finished
-    second = World(tmp_path / "run", stages, 1000, 0, False, algorithm=EVERYTHING, diary=first.diary)
-    assert second.loop.run().finished
+    options: dict[str, Any] = {"evaluate_every": 0, "evaluated": False, "algorithm": EVERYTHING}
+    whole = ran(World(tmp_path / "whole", stages, **options))
+    first = stopped_in(World(tmp_path / "run", stages, **options), stop_at)
+    assert not first.loop.finished
+    second = ran(World(tmp_path / "run", stages, **options, diary=first.diary))
+    assert second.loop.finished
     compare(second, whole)
     assert all(row.weights is not None for batch, _ in whole.policy.updates for rank in batch.ranks for row in rank)
 
@@ -133,8 +130,7 @@ def test_objectives_of_sequences_and_of_the_batch_learn(
     aggregation = "response_mean" if objective["name"] == "gspo" else "token_mean"
     algorithm = AlgorithmConfig.model_validate({"objective": objective, "loss": {"aggregation": aggregation}})
     steps = [stage.model_copy(update={"steps": 14})]
-    world = World(tmp_path, steps, evaluate_every=0, algorithm=algorithm, changes={"one_pass": True})
-    world.loop.run()
+    world = ran(World(tmp_path, steps, evaluate_every=0, algorithm=algorithm, changes={"one_pass": True}))
     trained = [row for step, row in world.diary.rows.items() if step and row["sgd/steps"] == stage.sgd_steps]
     assert len(trained) > 3 and world.policy.calls.count("score") >= passes * len(trained)
     assert (world.policy.calls.count("score") == 0) == (passes == 0)
@@ -146,8 +142,7 @@ def test_dr_grpo_takes_the_length_of_its_batch(tmp_path: Path) -> None:
     """length_share is T_k / (R T) of each SGD step's own mini-batch."""
     chosen = {"objective": {"name": "dr_grpo"}, "advantage": {"scale": "none"}}
     algorithm = AlgorithmConfig.model_validate(chosen)
-    world = World(tmp_path, [OFF_POLICY.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
-    world.loop.run()
+    world = ran(World(tmp_path, [OFF_POLICY.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm))
     longest = OFF_POLICY.max_response_tokens
     for batch, objective in world.policy.updates:
         assert isinstance(objective, DrGRPO)

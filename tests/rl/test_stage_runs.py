@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import problem
-from test_loop import PROBLEMS, STAGE, World
+from test_loop import PROBLEMS, STAGE, World, ran, stopped_in
 
 from or1_megatron.checkpoint.manifest import write_manifest
 from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluationConfig
@@ -53,8 +53,7 @@ def begin(folder: Path, step: int, index: int, chosen: bool = False) -> dict[str
 
 
 def test_stage_by_stage_equals_all_in_one_go(tmp_path: Path) -> None:
-    whole = World(tmp_path / "whole")
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole"))
     first = World(tmp_path / "first", changes={"stage_count": 1})
     assert first.loop.run().finished and first.loop.steps_done == 3
     second = World(tmp_path / "second", changes=begin(tmp_path / "first", 3, 1))
@@ -72,11 +71,9 @@ def test_stage_by_stage_equals_all_in_one_go(tmp_path: Path) -> None:
 
 def test_a_stage_run_is_resumed_from_itself(tmp_path: Path) -> None:
     World(tmp_path / "first", changes={"stage_count": 1}).loop.run()
-    whole = World(tmp_path / "whole", changes=begin(tmp_path / "first", 3, 1))
-    whole.loop.run()
-    stopped = World(tmp_path / "run", changes=begin(tmp_path / "first", 3, 1))
-    stopped.stop_in(3)
-    assert stopped.loop.run().steps == 4
+    whole = ran(World(tmp_path / "whole", changes=begin(tmp_path / "first", 3, 1)))
+    stopped = stopped_in(World(tmp_path / "run", changes=begin(tmp_path / "first", 3, 1)), 3)
+    assert stopped.loop.steps_done == 4
     again = World(tmp_path / "run", changes=begin(tmp_path / "first", 3, 1))
     assert again.loop.run().finished and again.diary.resumed_at == [4]
     assert trained(again) == trained(whole)
@@ -118,12 +115,9 @@ PLATEAU = {"metric": "accuracy/all", "window": 2, "gain": 1.0}
 @pytest.mark.parametrize("stop_at", [None, *range(2, 9)])
 def test_a_plateau_ends_a_stage_and_a_resume_decides_the_same(tmp_path: Path, stop_at: int | None) -> None:
     given = stages({"steps": 9, "plateau": PLATEAU}, {"steps": 3})
-    world = World(tmp_path, given, evaluate_every=0)
-    world.stop_in(stop_at)
-    world.loop.run()
+    world = stopped_in(World(tmp_path, given, evaluate_every=0), stop_at)
     if stop_at is not None:
-        world = World(tmp_path, given, evaluate_every=0, diary=world.diary)
-        world.loop.run()
+        world = ran(World(tmp_path, given, evaluate_every=0, diary=world.diary))
     assert world.loop.finished and world.loop.steps_done == 7
     assert [world.diary.rolled[step][0] for step in range(1, 8)] == ["s0"] * 4 + ["s1"] * 3
     assert world.loop.result().after is not None
@@ -145,8 +139,7 @@ def test_a_plateau_at_the_end_is_evaluated_as_an_end(tmp_path: Path) -> None:
 def test_an_evaluation_that_a_stop_left_out_counts_for_the_plateau(tmp_path: Path, verb: str) -> None:
     """The flag goes up in the fourth step, whose evaluation ends the stage: before it, and after."""
     given = stages({"steps": 9, "plateau": {**PLATEAU, "metric": "evaluation/accuracy"}}, {"steps": 2})
-    whole = World(tmp_path / "whole", given, evaluate_every=1)
-    whole.loop.run()
+    whole = ran(World(tmp_path / "whole", given, evaluate_every=1))
     world = World(tmp_path / "run", given, evaluate_every=1)
     started = world.diary.verb_started
     world.diary.verb_started = lambda step, name: (  # type: ignore[method-assign]
@@ -164,8 +157,7 @@ def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
     not_training = ("time/", "evaluation/", "other", "engine/util", "checkpoint/")
     ends = []
     for every, evaluated in ((0, False), (1, True), (2, True)):
-        world = World(tmp_path / f"{every}", evaluate_every=every, evaluated=evaluated, sets=("one", "two"))
-        world.loop.run()
+        world = ran(World(tmp_path / f"{every}", evaluate_every=every, evaluated=evaluated, sets=("one", "two")))
         rows = {
             step: {k: v for k, v in row.items() if not k.startswith(not_training)}
             for step, row in world.diary.rows.items()
@@ -266,8 +258,7 @@ def test_mixture_of_a_stage(tmp_path: Path) -> None:
     given = stages(few, few)
     mixtures = {"mixtures": ((1, 2), (0, 1))}
 
-    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=mixtures))
-    whole.loop.run()
+    whole = ran(with_stream(World(tmp_path / "whole", given, evaluated=False, changes=mixtures)))
     lowest = [min(problems) for problems in problems_of(whole, range(1, 7))]
     assert min(lowest[3:]) >= 6 > min(lowest[:3])
     with_stream(World(tmp_path / "first", given, evaluated=False, changes={**mixtures, "stage_count": 1})).loop.run()
@@ -312,13 +303,10 @@ def test_refill_is_bounded(tmp_path: Path) -> None:
 
 def test_refill_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     given = stages({"prompts_per_step": 4, "prompts_per_update": 2, "refill_prompts": 8, "steps": 4})
-    whole = with_stream(World(tmp_path / "whole", given, evaluated=False))
-    whole.loop.run()
-    stopped = with_stream(World(tmp_path / "run", given, evaluated=False))
-    stopped.stop_in(3)
-    assert stopped.loop.run().steps == 2
-    again = with_stream(World(tmp_path / "run", given, evaluated=False))
-    again.loop.run()
+    whole = ran(with_stream(World(tmp_path / "whole", given, evaluated=False)))
+    stopped = stopped_in(with_stream(World(tmp_path / "run", given, evaluated=False)), 3)
+    assert stopped.loop.steps_done == 2
+    again = ran(with_stream(World(tmp_path / "run", given, evaluated=False)))
     assert trained(again) == trained(whole)
 
 
@@ -331,8 +319,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
     and rho compares with their log-probs."""
     change = {"steps": 4, "refill_prompts": refill}
     given = stages({**change}, {**change, "filter_solved": False})
-    world = with_stream(World(tmp_path / "stale", given, evaluate_every=2, changes=STALE))
-    world.loop.run()
+    world = ran(with_stream(World(tmp_path / "stale", given, evaluate_every=2, changes=STALE)))
     rows = world.diary.rows
     assert [rows[k]["rollout/staleness"] for k in range(1, 9)] == [0, 1, 1, 1, 0, 1, 1, 1]
     # Measures of the distance are of stale responses, too; those that must be rounding alone are not.
@@ -357,8 +344,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
 def test_stale_rollouts_of_a_run_that_goes_on(tmp_path: Path, ends: str) -> None:
     """No prompt is skipped. What is lost is sampled again, with the same seed, from the policy itself: staleness 0."""
     given = stages({"steps": 6})
-    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
-    whole.loop.run()
+    whole = ran(with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE)))
     first = with_stream(World(tmp_path / "run", given, evaluated=False, every_steps=1, changes=STALE))
     if ends.startswith("stopped"):
         first.stop_in(5)
@@ -366,8 +352,7 @@ def test_stale_rollouts_of_a_run_that_goes_on(tmp_path: Path, ends: str) -> None
         first.loop.run()
     else:
         first.run_killed_in(5)
-    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
-    again.loop.run()
+    again = ran(with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE)))
     assert again.diary.resumed_at == [4]
     assert again.diary.rows[5]["rollout/staleness"] == int(ends.startswith("killed"))
     assert again.diary.rows[6]["rollout/staleness"] == 1
@@ -379,9 +364,8 @@ def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) 
     is resumed with two steps in this stage: step 3 is now of the second, where the same place in a step has the same
     seed, and T is 8. The real client is tested in rollout/test_manager."""
     first, second = {"steps": 4}, {"steps": 2, "max_response_tokens": 8, "filter_solved": False}
-    stopped = World(tmp_path, stages(first, second), evaluated=False)
-    stopped.stop_in(3)
-    assert stopped.loop.run().steps == 2
+    stopped = stopped_in(World(tmp_path, stages(first, second), evaluated=False), 3)
+    assert stopped.loop.steps_done == 2
     assert (tmp_path / "checkpoints" / "step_000002" / FINISHED_RESPONSES).is_file()
     again = World(tmp_path, stages({"steps": 2}, second), evaluated=False)
     assert again.loop.run().steps == 4
@@ -394,11 +378,9 @@ def test_a_stage_that_a_resume_moves_forward_begins_with_the_policys_own_respons
     """As above, with stages that sample alike: the next one asks the same prompts with the same seeds, and what was
     sampled ahead is of older weights. The bound of staleness would allow it; a stage's first step is never stale."""
     changes, second = {"max_staleness": 2}, {"steps": 4, "filter_solved": False}
-    stopped = World(tmp_path, stages({"steps": 6}, second), evaluated=False, changes=changes)
-    stopped.stop_in(4)
-    assert stopped.loop.run().steps == 3
-    again = World(tmp_path, stages({"steps": 3}, second), evaluated=False, changes=changes)
-    again.loop.run()
+    stopped = stopped_in(World(tmp_path, stages({"steps": 6}, second), evaluated=False, changes=changes), 4)
+    assert stopped.loop.steps_done == 3
+    again = ran(World(tmp_path, stages({"steps": 3}, second), evaluated=False, changes=changes))
     assert [again.diary.rows[step]["rollout/staleness"] for step in (4, 5, 6, 7)] == [0, 1, 2, 2]
 
 
@@ -406,9 +388,8 @@ def test_a_stage_that_a_resume_moves_forward_begins_with_the_policys_own_respons
 def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, staleness: int) -> None:
     """The run of six steps is stopped in its fourth, and resumed with three: it is over, and nobody asks for them."""
     changes = {"max_staleness": staleness}
-    stopped = World(tmp_path, stages({"steps": 6}), evaluated=False, changes=changes)
-    stopped.stop_in(4)
-    assert stopped.loop.run().steps == 3
+    stopped = stopped_in(World(tmp_path, stages({"steps": 6}), evaluated=False, changes=changes), 4)
+    assert stopped.loop.steps_done == 3
     assert (tmp_path / "checkpoints" / "step_000003" / FINISHED_RESPONSES).is_file()
     again = World(tmp_path, stages({"steps": 3}), evaluated=False, changes=changes)
     assert again.loop.run().finished and not again.rollouts.reused
@@ -417,16 +398,14 @@ def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, 
 def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:
     """The second full block may end the stage (step 4, and does): step 5, of the next, is not sampled ahead."""
     given = stages({"steps": 9, "plateau": PLATEAU}, {"steps": 2})
-    world = with_stream(World(tmp_path, given, evaluated=False, changes=STALE))
-    world.loop.run()
+    world = ran(with_stream(World(tmp_path, given, evaluated=False, changes=STALE)))
     assert [world.diary.rows[k]["rollout/staleness"] for k in range(1, 7)] == [0, 1, 1, 1, 0, 1]
 
 
 def test_times_of_stale_rollouts(tmp_path: Path) -> None:
     """On the fakes' clock nothing really overlaps; what is counted: of decoding 3 s and training 1 s in a lap the
     longer is useful."""
-    world = World(tmp_path, [STAGE.model_copy(update={"steps": 3})], evaluated=False, changes=STALE)
-    world.loop.run()
+    world = ran(World(tmp_path, [STAGE.model_copy(update={"steps": 3})], evaluated=False, changes=STALE))
     rows = world.diary.rows
     for k in (1, 2, 3):
         assert rows[k]["time/step"] - rows[k]["time/other"] == pytest.approx(3)
@@ -468,19 +447,15 @@ def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     prompts and with what was sampled for them."""
     given = stages({"steps": 5}, {"steps": 5, "filter_solved": False})
     changes = {"max_staleness": depth}
-    world = with_stream(World(tmp_path / "deep", given, evaluate_every=2, changes=changes))
-    world.loop.run()
+    world = ran(with_stream(World(tmp_path / "deep", given, evaluate_every=2, changes=changes)))
     behind = [min(k, depth) for k in range(5)]
     assert [world.diary.rows[k]["rollout/staleness"] for k in range(1, 11)] == behind * 2
-    plain = with_stream(World(tmp_path / "plain", given, evaluate_every=2))
-    plain.loop.run()
+    plain = ran(with_stream(World(tmp_path / "plain", given, evaluate_every=2)))
     assert world.loop.state()["stream"] == plain.loop.state()["stream"]
     assert problems_of(world, range(1, 11)) == problems_of(plain, range(1, 11))
-    stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
-    stopped.stop_in(4)
-    assert stopped.loop.run().steps == 3
-    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
-    again.loop.run()
+    stopped = stopped_in(with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes)), 4)
+    assert stopped.loop.steps_done == 3
+    again = ran(with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes)))
     assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [min(3, depth), min(4, depth), 0]
     assert problems_of(again, range(4, 11)) == problems_of(plain, range(4, 11))
     for change in ({"refill_prompts": 8, "prompts_per_step": 4, "prompts_per_update": 4}, {"plateau": PLATEAU}):

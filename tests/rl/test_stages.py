@@ -9,8 +9,7 @@ from fakes import group_of
 
 from or1_megatron.config.schema import PlateauConfig, StageConfig
 from or1_megatron.rl.checks import ResumeError
-from or1_megatron.rl.plateau import Plateau
-from or1_megatron.rl.stages import PassRateLedger, StageSchedule
+from or1_megatron.rl.stages import PassRateLedger, Plateau, StageSchedule
 
 
 def stage(name: str, steps: int) -> StageConfig:

@@ -73,29 +73,23 @@ def test_a_bubblewrap_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "No permissions to create new namespace" in tier["value"] or "Permission denied" in tier["value"]
 
 
-def test_a_driver_out_of_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_out_of_order_or_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = "echo 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18"
     program(tmp_path, "nvidia-smi", script, monkeypatch)
     gpu = findings(machine.gpus)["GPU"]
     assert gpu["status"] == "warning" and "version mismatch" in gpu["value"]
-
-
-def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path, "nvidia-smi", "echo 'NVIDIA H100, 81559 MiB, 535.129.03'", monkeypatch)
     monkeypatch.setattr(machine, "driver_problem", lambda: "install a driver of series 580 or newer")
     driver = findings(machine.gpus)["driver"]
     assert driver["status"] == "missing" and "580" in driver["follows"]
 
 
-def test_a_ray_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    ray = findings(machine.ports)["Ray"]
-    assert ray["status"] == "warning" and "10.0.0.1:6379" in ray["value"]
-
-
-def test_loopback_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_address_in_the_environment_and_loopback_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert findings(machine.ports)["ports"]["status"] == "missing"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = findings(machine.ports)
+    assert found["Ray"]["status"] == "warning" and "10.0.0.1:6379" in found["Ray"]["value"]
+    assert found["ports"]["status"] == "missing"

@@ -1,6 +1,8 @@
-"""The whole self-test on CPU, as lab/benchmarks/gpu/run.sh runs it; what a CPU can carry out of the check "sleep".
+"""The whole self-test on CPU, as lab/benchmarks/gpu/run.sh runs it; what a CPU can carry out of the check "sleep". On a
+GPU each check alone: those that can be made without vLLM and Ray, and with them the others.
 
-Not proven here: that a GPU's memory comes free, Transformer Engine's layers, NCCL, CUDA IPC, and every speed.
+Not proven here: every speed (a check does not fail on them); on CPU that a GPU's memory comes free, Transformer
+Engine's layers, NCCL and CUDA IPC.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.selftest.known_checks import CHECKS
+from or1_megatron.selftest.known_checks import CHECKS, chosen
 
-pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 ELSEWHERE = {"sleep": "GPU", "train-separate": "GPU", "nodes": "one node"}
 """Checks that are not possible on one machine without a GPU, and a word of the reason."""
 
 
+@pytest.mark.slow
 def test_whole_on_cpu(tmp_path: Path) -> None:
     """All that CPU can do passes; the rest says why not; figures and report are where they are looked for."""
     # without this session's mark: its last word would take the script's processes for its own
@@ -46,6 +48,7 @@ def test_whole_on_cpu(tmp_path: Path) -> None:
     assert outcomes["train"]["figures"]["steps"]["value"] == 5
 
 
+@pytest.mark.slow
 def test_sleep_finds_that_a_cpu_frees_nothing(tmp_path: Path) -> None:
     """vLLM accepts sleep on CPU and ignores it: the check goes on to the probe, and says that no memory came free."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(FOLDER), str(ROOT)))}
@@ -54,3 +57,14 @@ def test_sleep_finds_that_a_cpu_frees_nothing(tmp_path: Path) -> None:
     figures = outcome["figures"]
     assert figures["largest log-prob difference after waking, fp32"]["met"], outcome
     assert not figures["memory that came free / memory that the engines took"]["met"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [check.name for check in chosen(())])
+def test_check(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "or1_megatron.commands.app", "selftest", name, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (outcome,) = json.loads((tmp_path / "selftest.json").read_text())["outcomes"]
+    if outcome["status"] == "not possible":
+        pytest.skip(outcome["reason"])
+    assert done.returncode == 0, done.stdout[-4000:]

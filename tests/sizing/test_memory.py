@@ -1,7 +1,8 @@
-"""The estimate of memory against figures worked by hand, and the refusal that rests on it.
+"""The estimates of memory and disk against figures worked by hand, and the refusals that rest on them.
 
 Not proven here: that a run holds what is estimated (lab/benchmarks/host_memory.py measures it on CPU,
-lab/benchmarks/plan_gpu.py a trainer rank's tensors on one GPU).
+lab/benchmarks/plan_gpu.py a trainer rank's tensors on one GPU); the two reserves beside a KV cache, which only a GPU
+can confirm; a GPU node's host memory was measured nowhere.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import torch
 from rich.console import Console
 
 from or1_megatron.config.load import load_config
+from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.plan.tables import render
 from or1_megatron.runtime.host_memory import HostMemory
+from or1_megatron.sizing import storage
+from or1_megatron.sizing.conflicts import conflicts, kv_tokens
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.memory import (
     PHASES,
     NotEnoughMemory,
@@ -29,9 +35,17 @@ from or1_megatron.sizing.memory import (
     process_memory,
     stage_weights,
 )
-from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import Plan, plan
-from or1_megatron.trainer import preflight
+from or1_megatron.sizing.storage import (
+    checkpoint_bytes,
+    disk_bytes,
+    disk_line,
+    disk_room,
+    disk_short,
+    node_memory,
+)
+from or1_megatron.trainer import preflight, sampling
+from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import BYTES, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,3 +242,125 @@ def test_the_smallest_gpu_counts(
         return
     with pytest.raises(NotEnoughMemory, match=rf"a GPU has {has:.2f} GiB"):
         preflight.check_room(planned)
+
+
+LARGE = Shape.of(read_hf_config(named("shape")["deepseek_r1_distill_qwen_32b"]))
+RECIPE = load_config(named("recipe")["or1_32b"], [])
+
+
+def test_a_32b_on_disk() -> None:
+    """A checkpoint: 14 bytes per parameter, about 450 GB. Two newest, the best, and one being written; exports every
+    200 of 1,130 steps and at the end; 10 GiB of rollouts."""
+    assert checkpoint_bytes(RECIPE, LARGE) == 14 * LARGE.parameters == pytest.approx(459e9, rel=0.01)
+    weights = 2 * LARGE.parameters
+    assert disk_bytes(RECIPE, LARGE) == {
+        "checkpoints": 4 * 14 * LARGE.parameters,
+        "exports": (5 + 1) * weights,
+        "rollouts": 10 * GIB,
+    }
+
+
+def test_retention_counts() -> None:
+    """Without the best, three newest, and those of every 100 steps kept for good: 3 + 1 + 11."""
+    kept = ["checkpoint.keep_best=false", "checkpoint.keep_last=3", "checkpoint.keep_every_steps=100"]
+    config = load_config(named("recipe")["or1_32b"], kept)
+    assert disk_bytes(config, LARGE)["checkpoints"] == 15 * 14 * LARGE.parameters
+
+
+def test_the_host_of_a_node() -> None:
+    """TP 8, DP 16, eight ranks: weights of 2 bytes and 12 / 16 of the optimizer, for an eighth of the model each; twice
+    an equal share of a checkpoint; sixteen processes."""
+    found = node_memory(RECIPE, LARGE, 8).parts
+    assert found["offloaded state"] == pytest.approx(LARGE.parameters * (2 + 12 / 16), rel=1e-4)
+    assert found["copies for checkpoints"] == pytest.approx(8 * 2 * 14 * LARGE.parameters / 128, rel=1e-4)
+    assert found["processes"] == 16 * 4 * GIB
+
+
+def test_room_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert disk_room(tmp_path / "a" / "b") == pytest.approx(disk_room(tmp_path), rel=0.05)
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder holds 40 of the bytes that the run writes; it fits with as many free as are left, and no fewer.
+    Both sizes are told."""
+    config = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"dir": tmp_path})})
+    (config.run.folder / "old").write_bytes(bytes(40))
+    needed = sum(disk_bytes(config, LARGE).values())
+    for free, fits in ((needed - 40, True), (needed - 41, False)):
+        monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        assert (disk_short(config, LARGE) == "") == fits
+    assert str(config.run.folder) in disk_short(config, LARGE) and "checkpoint.keep_last" in disk_short(config, LARGE)
+    assert "has room for" in disk_line(config, LARGE, here=True)
+    assert "has room for" not in disk_line(config, LARGE, here=False)
+
+
+SEVEN_B = read_hf_config(named("shape")["deepseek_r1_distill_qwen_7b"])
+SHAPE = Shape.of(SEVEN_B)
+WEIGHTS = 7_615_487_488  # the published count less 129,024 biases
+LOGITS = 3 * 4 * 128 * 152_064
+RESERVES = 14 * 1024**3  # 8 GiB of the trainer, 6 GiB of the engine
+
+
+def config(gpu_gb: float | None = 80, **sections: Any) -> Config:
+    """Rows and sequences of 36,864 tokens on 32 GPUs of 80e9 bytes, 128 responses at once in each engine."""
+    return Config.model_validate(
+        {
+            "run": {"dir": "runs/x"},
+            "model": {"hf": "m"},
+            "data": {"train": [{"path": "a.jsonl"}]},
+            "stages": [
+                {"name": "1", "steps": 1, "max_response_tokens": 32768, "prompts_per_step": 256,
+                 "prompts_per_update": 256, "group_size": 16},
+            ],
+            "parallel": {"ranks": 32, "micro_batch_tokens": 36_864, **sections.get("parallel", {})},
+            "rollout": {"engines": 4, "max_concurrent": 128, **sections.get("rollout", {})},
+            "cluster": {"gpu_memory_gb": gpu_gb},
+        }
+    )  # fmt: skip
+
+
+def too_small(config: Config) -> list[str]:
+    return [line for line in conflicts(config, SHAPE, None, "cuda") if "has room for" in line]
+
+
+def test_what_is_left_of_a_gpu() -> None:
+    """80e9 - 2 * 7,615,487,488 - 12 * 128 * 152,064 - 14 GiB = 49,503,069,184 bytes; 57,344 bytes a token."""
+    left = 80_000_000_000 - 2 * WEIGHTS - LOGITS - RESERVES
+    assert shared_kv_cache_bytes(config(), SHAPE) == left == 49_503_069_184
+    assert kv_tokens(config(), SHAPE) == 863_265
+    half = 80_000_000_000 - WEIGHTS - LOGITS - RESERVES
+    assert shared_kv_cache_bytes(config(rollout={"tensor_parallel": 2}), SHAPE) == half
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        config(gpu_gb=None),
+        config(rollout={"placement": "separate"}),
+        config(parallel={"offload": "never"}),
+    ],
+    ids=["unknown GPU", "separate", "trainer stays"],
+)
+def test_left_to_vllm(other: Config) -> None:
+    assert shared_kv_cache_bytes(other, SHAPE) is None
+
+
+def test_a_gpu_that_is_too_small_is_refused() -> None:
+    """A GPU of 31e9 bytes has 503,069,184 left, 8,772 tokens: fewer than one sequence of 34,816."""
+    (line,) = too_small(config(gpu_gb=31))
+    assert "31 GB" in line and "8,772" in line and "raise rollout.tensor_parallel" in line
+    assert too_small(config()) == []
+
+
+def test_engines_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nobody takes turns; with one its memory counts, unless the config says another."""
+    monkeypatch.setattr(sampling, "read_hf_config", lambda folder: SEVEN_B)
+    unknown = config(gpu_gb=None)
+    assert sampling.sized_rollout(unknown) == unknown.rollout
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: type("Card", (), {"total_memory": 90_000_000_000})
+    )
+    assert sampling.sized_rollout(unknown).kv_cache_bytes == 59_503_069_184
+    assert sampling.sized_rollout(config()).kv_cache_bytes == 49_503_069_184
+    assert sampling.sized_rollout(config(rollout={"kv_cache_bytes": 7})).kv_cache_bytes == 7

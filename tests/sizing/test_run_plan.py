@@ -1,6 +1,7 @@
 """The dry run's arithmetic against figures worked by hand, and every refusal with its numbers.
 
-Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it).
+Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it), and that the model
+needs the multiples of a layout (the layout invariance tests run them).
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from or1_megatron.config.schema import Config
+from or1_megatron.config.recipes import named
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.plan.tables import evaluations_within, render, stage_rows
 from or1_megatron.sizing.conflicts import longest_row
 from or1_megatron.sizing.memory import ProcessMemory
-from or1_megatron.sizing.plan_tables import evaluations_within, render, stage_rows
+from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.sizing.run_plan import PlanError, plan
+from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
-# DeepSeek-R1-Distill-Qwen-7B's config.json.
-QWEN_7B = {
-    "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
+QWEN_7B = read_hf_config(named("shape")["deepseek_r1_distill_qwen_7b"])
 
 
 def or1_7b(**changes: Any) -> Config:
@@ -172,8 +172,7 @@ def test_more_refusals_of_batch_and_length() -> None:
     short = {**QWEN_7B, "max_position_embeddings": 32768}
     assert any("= 34816 exceeds" in line and "by 2048" in line for line in conflicts(or1_7b(), short))
     assert any("has 200 problems" in line for line in conflicts(or1_7b(), prompts=[200]))
-    thin = {"name": "1", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 4, "prompts_per_update": 1,
-            "group_size": 8}  # fmt: skip
+    thin = {**STAGE, "prompts_per_step": 4, "prompts_per_update": 1}
     assert any("8 samples cannot feed 16" in line for line in conflicts(or1_7b(stages=[thin])))
 
 
@@ -190,8 +189,7 @@ def test_on_cpu_the_cache_must_be_sized_and_the_head_dimension_known() -> None:
 
 
 def test_warnings() -> None:
-    stage = {"name": "s", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 64, "prompts_per_update": 16,
-             "group_size": 8}  # fmt: skip
+    stage = {**STAGE, "steps": 1, "prompts_per_update": 16}
     found = plan(or1_7b(stages=[stage], handoff={}, evaluate={}), QWEN_7B, device="cuda")
     text = "\n".join(found.warnings)
     assert "N_SGD = 4" in text
@@ -208,8 +206,7 @@ def test_a_step_draws_problems_that_all_differ() -> None:
     twice = {"train": [{"path": "a.jsonl", "repeat": 2}]}
     assert any("has 200 problems, and those of a step" in x for x in conflicts(or1_7b(data=twice), prompts=[200]))
     mix = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "repeat": 2}]}
-    stages = [{"name": "1", "steps": 10, "max_response_tokens": 64, "prompts_per_step": 256, "prompts_per_update": 256,
-               "group_size": 16}]  # fmt: skip
+    stages: list[Any] = [{**STAGE, "steps": 10, "prompts_per_step": 256, "prompts_per_update": 256}]
     stages.append({**stages[0], "name": "2", "mixture": {"a": 1, "b": 0}})
     (line,) = conflicts(or1_7b(data=mix, stages=stages), prompts=[200, 100])
     assert "stage '2'" in line and "200 problems in the sources of the stage's mixture" in line
@@ -265,3 +262,24 @@ def test_how_often_a_stage_is_evaluated() -> None:
     stages = [stage.model_dump() for stage in config.stages]
     stages[1]["evaluate"] = {"every_steps": 100}
     assert evaluations_within(or1_7b(evaluate=evaluate, stages=stages), 1) == 7
+
+
+def test_multiples_of_the_layout() -> None:
+    parallel = ParallelConfig(
+        ranks=32, tensor=2, context=2, pipeline=4, virtual_pipeline=7, sequence=True, micro_batch_tokens=65536
+    )
+    found = batch_layout(parallel, QWEN_7B)
+    assert (found.data_ranks, found.budget_tokens, found.rows_multiple) == (2, 65536, 4)
+    assert (found.alignment, found.sequence_alignment) == (8, 4)
+    plain = batch_layout(ParallelConfig(ranks=4, tensor=2, pipeline=2), QWEN_7B)
+    assert (plain.data_ranks, plain.alignment, plain.sequence_alignment, plain.rows_multiple) == (1, 4, 1, 1)
+
+
+def test_cost_of_the_model() -> None:
+    """Attention overtakes the rest where 2 * 28 * 3584 * L = 2 * 7.07e9: at 70K tokens. A tied output layer is still
+    multiplied with, so untying changes nothing; biases (below 0.1%) are left out."""
+    cost = batch_layout(ParallelConfig(), QWEN_7B).cost
+    assert cost.linear == pytest.approx(2 * (7_615_616_512 - 544_997_376), rel=1e-3)
+    assert cost.quadratic == 2 * 28 * 3584
+    assert cost.linear / cost.quadratic == pytest.approx(70_450, rel=1e-3)
+    assert batch_layout(ParallelConfig(), {**QWEN_7B, "tie_word_embeddings": True}).cost == cost

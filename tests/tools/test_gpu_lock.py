@@ -1,21 +1,27 @@
 """requirements/gpu.lock: consistent with the other files, and, where a package index answers, complete and solvable.
+The wheels that lab/benchmarks/gpu/run.sh names for a machine with PyTorch, Triton and transformers alone.
 
-Not proven: that the packages work together on a GPU.
+Not proven: that the packages work together on a GPU, that a machine's own versions of these three suit ours, and that
+the checks start with these wheels alone.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools import gpu_lock
+from tools.gpu_lock import read_lock
 from tools.wheel_files import RemoteFile, installed_files, shared_paths
 
 ROOT = Path(__file__).parents[2]
@@ -121,3 +127,41 @@ def test_it_can_be_made_anew(uv: str) -> None:
     resolved = gpu_lock.resolve(uv, "3.12", gpu_lock.tested_versions())
     for name in ("torch", "vllm", "cuda-toolkit", "nvidia-nccl-cu13", "triton", *ENGINE):
         assert resolved[name] == (GPU | ENGINE)[name]
+
+
+IMAGE = ("torch", "triton", "transformers")
+
+
+def documented() -> list[str]:
+    """Return the arguments of the pip command in run.sh's help."""
+    text = re.sub(r"\\\n#", " ", (ROOT / "lab/benchmarks/gpu/run.sh").read_text())
+    line = re.search(r"pip (download .*)", text)
+    assert line is not None
+    return line[1].split()
+
+
+def pins() -> dict[str, str]:
+    return dict(word.split("==") for word in documented() if "==" in word)
+
+
+def needed_by(names: Iterable[str]) -> set[str]:
+    """Return the packages and all that they require, as their installed metadata says."""
+    needed: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in needed:
+            continue
+        needed.add(name)
+        for line in importlib.metadata.requires(name) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return needed
+
+
+def test_the_wheels_are_of_tested_versions_and_complete() -> None:
+    """typing-extensions is listed though transformers brings one: pydantic wants a newer one than old images have."""
+    assert pins().items() <= read_lock("cpu.lock").items()
+    assert needed_by(pins()) - needed_by(IMAGE) <= pins().keys()
+    assert "typing-extensions" in pins()

@@ -1,6 +1,6 @@
 """Rows that cannot be used, from ``or1 train``'s side: all of them in one try, or left out; a resumed run is the same.
 
-Not proven here: whole runs. What is unusable, and its place: data/test_unusable.
+Not proven here: whole runs. What is unusable, and its place: data/test_problems.
 """
 
 from __future__ import annotations

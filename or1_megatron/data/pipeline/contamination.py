@@ -60,9 +60,9 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
                 self._evaluated.append(evaluated)
         faults.refuse(self._unusable)  # a problem that is left out here would not be found in the training set
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        judged = ((row, self._evidence(comparable(row.statement))) for row in rows)
-        return [row if evidence is None else Exclusion(row, "contaminated", evidence) for row, evidence in judged]
+    def decide(self, row: Candidate, number: int) -> Outcome:
+        evidence = self._evidence(comparable(row.statement))
+        return row if evidence is None else Exclusion(row, "contaminated", evidence)
 
     def _grams(self, text: str) -> frozenset[str]:
         size, parts = self._config.ngram_words, words(text)

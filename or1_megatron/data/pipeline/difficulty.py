@@ -13,7 +13,6 @@ from or1_megatron.data.pipeline.sampling import REFUSED, Answers, ModelStep, Ope
 from or1_megatron.data.pipeline.solutions import verifiers_of
 from or1_megatron.types import ChatRequest
 from or1_verify.problems.rows import DIFFICULTY_TRIES, DataError
-from or1_verify.types import Message
 from or1_verify.verifier_threads import judged
 
 
@@ -34,9 +33,6 @@ class Difficulty(ModelStep[DifficultyConfig]):
 
     def _samples(self, row: Candidate) -> int:
         return self._config.samples_code if row.ability == "code" else self._config.samples_math
-
-    def _messages(self, row: Candidate) -> tuple[Message, ...]:
-        return row.messages
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
         for (_, answer), verdict in judged(

@@ -39,7 +39,7 @@ Repeats = Mapping[int, tuple[int, float]]
 
 
 class DuplicateStep[C: Section](PipelineStep[C]):
-    """Base of the duplicate steps: ``_find`` finds the rows that repeat an earlier row, ``apply`` excludes them.
+    """Base of the duplicate steps: ``_find`` finds the rows that repeat an earlier row, ``decide`` excludes them.
 
     ``within``: compare only rows of the same set; the step's name says so.
     """
@@ -60,13 +60,10 @@ class DuplicateStep[C: Section](PipelineStep[C]):
         columns = ("id", "source", "origin", "ground_truth", "set_name")
         self._originals = {row: values for row, values in numbered(shards, columns) if row in wanted}
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [self._judged(row, number) for number, row in enumerate(rows, start=first)]
-
     def _find(self, shards: Sequence[Path]) -> Repeats:
         raise NotImplementedError
 
-    def _judged(self, row: Candidate, number: int) -> Outcome:
+    def decide(self, row: Candidate, number: int) -> Outcome:
         if number not in self._repeats:
             return row
         at, similarity = self._repeats[number]

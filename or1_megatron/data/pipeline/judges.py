@@ -44,14 +44,6 @@ _LINE = re.compile(rf"^[\s*\-#>]*({'|'.join(name for name, _ in CRITERIA)})[\s*]
 _MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 
 
-def question(row: Candidate) -> tuple[Message, ...]:
-    """Return the messages that ask a judge about a problem."""
-    criteria = "\n".join(f"- {name}: {meaning}." for name, meaning in CRITERIA)
-    lines = "\n".join(f"{name}: yes or no" for name, _ in CRITERIA)
-    text = _QUESTION.format(criteria=criteria, statement=row.statement, lines=lines)
-    return (Message("user", text),)
-
-
 def read_vote(answer: str) -> str:
     """Return the four criteria as y and n, such as "yyny"; NO_VOTE unless each is answered after the reasoning.
 
@@ -72,7 +64,9 @@ class Judges(ModelStep[JudgesConfig]):
         return self._config.votes if row.ability == "math" else 0
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
-        return question(row)
+        criteria = "\n".join(f"- {name}: {meaning}." for name, meaning in CRITERIA)
+        lines = "\n".join(f"{name}: yes or no" for name, _ in CRITERIA)
+        return (Message("user", _QUESTION.format(criteria=criteria, statement=row.statement, lines=lines)),)
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
         for _, answer in answers:

@@ -101,13 +101,10 @@ class ModelStep(PipelineStep[M]):
                     self._sample(model.name, store, sampler, chain([first], missing))
             self._check(model.name, read_candidates(shards), store)
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [
-            self._decided(row, {name: self._given(row, store) for name, store in self._stores.items()})
-            if self._samples(row)
-            else row
-            for row in rows
-        ]
+    def decide(self, row: Candidate, number: int) -> Outcome:
+        if not self._samples(row):
+            return row
+        return self._decided(row, {name: self._given(row, store) for name, store in self._stores.items()})
 
     def close(self) -> None:
         for store in self._stores.values():
@@ -118,7 +115,7 @@ class ModelStep(PipelineStep[M]):
         raise NotImplementedError
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
-        raise NotImplementedError
+        return row.messages
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
         """Yield the request and the result of each answer that could be judged."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from or1_megatron.config.schema import Section
@@ -51,8 +50,8 @@ class Statements(PipelineStep[Section]):
     def __init__(self) -> None:
         super().__init__(Section())
 
-    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [row if (fault := _fault(row)) is None else Exclusion(row, *fault) for row in rows]
+    def decide(self, row: Candidate, number: int) -> Outcome:
+        return row if (fault := _fault(row)) is None else Exclusion(row, *fault)
 
 
 def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:

@@ -52,6 +52,10 @@ class PipelineStep[C: Section]:
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         """Return an outcome for each row; ``first`` is the number of the first row within the whole input."""
+        return [self.decide(row, number) for number, row in enumerate(rows, start=first)]
+
+    def decide(self, row: Candidate, number: int) -> Outcome:
+        """Return the outcome of the row with this number, where it does not depend on the other rows of the shard."""
         raise NotImplementedError
 
     def close(self) -> None:

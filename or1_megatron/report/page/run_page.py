@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
 from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
-from or1_megatron.report.page.responses import packets
+from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, thinned
-from or1_megatron.report.page.tokens import TOKENIZER, TokenTexts
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS, Metric

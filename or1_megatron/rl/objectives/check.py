@@ -61,8 +61,8 @@ def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] =
 class _Tokens:
     """Random tokens: log-probs and entropies [N], and the objective's other inputs."""
 
-    def __init__(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
 
         def normal(scale: float) -> Tensor:
             return scale * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from or1_megatron.config.algorithm import AlgorithmConfig, CorrectionLevel, KLEstimator
 from or1_megatron.interfaces import Scope, TokenInputs
-from or1_megatron.rl.objectives.correction import correction_weights
-from or1_megatron.rl.objectives.estimators import k3, kl_estimate, largest, weighted
+from or1_megatron.rl.objectives.estimators import correction_weights, k3, kl_estimate, largest, weighted
 
 
 @dataclass(frozen=True, slots=True)
