@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
-Times are those of the engine's thread while it makes responses of 48 tokens. ``ours`` is its loop, requests in and
-completions out.
+Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is what happens outside of vLLM's
+core: an iteration's loop, which takes its outputs in, and a response's submission and completion. The last line adds
+them up for long responses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from or1_megatron.rollout.engine_thread import EngineThread
 from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.types import Problem
 
-SIZES, TOKENS, PROMPT = (64, 256, 512), 48, 24
+SIZES, TOKENS, PROMPT = (64, 256, 512), 144, 24
+LONG, RESPONSE = 480, 8192  # tokens: of the longer responses that are measured, of those in the last line
 spent: dict[str, float] = defaultdict(float)
 
 
@@ -43,39 +46,54 @@ def timed(owner: Any, method: str, part: str) -> None:
 
 def build(model: Path) -> VllmEngine:
     config = RolloutConfig(kv_cache_bytes=256 << 20, max_concurrent=max(SIZES), placement="separate")
-    engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + TOKENS, config))
+    engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + LONG, config))
+    engine._sampling_params = partial(engine._sampling_params, ignore_eos=True)
     core = engine._engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    timed(engine._engine, "step", "vllm")
+    timed(engine._engine.engine_core, "get_output", "core")
     timed(runner, "_model_forward", "model")
     timed(runner, "_sample", "sampler")
     for method in ("execute_model", "sample_tokens"):
         timed(core.model_executor, method, "runner")
     for method in ("schedule", "update_from_output"):
         timed(core.scheduler, method, "scheduler")
+    for method in ("submit", "_completion"):
+        timed(engine, method, "responses")
     return engine
 
 
-def measure(thread: EngineThread, count: int) -> dict[str, float]:
-    """Return microseconds of CPU per iteration, by part."""
+def measure(thread: EngineThread, count: int, tokens: int = TOKENS) -> dict[str, float]:
+    """Return microseconds of CPU per iteration, by part; of the part ``responses``, per response."""
     prompt = Prompt(Problem("0", "", "", (), "", {}, "0"), np.arange(5, 5 + PROMPT, dtype=np.int32))
-    requests = [Request(prompt, index, Sampling(1.0, 1.0, TOKENS), index) for index in range(count)]
+    requests = [Request(prompt, index, Sampling(1.0, 1.0, tokens), index) for index in range(count)]
     spent.clear()
     start = thread.call(lambda engine: (time.thread_time(), engine.submit(requests))[0])
-    while count:
-        count -= len(thread.harvest(60.0).completions)
+    left = count
+    while left:
+        left -= len(thread.harvest(60.0).completions)
     whole = thread.call(lambda engine: time.thread_time()) - start
     parts = {name: spent[name] for name in ("model", "sampler", "scheduler")}
     parts["runner, the rest"] = spent["runner"] - spent["model"] - spent["sampler"]
-    parts["vLLM's engine, the rest"] = spent["vllm"] - spent["runner"] - spent["scheduler"]
-    parts["ours"] = whole - spent["vllm"]
-    return {name: seconds / TOKENS * 1e6 for name, seconds in parts.items()}
+    parts["core, the rest"] = spent["core"] - spent["runner"] - spent["scheduler"]
+    parts["ours, an iteration"] = whole - spent["core"] - spent["responses"]
+    found = {name: seconds / tokens * 1e6 for name, seconds in parts.items()}
+    return found | {"ours, a response": spent["responses"] / count * 1e6}
+
+
+def medians(thread: EngineThread, count: int, tokens: int = TOKENS) -> dict[str, float]:
+    found = [measure(thread, count, tokens) for _ in range(4)][1:]  # the first one warms up
+    return {part: float(np.median([one[part] for one in found])) for part in found[0]}
 
 
 if __name__ == "__main__":
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     thread = EngineThread(lambda: build(Path(sys.argv[1])), "engine")
     for count in SIZES:
-        found = [measure(thread, count) for _ in range(6)][1:]  # the first one warms up
-        for part in found[0]:
-            print(f"{count}: {part}: {np.median([one[part] for one in found]):,.0f} us")
+        found = medians(thread, count)
+        for part, us in found.items():
+            print(f"{count}: {part}: {us:,.0f} us")
+    short, long = (medians(thread, 64, tokens)["ours, a response"] for tokens in (TOKENS, LONG))
+    token = (long - short) / (LONG - TOKENS)
+    response = short + token * (RESPONSE - TOKENS)
+    print(f"a response of {RESPONSE} tokens: {response:,.0f} us, so that ours is, with {max(SIZES)} of them:", end=" ")
+    print(f"{found['ours, an iteration'] + max(SIZES) * response / RESPONSE:,.0f} us in an iteration")
