@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
 Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is what happens outside of vLLM's
-core: an iteration's loop, which takes its outputs in, and a response's submission and completion. The last line adds
-them up for long responses.
+core: an iteration's loop, which takes its outputs in, and a response's submission and completion.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.types import Problem
 
 SIZES, TOKENS, PROMPT = (64, 256, 512), 144, 24
-LONG, RESPONSE = 480, 8192  # tokens: of the longer responses that are measured, of those in the last line
 spent: dict[str, float] = defaultdict(float)
 
 
@@ -46,7 +44,7 @@ def timed(owner: Any, method: str, part: str) -> None:
 
 def build(model: Path) -> VllmEngine:
     config = RolloutConfig(kv_cache_bytes=256 << 20, max_concurrent=max(SIZES), placement="separate")
-    engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + LONG, config))
+    engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + TOKENS, config))
     engine._sampling_params = partial(engine._sampling_params, ignore_eos=True)
     core = engine._engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -62,10 +60,10 @@ def build(model: Path) -> VllmEngine:
     return engine
 
 
-def measure(thread: EngineThread, count: int, tokens: int = TOKENS) -> dict[str, float]:
+def measure(thread: EngineThread, count: int) -> dict[str, float]:
     """Return microseconds of CPU per iteration, by part; of the part ``responses``, per response."""
     prompt = Prompt(Problem("0", "", "", (), "", {}, "0"), np.arange(5, 5 + PROMPT, dtype=np.int32))
-    requests = [Request(prompt, index, Sampling(1.0, 1.0, tokens), index) for index in range(count)]
+    requests = [Request(prompt, index, Sampling(1.0, 1.0, TOKENS), index) for index in range(count)]
     spent.clear()
     start = thread.call(lambda engine: (time.thread_time(), engine.submit(requests))[0])
     left = count
@@ -76,24 +74,14 @@ def measure(thread: EngineThread, count: int, tokens: int = TOKENS) -> dict[str,
     parts["runner, the rest"] = spent["runner"] - spent["model"] - spent["sampler"]
     parts["core, the rest"] = spent["core"] - spent["runner"] - spent["scheduler"]
     parts["ours, an iteration"] = whole - spent["core"] - spent["responses"]
-    found = {name: seconds / tokens * 1e6 for name, seconds in parts.items()}
+    found = {name: seconds / TOKENS * 1e6 for name, seconds in parts.items()}
     return found | {"ours, a response": spent["responses"] / count * 1e6}
-
-
-def medians(thread: EngineThread, count: int, tokens: int = TOKENS) -> dict[str, float]:
-    found = [measure(thread, count, tokens) for _ in range(4)][1:]  # the first one warms up
-    return {part: float(np.median([one[part] for one in found])) for part in found[0]}
 
 
 if __name__ == "__main__":
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     thread = EngineThread(lambda: build(Path(sys.argv[1])), "engine")
     for count in SIZES:
-        found = medians(thread, count)
-        for part, us in found.items():
-            print(f"{count}: {part}: {us:,.0f} us")
-    short, long = (medians(thread, 64, tokens)["ours, a response"] for tokens in (TOKENS, LONG))
-    token = (long - short) / (LONG - TOKENS)
-    response = short + token * (RESPONSE - TOKENS)
-    print(f"a response of {RESPONSE} tokens: {response:,.0f} us, so that ours is, with {max(SIZES)} of them:", end=" ")
-    print(f"{found['ours, an iteration'] + max(SIZES) * response / RESPONSE:,.0f} us in an iteration")
+        found = [measure(thread, count) for _ in range(4)][1:]  # the first one warms up
+        for part in found[0]:
+            print(f"{count}: {part}: {np.median([one[part] for one in found]):,.0f} us")

@@ -45,14 +45,11 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
 
         floors = torch.full_like(scales, -torch.inf) if floors is None else floors.float()
         return Sampled(*sample_rows(logits, keys, temperatures, scales, floors))
-    rows = max(1, _PART_NUMBERS // logits.shape[1])
-    if len(logits) <= rows:
-        return _sample(logits, keys, greedy, scales, floors)
-    parts = []
+    rows, parts = max(1, _PART_NUMBERS // logits.shape[1]), []
     for part in (slice(first, first + rows) for first in range(0, len(logits), rows)):
         given = (logits[part], keys[part], greedy[part], scales[part])
         parts.append(_sample(*given, None if floors is None else floors[part]))
-    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _sample(logits: Tensor, keys: Tensor, greedy: Tensor, scales: Tensor, floors: Tensor | None) -> Sampled:

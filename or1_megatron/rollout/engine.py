@@ -2,8 +2,7 @@
 
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
 token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``. It reads
-what vLLM's core returns itself: what vLLM's output processor does for each token of each request takes longer than the
-scheduler (docs/performance.md).
+what vLLM's core returns: vLLM's output processor would take ten times as long for each token (docs/performance.md).
 
 Seeds: the random bits of a token depend on its request's seed and its position in the response alone
 (``worker.SeededSampler``). vLLM does not promise more: logits differ in the last bits with the composition of the
@@ -18,6 +17,7 @@ flight too. After ``finish_weight_update`` it answers ``score_prompts``, with wh
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,10 +39,7 @@ WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 # vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves.
 _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
-_ROW_BYTES = 12  # of a token: ``worker.SeededSampler``
 _FREE_AT_START = 0.05  # of the device's memory
-
-
 _POLL_S = 0.001
 
 
@@ -102,11 +99,9 @@ class _InFlight:
 
     request: Request
     started_s: float
-    table: bytearray = field(default_factory=bytearray)
-    """Rows of ``worker.SeededSampler``, one per token."""
+    table: bytearray = field(default_factory=bytearray)  # of ``worker.SeededSampler``, 12 bytes per token
     versions: list[VersionSpan] = field(default_factory=list)
-    version: str | None = None
-    """Of the weights that made the last token."""
+    version: str | None = None  # of the weights that made the last token
 
 
 class VllmEngine:
@@ -150,7 +145,7 @@ class VllmEngine:
         self._llm.collective_rpc("sample_by_seeds")
         self._tokenizer = load_tokenizer(Path(settings.model))
         self._pending: dict[str, _InFlight] = {}
-        self._serial = 0
+        self._names = map(str, itertools.count())
         self._finished: list[Completion] = []  # not yet returned by ``step``
         self._scores: dict[str, Any] = {}  # the outputs of vLLM's core for score_prompts
         self._probed: Int32Array | None = None
@@ -199,7 +194,7 @@ class VllmEngine:
                 extra_args={"seed": request.seed},  # with ``seed``, vLLM would make a generator
                 logprobs=0,  # the sampled token's alone
             )
-            self._add(request.prompt.token_ids, params, request)
+            self._pending[self._add(request.prompt.token_ids, params)] = _InFlight(request, time.time())
 
     def step(self) -> list[Completion]:
         """Run one decoding iteration and return the finished completions; return at once when idle."""
@@ -238,30 +233,28 @@ class VllmEngine:
                 "end, so that old and new ones may be mixed; a complete handoff mends that"
             )
         self._probed = token_ids[0] if len(token_ids) else None
-        scores = []
-        for index, ids in enumerate(token_ids):
-            last = self._score_last(ids) if index == 0 else []
-            afresh = self._score_afresh(ids[:-1] if index == 0 else ids)
-            scores.append(np.array([*afresh, *last], dtype=np.float32))
+        last = [self._score_last(ids) for ids in token_ids[:1]]
+        scores = [self._score_afresh(ids) for ids in token_ids]
+        if last:
+            scores[0][-1] = last[0]
         return scores
 
-    def _score_last(self, token_ids: Int32Array) -> list[float]:
-        """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""
+    def _score_last(self, token_ids: Int32Array) -> float:
+        """Return the last token's log-prob, with whatever is cached of the tokens before it."""
         params = self._sampling_params(
             temperature=1.0, max_tokens=1, logprob_token_ids=[int(token_ids[-1])], ignore_eos=True
         )
-        return [float(self._score(token_ids[:-1], params).new_logprobs.logprobs[0, 2])]  # see ``worker.SeededSampler``
+        return float(self._score(token_ids[:-1], params).new_logprobs.logprobs[0, 2])  # see ``worker.SeededSampler``
 
-    def _score_afresh(self, token_ids: Int32Array) -> list[float]:
+    def _score_afresh(self, token_ids: Int32Array) -> Float32Array:
         """Return [p - 1], for all tokens but the first; vLLM reads no prefix cache when it returns prompt log-probs."""
         if len(token_ids) < 2:
-            return []
+            return np.empty(0, dtype=np.float32)
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        table = self._score(token_ids, params).new_prompt_logprobs_tensors
-        return [float(each) for each in table.logprobs[:, 0]]
+        return np.asarray(self._score(token_ids, params).new_prompt_logprobs_tensors.logprobs[:, 0], dtype=np.float32)
 
     def _score(self, token_ids: Int32Array, params: Any) -> Any:
-        name = self._add(token_ids, params, None)
+        name = self._add(token_ids, params, priority=-1)
         while name not in self._scores:
             self._iterate()
         return self._scores.pop(name)
@@ -276,7 +269,7 @@ class VllmEngine:
                 continue
             if flying.version != version:
                 flying.version = version
-                flying.versions.append(VersionSpan(int(version), len(flying.table) // _ROW_BYTES))
+                flying.versions.append(VersionSpan(int(version), len(flying.table) // 12))
             if output.new_logprobs is not None:
                 flying.table += output.new_logprobs.logprobs.tobytes()
             if output.finish_reason is not None:
@@ -341,21 +334,17 @@ class VllmEngine:
         self._llm.wake_up(tags=list(tags))
         self._asleep = self._asleep and "kv_cache" not in tags
 
-    def _add(self, token_ids: Int32Array, params: Any, request: Request | None) -> str:
-        name = str(self._serial)
-        self._serial += 1
-        if request is not None:
-            self._pending[name] = _InFlight(request, time.time())
+    def _add(self, token_ids: Int32Array, params: Any, priority: int = 0) -> str:
+        """Give a request to vLLM's core and return its name there. The lowest priority comes first."""
+        name = next(self._names)
         params.skip_clone = True  # a deep copy takes longer than all else here, and the parameters are this request's
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
-        priority = 0 if request is not None else -1  # the lowest number comes first
         process, tasks = self._engine.input_processor.process_inputs, self._engine.get_supported_tasks()
         self._engine.engine_core.add_request(process(name, prompt, params, tasks, priority=priority))
         return name
 
     def _completion(self, made: _InFlight, output: Any, finished_s: float) -> Completion:
-        request = made.request
-        reason: Any = str(output.finish_reason)
+        request, reason = made.request, str(output.finish_reason)
         if reason not in ("stop", "length"):
             raise RuntimeError(
                 f"engine {self._settings.index}: vLLM ended {_name(request)} with '{reason}'; expected 'stop' or "
@@ -381,7 +370,7 @@ class VllmEngine:
             token_ids=token_ids,
             log_probs=log_probs.copy(),
             text=text,
-            finish_reason=reason,
+            finish_reason="stop" if reason == "stop" else "length",
             versions=tuple(made.versions),
             engine=self._settings.index,
             seed=request.seed,

@@ -33,8 +33,8 @@ class SeededSampler(VllmSampler):
 
     The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
     token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats; for a request
-    with ``logprob_token_ids``, which are one token, that token's log-prob in the place of the entropy. Requests with
-    penalties, bad words or other logits processors do not occur.
+    with ``logprob_token_ids``, which are one token, that token's log-prob at temperature 1 in the place of the entropy.
+    Requests with penalties, bad words or other logits processors do not occur.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -61,17 +61,15 @@ class SeededSampler(VllmSampler):
         temperatures, *cuts = (None if each is None else each[requests] for each in given)
         if temperatures is None:
             temperatures = torch.zeros(len(logits), device=logits.device)
-        scaled, floors, wanted = logits, None, sampling.logprob_token_ids
-        if wanted or cuts != [None, None]:
-            scaled = logits.float() / temperatures.where(temperatures > 0, 1.0)[:, None]
+        floors = None
         if cuts != [None, None]:
-            is_cut = apply_top_k_top_p(scaled.clone(), *cuts) == -torch.inf
-            floors = logits.masked_fill(is_cut, torch.inf).amin(dim=1)
+            scaled = logits.float() / temperatures.where(temperatures > 0, 1.0)[:, None]
+            floors = logits.masked_fill(apply_top_k_top_p(scaled, *cuts) == -torch.inf, torch.inf).amin(dim=1)
         found = sample(logits, torch.from_numpy(keys).to(logits.device, non_blocking=True), temperatures, floors)
         table = torch.stack((found.tokens.float(), found.log_probs, found.entropies), dim=1)
-        for request, (token,) in (wanted or {}).items():
+        for request, (token,) in (sampling.logprob_token_ids or {}).items():
             row = int((np.arange(len(self._seeds))[requests] == request).argmax())
-            table[row, 2] = scaled[row].log_softmax(dim=0)[token]
+            table[row, 2] = logits[row].float().log_softmax(dim=0)[token]
         tokens = found.tokens.int()[:, None]
         return SamplerOutput(tokens, LogprobsTensors(tokens, table, found.tokens))
 
