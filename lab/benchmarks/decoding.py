@@ -1,9 +1,10 @@
-"""CPU time that an iteration of an engine costs the host, by part, with 64, 256 and 512 requests.
+"""CPU time that an iteration of an engine costs the host, with 64, 256 and 512 requests, and an engine's start.
 
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
 Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is what happens outside of vLLM's
-core: an iteration's loop, which takes its outputs in, and a response's submission and completion.
+core: an iteration's loop, which takes its outputs in, and a response's submission and completion. The start comes
+first, by vLLM's methods; nothing is compiled on CPU, so that a second start is as the first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.types import Problem
 
 SIZES, TOKENS, PROMPT = (64, 256, 512), 144, 24
+STARTING = ("init_device", "load_model", "initialize_from_config", "compile_or_warm_up_model")
 spent: dict[str, float] = defaultdict(float)
 
 
@@ -43,8 +45,16 @@ def timed(owner: Any, method: str, part: str) -> None:
 
 
 def build(model: Path) -> VllmEngine:
+    begun = time.thread_time()
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    spent["imports"] = time.thread_time() - begun
+    for method in STARTING:
+        timed(CPUWorker, method, method)
     config = RolloutConfig(kv_cache_bytes=256 << 20, max_concurrent=max(SIZES), placement="separate")
     engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + TOKENS, config))
+    spent["start, the rest"] = time.thread_time() - begun - sum(spent.values())
+    print(", ".join(f"{part}: {seconds:.2f} s" for part, seconds in spent.items()))
     engine._sampling_params = partial(engine._sampling_params, ignore_eos=True)
     core = engine._engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
