@@ -36,7 +36,7 @@ if [[ -n $tiny ]]; then
   shape=small large=small dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
 fi
 if [[ -z $print ]]; then
-  mkdir -p "$OUT/logs" "$OUT/models" && OUT=$(realpath "$OUT")
+  mkdir -p "$OUT/logs" "$OUT/models" "$OUT/runs" && OUT=$(realpath "$OUT")
   export PATH=$PWD/.venv/bin:$PATH
 fi
 export OUT PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8 TOKENIZERS_PARALLELISM=false
