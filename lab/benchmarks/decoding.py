@@ -1,9 +1,10 @@
-"""CPU time that an iteration of an engine costs the host, by part, with 64, 256 and 512 requests.
+"""CPU time that an iteration of an engine costs the host, with 64, 256 and 512 requests, and an engine's start.
 
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
-Times are those of the engine's thread while it makes responses of 48 tokens. ``ours`` is its loop, requests in and
-completions out.
+Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is what happens outside of vLLM's
+core: an iteration's loop, which takes its outputs in, and a response's submission and completion. The start comes
+first, by vLLM's methods; nothing is compiled on CPU, so that a second start is as the first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.types import Prompt, Request, Sampling
 from or1_verify.types import Problem
 
-SIZES, TOKENS, PROMPT = (64, 256, 512), 48, 24
+SIZES, TOKENS, PROMPT = (64, 256, 512), 144, 24
+STARTING = ("init_device", "load_model", "initialize_from_config", "compile_or_warm_up_model")
 spent: dict[str, float] = defaultdict(float)
 
 
@@ -44,34 +47,47 @@ def timed(owner: Any, method: str, part: str) -> None:
 
 
 def build(model: Path) -> VllmEngine:
+    begun = time.thread_time()
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    spent["imports"] = time.thread_time() - begun
+    for method in STARTING:
+        timed(CPUWorker, method, method)
     config = RolloutConfig(kv_cache_bytes=256 << 20, max_concurrent=max(SIZES), placement="separate")
     engine = VllmEngine(EngineSettings(0, model, "float32", PROMPT + TOKENS, config))
+    spent["start, the rest"] = time.thread_time() - begun - sum(spent.values())
+    print(", ".join(f"{part}: {seconds:.2f} s" for part, seconds in spent.items()))
+    engine._sampling_params = partial(engine._sampling_params, ignore_eos=True)
     core = engine._engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    timed(engine._engine, "step", "vllm")
+    timed(engine._engine.engine_core, "get_output", "core")
     timed(runner, "_model_forward", "model")
     timed(runner, "_sample", "sampler")
     for method in ("execute_model", "sample_tokens"):
         timed(core.model_executor, method, "runner")
     for method in ("schedule", "update_from_output"):
         timed(core.scheduler, method, "scheduler")
+    for method in ("submit", "_completion"):
+        timed(engine, method, "responses")
     return engine
 
 
 def measure(thread: EngineThread, count: int) -> dict[str, float]:
-    """Return microseconds of CPU per iteration, by part."""
+    """Return microseconds of CPU per iteration, by part; of the part ``responses``, per response."""
     prompt = Prompt(Problem("0", "", "", (), "", {}, "0"), np.arange(5, 5 + PROMPT, dtype=np.int32))
     requests = [Request(prompt, index, Sampling(1.0, 1.0, TOKENS), index) for index in range(count)]
     spent.clear()
     start = thread.call(lambda engine: (time.thread_time(), engine.submit(requests))[0])
-    while count:
-        count -= len(thread.harvest(60.0).completions)
+    left = count
+    while left:
+        left -= len(thread.harvest(60.0).completions)
     whole = thread.call(lambda engine: time.thread_time()) - start
     parts = {name: spent[name] for name in ("model", "sampler", "scheduler")}
     parts["runner, the rest"] = spent["runner"] - spent["model"] - spent["sampler"]
-    parts["vLLM's engine, the rest"] = spent["vllm"] - spent["runner"] - spent["scheduler"]
-    parts["ours"] = whole - spent["vllm"]
-    return {name: seconds / TOKENS * 1e6 for name, seconds in parts.items()}
+    parts["core, the rest"] = spent["core"] - spent["runner"] - spent["scheduler"]
+    parts["ours, an iteration"] = whole - spent["core"] - spent["responses"]
+    found = {name: seconds / TOKENS * 1e6 for name, seconds in parts.items()}
+    return found | {"ours, a response": spent["responses"] / count * 1e6}
 
 
 if __name__ == "__main__":
@@ -79,6 +95,6 @@ if __name__ == "__main__":
     heart = Heartbeat(Path(tempfile.mkdtemp()), "engine")
     thread = EngineThread(lambda: build(Path(sys.argv[1])), "engine", heart)
     for count in SIZES:
-        found = [measure(thread, count) for _ in range(6)][1:]  # the first one warms up
+        found = [measure(thread, count) for _ in range(4)][1:]  # the first one warms up
         for part in found[0]:
             print(f"{count}: {part}: {np.median([one[part] for one in found]):,.0f} us")

@@ -38,7 +38,8 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
         temperatures: [B] fp32; 0 takes the most likely token, of the distribution at temperature 1.
         floors: [B] the lowest logit that may be drawn, such as that of a nucleus; None: all may.
     """
-    scales = torch.where(temperatures > 0, 1 / temperatures, 1.0)
+    greedy = temperatures == 0
+    scales = (temperatures + greedy).reciprocal_()
     if with_triton("auto", logits.device):
         from or1_megatron.kernels.sampling_triton import sample_rows
 
@@ -46,17 +47,17 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
         return Sampled(*sample_rows(logits, keys, temperatures, scales, floors))
     rows, parts = max(1, _PART_NUMBERS // logits.shape[1]), []
     for part in (slice(first, first + rows) for first in range(0, len(logits), rows)):
-        given = (logits[part], keys[part], temperatures[part], scales[part])
+        given = (logits[part], keys[part], greedy[part], scales[part])
         parts.append(_sample(*given, None if floors is None else floors[part]))
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _sample(logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor | None) -> Sampled:
+def _sample(logits: Tensor, keys: Tensor, greedy: Tensor, scales: Tensor, floors: Tensor | None) -> Sampled:
     scaled = logits * scales[:, None]
     scaled.sub_(scaled.amax(dim=1, keepdim=True)).clamp_(min=-1e4)  # 0 times a finite number is 0, as the entropy needs
     weights = scaled.exp()
     # With exponential variables E, argmax(w / E) is argmax(log w - log E), and -log E are Gumbel variables.
-    scores = _exponentials(keys, logits.shape[1]).masked_fill_(temperatures[:, None] == 0, -1.0)
+    scores = _exponentials(keys, logits.shape[1]).masked_fill_(greedy[:, None], -1.0)
     torch.div(weights, scores, out=scores)
     if floors is not None:
         scores.masked_fill_(logits < floors[:, None], torch.inf)

@@ -1,7 +1,8 @@
 """One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then go on with the new ones.
 
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
-token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``.
+token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``. It reads
+what vLLM's core returns: vLLM's output processor would take ten times as long for each token (docs/performance.md).
 
 Seeds: the random bits of a token depend on its request's seed and its position in the response alone
 (``worker.SeededSampler``). vLLM does not promise more: logits differ in the last bits with the composition of the
@@ -16,9 +17,10 @@ flight too. After ``finish_weight_update`` it answers ``score_prompts``, with wh
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +40,6 @@ WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
 _FREE_AT_START = 0.05  # of the device's memory
-
-
 _POLL_S = 0.001
 
 
@@ -93,6 +93,17 @@ class EngineSettings:
     """False: nothing is served before a handoff has replaced the folder's weights."""
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A request and its response so far."""
+
+    request: Request
+    started_s: float
+    table: bytearray = field(default_factory=bytearray)  # of ``worker.SeededSampler``, 12 bytes per token
+    versions: list[VersionSpan] = field(default_factory=list)
+    version: str | None = None  # of the weights that made the last token
+
+
 class VllmEngine:
     """A vLLM engine. Not thread-safe: one owner submits, steps and updates it."""
 
@@ -107,7 +118,6 @@ class VllmEngine:
         with quick_imports():
             from vllm import LLM, SamplingParams
             from vllm.platforms import current_platform
-            from vllm.sampling_params import RequestOutputKind
 
             if settings.config.tensor_parallel == 1:  # or the worker is another process
                 from vllm.v1.worker import gpu_worker  # noqa: F401  # the base of all workers, which vLLM imports later
@@ -115,7 +125,6 @@ class VllmEngine:
         wait_without_spinning()
         self._settings = settings
         self._sampling_params = SamplingParams
-        self._final_only = RequestOutputKind.FINAL_ONLY
         drafts = settings.config.engine_args.get("speculative_config") is not None
         self._llm = LLM(
             model=str(settings.model),
@@ -135,10 +144,10 @@ class VllmEngine:
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("sample_by_seeds")
         self._tokenizer = load_tokenizer(Path(settings.model))
-        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
-        self._serial = 0
+        self._pending: dict[str, _InFlight] = {}
+        self._names = map(str, itertools.count())
         self._finished: list[Completion] = []  # not yet returned by ``step``
-        self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
+        self._scores: dict[str, Any] = {}  # the outputs of vLLM's core for score_prompts
         self._probed: Int32Array | None = None
         self._updating = False
         self._serving = settings.serves_folder
@@ -184,11 +193,8 @@ class VllmEngine:
                 max_tokens=request.sampling.max_response_tokens,
                 extra_args={"seed": request.seed},  # with ``seed``, vLLM would make a generator
                 logprobs=0,  # the sampled token's alone
-                flat_logprobs=True,
-                detokenize=False,  # once at the end instead of token by token: a fifth of the time of a small model
-                output_kind=self._final_only,
             )
-            self._add(request.prompt.token_ids, params, request)
+            self._pending[self._add(request.prompt.token_ids, params)] = _InFlight(request, time.time())
 
     def step(self) -> list[Completion]:
         """Run one decoding iteration and return the finished completions; return at once when idle."""
@@ -202,14 +208,13 @@ class VllmEngine:
     def abort(self, seeds: Sequence[int]) -> list[int]:
         """Abort the pending requests of these seeds; return the seeds that were aborted. The others have finished."""
         wanted = set(seeds)
-        names = [name for name, (request, _) in self._pending.items() if request.seed in wanted]
-        if names:
-            self._engine.abort_request(names)
-        return [self._pending.pop(name)[0].seed for name in names]
+        names = [name for name, each in self._pending.items() if each.request.seed in wanted]
+        self._engine.engine_core.abort_requests(names)
+        return [self._pending.pop(name).request.seed for name in names]
 
     def abort_all(self) -> list[Completion]:
         """Abort all pending requests; return the completions that ``step`` has not returned."""
-        self.abort([request.seed for request, _ in self._pending.values()])
+        self.abort([each.request.seed for each in self._pending.values()])
         finished, self._finished = self._finished, []
         return finished
 
@@ -228,47 +233,47 @@ class VllmEngine:
                 "end, so that old and new ones may be mixed; a complete handoff mends that"
             )
         self._probed = token_ids[0] if len(token_ids) else None
-        scores = []
-        for index, ids in enumerate(token_ids):
-            last = self._score_last(ids) if index == 0 else []
-            afresh = self._score_afresh(ids[:-1] if index == 0 else ids)
-            scores.append(np.array([*afresh, *last], dtype=np.float32))
+        last = [self._score_last(ids) for ids in token_ids[:1]]
+        scores = [self._score_afresh(ids) for ids in token_ids]
+        if last:
+            scores[0][-1] = last[0]
         return scores
 
-    def _score_last(self, token_ids: Int32Array) -> list[float]:
-        """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""
-        last = int(token_ids[-1])
+    def _score_last(self, token_ids: Int32Array) -> float:
+        """Return the last token's log-prob, with whatever is cached of the tokens before it."""
         params = self._sampling_params(
-            temperature=1.0, max_tokens=1, logprob_token_ids=[last], detokenize=False, ignore_eos=True
+            temperature=1.0, max_tokens=1, logprob_token_ids=[int(token_ids[-1])], ignore_eos=True
         )
-        return [self._score(token_ids[:-1], params).outputs[0].logprobs[0][last].logprob]
+        return float(self._score(token_ids[:-1], params).new_logprobs.logprobs[0, 2])  # see ``worker.SeededSampler``
 
-    def _score_afresh(self, token_ids: Int32Array) -> list[float]:
+    def _score_afresh(self, token_ids: Int32Array) -> Float32Array:
         """Return [p - 1], for all tokens but the first; vLLM reads no prefix cache when it returns prompt log-probs."""
-        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         if len(token_ids) < 2:
-            return []
-        output = self._score(token_ids, params)
-        # Position 0 has no prefix, and vLLM gives None for it.
-        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        return [row[int(token)].logprob for token, row in rows]
+            return np.empty(0, dtype=np.float32)
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        return np.asarray(self._score(token_ids, params).new_prompt_logprobs_tensors.logprobs[:, 0], dtype=np.float32)
 
     def _score(self, token_ids: Int32Array, params: Any) -> Any:
-        params.output_kind = self._final_only
-        name = self._add(token_ids, params, None)
+        name = self._add(token_ids, params, priority=-1)
         while name not in self._scores:
             self._iterate()
         return self._scores.pop(name)
 
     def _iterate(self) -> None:
-        outputs, finished_s = self._engine.step(), time.time()
-        for output in outputs:
-            if not output.finished:
-                continue
-            if output.request_id in self._pending:
-                self._finished.append(self._completion(output, finished_s))
-            else:
+        iteration = self._engine.engine_core.get_output()
+        version, now_s = iteration.weight_version, time.time()
+        for output in iteration.outputs:
+            flying = self._pending.get(output.request_id)
+            if flying is None:
                 self._scores[output.request_id] = output
+                continue
+            if flying.version != version:
+                flying.version = version
+                flying.versions.append(VersionSpan(int(version), len(flying.table) // 12))
+            if output.new_logprobs is not None:
+                flying.table += output.new_logprobs.logprobs.tobytes()
+            if output.finish_reason is not None:
+                self._finished.append(self._completion(self._pending.pop(output.request_id), output, now_s))
 
     # The weight-update calls of vLLM's transfer protocol, in the order of their use.
 
@@ -329,33 +334,31 @@ class VllmEngine:
         self._llm.wake_up(tags=list(tags))
         self._asleep = self._asleep and "kv_cache" not in tags
 
-    def _add(self, token_ids: Int32Array, params: Any, request: Request | None) -> str:
-        name = str(self._serial)
-        self._serial += 1
-        if request is not None:
-            self._pending[name] = (request, time.time())
-        priority = 0 if request is not None else -1  # the lowest number comes first
-        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
+    def _add(self, token_ids: Int32Array, params: Any, priority: int = 0) -> str:
+        """Give a request to vLLM's core and return its name there. The lowest priority comes first."""
+        name = next(self._names)
+        params.skip_clone = True  # a deep copy takes longer than all else here, and the parameters are this request's
+        prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
+        process, tasks = self._engine.input_processor.process_inputs, self._engine.get_supported_tasks()
+        self._engine.engine_core.add_request(process(name, prompt, params, tasks, priority=priority))
         return name
 
-    def _completion(self, output: Any, finished_s: float) -> Completion:
-        request, started_s = self._pending.pop(output.request_id)
-        sampled = output.outputs[0]
-        reason = sampled.finish_reason
+    def _completion(self, made: _InFlight, output: Any, finished_s: float) -> Completion:
+        request, reason = made.request, str(output.finish_reason)
         if reason not in ("stop", "length"):
             raise RuntimeError(
                 f"engine {self._settings.index}: vLLM ended {_name(request)} with '{reason}'; expected 'stop' or "
                 "'length'"
             )
-        token_ids = np.array(sampled.token_ids, dtype=np.int32)
-        log_probs = np.array(sampled.logprobs.logprobs, dtype=np.float32)
+        tokens, log_probs, entropies = np.frombuffer(made.table, dtype=np.float32).reshape(-1, 3).T
+        token_ids = tokens.astype(np.int32)
         if not np.isfinite(log_probs).all():
             raise RuntimeError(
                 f"engine {self._settings.index}: {_name(request)} has no distribution at its token "
                 f"{np.isfinite(log_probs).argmin()}: the logits hold NaN or +inf, or are all -inf"
             )
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
-        drafts = sampled.spec_decode_metrics
+        drafts = output.spec_decode_metrics
         text = self._tokenizer.decode(
             (token_ids[:-1] if reason == "stop" else token_ids).tolist(),
             skip_special_tokens=False,
@@ -365,18 +368,18 @@ class VllmEngine:
             problem_id=request.prompt.problem.id,
             sample_index=request.sample_index,
             token_ids=token_ids,
-            log_probs=log_probs,
+            log_probs=log_probs.copy(),
             text=text,
-            finish_reason=reason,
-            versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
+            finish_reason="stop" if reason == "stop" else "length",
+            versions=tuple(made.versions),
             engine=self._settings.index,
             seed=request.seed,
-            started_s=started_s,
+            started_s=made.started_s,
             finished_s=finished_s,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
-            accepted_tokens=_accepted(drafts.histogram, len(sampled.token_ids)) if drafts else 0,
+            accepted_tokens=_accepted(drafts.histogram, len(token_ids)) if drafts else 0,
             request_digest=request_digest(request),
-            entropy=float(np.mean(sampled.logprobs.ranks)),  # see ``worker.SeededSampler``
+            entropy=float(np.mean(entropies, dtype=np.float64)),
         )
 
 

@@ -31,9 +31,10 @@ hold_less()
 class SeededSampler(VllmSampler):
     """Takes the place of vLLM's sampler: draws by each request's seed and the token's position in the response.
 
-    The seed is ``extra_args["seed"]`` of the request's parameters. In vLLM's table of log-probs, the column of ranks,
-    which nobody reads, has the entropies of the whole distribution in nats: so they reach the response. Requests with
-    penalties, bad words or other logits processors do not occur.
+    The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
+    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats; for a request
+    with ``logprob_token_ids``, which are one token, that token's log-prob at temperature 1 in the place of the entropy.
+    Requests with penalties, bad words or other logits processors do not occur.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -60,21 +61,17 @@ class SeededSampler(VllmSampler):
         temperatures, *cuts = (None if each is None else each[requests] for each in given)
         if temperatures is None:
             temperatures = torch.zeros(len(logits), device=logits.device)
-        scaled, floors, wanted = logits, None, sampling.logprob_token_ids
-        if wanted or cuts != [None, None]:
-            scaled = logits.float() / temperatures.where(temperatures > 0, 1.0)[:, None]
+        floors = None
         if cuts != [None, None]:
-            is_cut = apply_top_k_top_p(scaled.clone(), *cuts) == -torch.inf
-            floors = logits.masked_fill(is_cut, torch.inf).amin(dim=1)
+            scaled = logits.float() / temperatures.where(temperatures > 0, 1.0)[:, None]
+            floors = logits.masked_fill(apply_top_k_top_p(scaled, *cuts) == -torch.inf, torch.inf).amin(dim=1)
         found = sample(logits, torch.from_numpy(keys).to(logits.device, non_blocking=True), temperatures, floors)
+        table = torch.stack((found.tokens.float(), found.log_probs, found.entropies), dim=1)
+        for request, (token,) in (sampling.logprob_token_ids or {}).items():
+            row = int((np.arange(len(self._seeds))[requests] == request).argmax())
+            table[row, 2] = logits[row].float().log_softmax(dim=0)[token]
         tokens = found.tokens.int()[:, None]
-        table = LogprobsTensors(tokens, found.log_probs[:, None], found.entropies)
-        if wanted:
-            places = np.arange(len(self._seeds))[requests]
-            rows = {int((places == request).argmax()): ids for request, ids in wanted.items()}
-            own = self.gather_specific_token_logprobs(self.compute_logprobs(scaled), rows, found.tokens)
-            table = LogprobsTensors(own.logprob_token_ids, own.logprobs, found.entropies)
-        return SamplerOutput(tokens, table)
+        return SamplerOutput(tokens, LogprobsTensors(tokens, table, found.tokens))
 
 
 class WorkerExtension:

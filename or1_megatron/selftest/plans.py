@@ -29,6 +29,7 @@ _SIZES: Final = {
     "0.5B": (151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
     "1.5B": (151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
     "3B": (151936, 2048, 11008, 36, 16, 2),  # Qwen2.5-3B
+    "7B": (152064, 3584, 18944, 28, 28, 4),  # DeepSeek-R1-Distill-Qwen-7B
 }
 SHAPES: Final = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
 """The settings in which sizes differ, named as in an HF config.json."""

@@ -10,16 +10,20 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, rollout_config
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, requests, rollout_config
 from rigs import in_engine, perturbed, scores
 from sharded_trainer import Grid, Trainer
 from tiny_models import make_tiny
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
+from or1_megatron.kernels.sampling import sample
 from or1_megatron.rollout.engine_pool import EngineError, EnginePool
+from or1_megatron.rollout.request_plan import row_keys
+from or1_megatron.types import Sampling
 
 TRANSPORTS = ("gloo", "shared_memory", "gloo+shared_memory")  # that run here
 VOCABULARY = 61
@@ -100,6 +104,27 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
         if "+" not in transport:
             assert max(sent.values()) <= max(0.6, 1 / trainer.grid.world) * received
     trainer.close()
+
+
+def test_engine_ranks_draw_from_the_whole_vocabulary(pools: Any) -> None:
+    """Two ranks, each with a part of 61 logits: tokens, log-probs, entropies are those of whole rows."""
+    pool, model = pools["tensor"]
+    trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
+    trainer.send(3)
+    pool.control(CONFIG.timeout_s).certify(3)
+    trainer.close()
+    sent, drawn = requests(Sampling(0.8, 1.0, 24), seed=(1 << 64) - 9000, each=4), []
+    for asked, made in zip(sent, decode(pool.handles[0], sent), strict=True):
+        count, ids = len(made.token_ids), [*asked.prompt.token_ids.tolist(), *made.token_ids.tolist()]
+        keys = torch.from_numpy(row_keys(np.full(count, asked.seed, dtype=np.uint64), np.arange(count)))
+        with torch.no_grad():
+            rows = model(torch.tensor([ids])).logits[0, -count - 1 : -1]
+        whole = sample(rows, keys, torch.full((count,), 0.8))
+        assert made.token_ids.tolist() == whole.tokens.tolist()
+        np.testing.assert_allclose(made.log_probs, whole.log_probs, atol=1e-4)
+        assert made.entropy == pytest.approx(float(whole.entropies.mean()), abs=1e-4)
+        drawn += whole.tokens.tolist()
+    assert min(drawn) < VOCABULARY // 2 < max(drawn)  # both ranks' parts
 
 
 def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:

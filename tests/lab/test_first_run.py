@@ -20,7 +20,7 @@ FOLDER = ROOT / "lab/benchmarks/gpu/first_run"
 def test_options_keys_and_checks_are_known_and_the_stages_make_all_checks_of_one_gpu() -> None:
     checks, group = set(), get_group(app)
     for options in ([], ["--tiny"]):
-        command = [FOLDER / "first.sh", "--print", *options, "v", "q1", "e", "l", "h", "q32", "s"]
+        command = [FOLDER / "first.sh", "--print", *options, "v", "q1", "e", "l", "h", "h7", "q32", "s"]
         printed = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
         for given in (shlex.split(line)[1 + line.startswith("env ") :] for line in printed if "or1 " in line):
             given = given[given[0] == "or1" :]

@@ -167,7 +167,7 @@ def walk(temperatures: torch.Tensor, drafts: np.random.Generator | None, length:
         for place, (i, row) in enumerate(zip(going, output.sampled_token_ids.tolist(), strict=True)):
             kept = [token for token in row if token >= 0]
             assert row[: len(kept)] == kept
-            scores = output.logprobs_tensors.logprobs[place * width : place * width + len(kept), 0]
+            scores = output.logprobs_tensors.logprobs[place * width : place * width + len(kept), 1]
             for token, score in zip(kept, scores.tolist(), strict=True):
                 exact = torch.log_softmax(CHAIN[walks[i][-1]].double() / temperatures[i], dim=-1)[token]
                 assert score == pytest.approx(float(exact), abs=1e-5)

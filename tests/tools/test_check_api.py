@@ -29,11 +29,11 @@ MUTANTS = {
     ],
     "parallel/mesh.py": [("import parallel_state", "import parallel_states", "parallel_states does not exist")],
     "rollout/engine.py": [
-        ("flat_logprobs=True", "flat_log_probs=True", "'flat_log_probs'"),  # a field of a Struct
+        ("prompt_logprobs=0", "prompt_log_probs=0", "'prompt_log_probs'"),  # a field of a Struct
         ("max_num_seqs=", "max_sequences=", "'max_sequences'"),  # passed on by **kwargs
         ('"enable_sleep_mode"', '"enable_sleep"', "'enable_sleep'"),  # in a dict of arguments
         ("self._llm.wake_up(tags=", "self._llm.wake_up(labels=", "'labels'"),  # of a method
-        ("self._engine.abort_request(", "self._engine.abort_requests(", "'abort_requests'"),  # of a hinted object
+        ("engine_core.abort_requests(", "engine_core.abort_request(", "'abort_request'"),  # of a hinted object
     ],
     "rollout/client.py": [("timeout=timeout_s)", "time_limit=timeout_s)", "'time_limit'")],
     "handoff/vllm/receiver.py": [("def receive_weights(", "def take_weights(", "lacks")],  # an abstract method

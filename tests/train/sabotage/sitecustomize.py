@@ -207,7 +207,7 @@ def strike_in_handoffs(engine: Any) -> None:
     true_step, steps = Engine.step, 0  # since the last handoff
 
     def start(self: Any) -> None:
-        flying[:] = [request.seed for request, _ in self._pending.values()]
+        flying[:] = [each.request.seed for each in self._pending.values()]
         strike("before start")
 
     def certify(self: Any, version: int) -> None:
@@ -219,7 +219,7 @@ def strike_in_handoffs(engine: Any) -> None:
         nonlocal steps
         steps += 1
         if steps == 3:
-            left = {request.seed for request, _ in self._pending.values()}
+            left = {each.request.seed for each in self._pending.values()}
             flying[:] = [seed for seed in flying if seed in left]
             strike("serving")
         if 0 < len(self._pending) <= 2 and not in_folder("needed").exists():

@@ -5,7 +5,7 @@
 #   lab/benchmarks/gpu/first_run/first.sh [--out FOLDER] [--tiny] [--print] STAGE ...
 #
 # v versions, devices, kernels | q1 quickstart in bf16 | e engine alone | l long responses | h handoff and sleep
-# q32 quickstart in fp32 | s the rest of the self-test
+# h7 the same with a 7B | q32 quickstart in fp32 | s the rest of the self-test
 # --out    where runs, models and logs go (runs/first_run); FOLDER/kept.tgz is what to take away.
 # --tiny   on a machine without a GPU: tiny shapes in fp32; shows only that the stages' commands work.
 # --print  print the stages' commands and run none.
@@ -22,21 +22,21 @@ while (($#)); do
     --tiny) tiny=yes; shift ;;
     --print) print=yes; shift ;;
     -h | --help) usage; exit 0 ;;
-    v | q1 | e | l | h | q32 | s) stages+=("$1"); shift ;;
+    v | q1 | e | l | h | h7 | q32 | s) stages+=("$1"); shift ;;
     *) echo "first.sh: unknown stage or option '$1'; see --help" >&2; exit 2 ;;
   esac
 done
 ((${#stages[@]})) || { usage >&2; exit 2; }
 
 OUT=${out:-runs/first_run}
-failed=() short=() shape=1.5B dtype=bfloat16 tokens=4096 steps="8 4" fewer="4 2" kv_cache=()
+failed=() short=() shape=1.5B large=7B dtype=bfloat16 tokens=4096 steps="8 4" fewer="4 2" kv_cache=()
 if [[ -n $tiny ]]; then
   short=(--set model.dtype=float32 --set stages.0.steps=1 --set stages.0.max_response_tokens=64
     --set rollout.kv_cache_bytes=67108864 --set parallel.threads_per_rank=1 --set verify.workers=1)
-  shape=small dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
+  shape=small large=small dtype=float32 tokens=32 steps="1 1" fewer="1 1" kv_cache=(--set rollout.kv_cache_bytes=67108864)
 fi
 if [[ -z $print ]]; then
-  mkdir -p "$OUT/logs" "$OUT/models" && OUT=$(realpath "$OUT")
+  mkdir -p "$OUT/logs" "$OUT/models" "$OUT/runs" && OUT=$(realpath "$OUT")
   export PATH=$PWD/.venv/bin:$PATH
 fi
 export OUT PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8 TOKENIZERS_PARALLELISM=false
@@ -73,6 +73,10 @@ data() {
 }
 
 model() { stage model 90 python $here/model.py $shape "$OUT/models/random"; }
+
+engine_check() { # NAME SECONDS MODEL: log-probs against transformers, sleep, handoffs, equal responses after them
+  stage "$1" "$2" python $here/engine.py "$3" "$dtype"
+}
 
 check() { # NAME MINUTES CHECK ...: checks of the self-test
   local name=$1 minutes=$2
@@ -118,6 +122,7 @@ print("=> vLLM", vllm.__version__, "FA2", flash.FA2_AVAILABLE, "FA3", flash.FA3_
       engine engine_cold 200 16
       engine engine_warm 150 16
       engine engine_long 200 "$tokens"
+      engine_check engine_checked 200 "$OUT/models/random"
       ;;
     l)
       model
@@ -129,6 +134,11 @@ print("=> vLLM", vllm.__version__, "FA2", flash.FA2_AVAILABLE, "FA3", flash.FA3_
       stage plan_again 60 or1 plan $here/long.yaml --gpu h100 --lengths "$OUT/runs/long"
       ;;
     h) check handoff_checks 8 transports handoff sleep ;;
+    h7)
+      stage model_large 180 python $here/model.py $large "$OUT/models/large"
+      engine_check handoff_large 300 "$OUT/models/large"
+      [[ -n $print ]] || rm -rf "$OUT/models/large"
+      ;;
     q32)
       quickstart fp32 200 float32 $fewer
       quickstart fp32_ieee 200 float32 $fewer TRITON_F32_DEFAULT=ieee
