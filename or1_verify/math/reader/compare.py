@@ -44,7 +44,7 @@ from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import LEAD_INS
+from or1_verify.math.reader.units import HEDGES, LEAD_INS
 from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
@@ -140,7 +140,7 @@ def _content(words: list[str]) -> list[str]:
 
 
 def _stem(word: str) -> str:
-    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+    return word[:-1] if len(word) > 3 and word.endswith("s") and word not in HEDGES else word
 
 
 def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
@@ -371,7 +371,11 @@ def _same_ratio(gold: Reading, answer: Reading) -> bool:
     assert ours is not None and theirs is not None
     if any(part.op == "ldots" for part in ours + theirs):
         return all(a == b or same(a, b) for a, b in zip(ours, theirs, strict=True))
-    crosses = ((Node("mul", (a, theirs[0])), Node("mul", (b, ours[0]))) for a, b in zip(ours, theirs, strict=True))
+    zeros = [[same(part, number_node(0)) for part in side] for side in (ours, theirs)]
+    if zeros[0] != zeros[1] or all(zeros[0]):
+        return False
+    over, under = next((b, a) for a, b, zero in zip(ours, theirs, zeros[0], strict=True) if not zero)
+    crosses = ((Node("mul", (a, over)), Node("mul", (b, under))) for a, b in zip(ours, theirs, strict=True))
     return all(same(left, right) for left, right in crosses)
 
 

@@ -135,11 +135,11 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
     letters = [token for token in part if token.kind == "symbol" and (token.text != "a" or not words)]
     kind = tuple(sorted({word.removesuffix("s") for word in words if word not in _FILLING}))
     spelled = any(a.kind == b.kind == "symbol" and not b.spaced for a, b in pairwise(part))  # "for big n"
-    unread = spelled or any(token.kind not in ("word", "symbol") for token in part)
+    unread = (spelled and not kind) or any(token.kind not in ("word", "symbol") for token in part)
     constant = any(token.text == "=" for token in items) and _argument(items).text not in {
         letter.text for letter in letters
     }  # f(x) = cx for some c
-    if not kind and (unread or ("some" in words and not constant)):
+    if unread or (not kind and "some" in words and not constant):
         kind = ("some",)
     if kind and not set(kind) & {"constant", "parameter"}:
         words_said = Words(" ".join(kind))

@@ -100,8 +100,8 @@ def read_quantity(items: list[Token]) -> Quantity:
     return _signed(Quantity(tree, unit, noun, percent), negative)
 
 
-def _multiplied(tree: Node, multiplier: int) -> Node:
-    """Return the number of ``1.2 million``. Raises Unreadable for anything but a number before the word."""
+def _multiplied(tree: Node, multiplier: int | Fraction) -> Node:
+    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable for anything but a number before the word."""
     if tree.op != "num":
         raise Unreadable("a multiplier behind what is no number")
     return number_node(tree.number * multiplier)

@@ -51,7 +51,7 @@ _HEAD = re.compile(
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
 )
 _NAMED = re.compile(
-    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm|int)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
+    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm|int|operatorname)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
     r"|[A-Za-z]'*\([^()=]*(?:,|\\c[ua]p )[^()=]*\)$|(?i:lcm|gcd|hcf|gcf|rank|var|tr|dim)(?:\(.*\))?$"
     r"|\\\|.*\\\|$|\|\\vec .*\|$|\\mathbb \{E\}"
 )

@@ -45,10 +45,6 @@ UNITS = {
 """Word to (dimension, size in the dimension's base unit)."""
 
 SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
-MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
-    name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)
-}
-MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 POWER_WORDS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 
 _SMALL = (
@@ -63,6 +59,11 @@ ORDINAL_WORDS = (
     *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth"),
     "twentieth",
 )
+MULTIPLIERS: dict[str, int | Fraction] = {"dozen": 12, "hundred": 100, "thousand": 1000, "half": Fraction(1, 2)}
+MULTIPLIERS |= {name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)}
+MULTIPLIERS |= {word: Fraction(1, n) for n, word in enumerate(ORDINAL_WORDS, 1) if n > 2}
+MULTIPLIERS |= {"hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), "halve": Fraction(1, 2)}
+MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
 
 
@@ -98,7 +99,7 @@ NEUTRAL = _words(
     "matrix matrice vector path route line segment edge vertex vertices vertice face side angle triangle squares",
     "rectangle circle polygon diagonal region intersection primes factors divisors multiples zeros case",
     "possibility possibilities outcome choice option color colour month decade century centuries yen rupee peso",
-    "old year franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt ampere",
+    "old year franc shilling penny pennies nickel dime bill buck pound calorie byte bit pixel volt ampere",
     "watt kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
     "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本",
