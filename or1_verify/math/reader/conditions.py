@@ -123,7 +123,8 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
     if words := [word for one in stated for word in _words(one)]:
-        return not change_nothing(words, _HARMLESS if names else NEUTRAL - {"possible"})
+        number = tree is not None and not symbols(tree)
+        return not change_nothing(words, _HARMLESS if names else NEUTRAL - {"possible"} if number else {"real"})
     domain = number_set(stated[0])
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True

@@ -125,7 +125,12 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
 
 
 def _gold_readings(gold: str, answer: str) -> tuple[bool, ...]:
-    """Return the same for a gold. A list with blanks or brackets does not answer a number in groups of digits."""
+    """Return the same for a gold. A list with blanks or brackets does not answer a number in groups of digits.
+
+    A sum of money is one number.
+    """
+    if r"\$" in gold:
+        return (True,)
     groups = re.fullmatch(r"\d{1,3}((?:,\d{3})+)", gold.strip().strip("$"))
     if groups and (len(groups[1]) > 4 or re.search(r"\d,\s+\d", answer) or _IN_BRACKETS.fullmatch(answer)):
         return (True,)

@@ -89,7 +89,7 @@ def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
     hour, minute, second = int(match[1] or match[5]), int(match[2] or 0), int(match[3] or 0)
     named = match[4] or match[6]
     half = None if not named else int("p" in named)
-    if hour > 12 or hour == 0:
+    if hour > 12 or hour == 0 or (not named and (match[1] or "").startswith("0")):
         half = int(hour >= 12)
     return half, (hour % 12, minute, second)
 

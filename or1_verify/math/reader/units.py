@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from fractions import Fraction
 
 _TABLE = """
@@ -121,7 +121,7 @@ LEAD_INS = _ABROAD | _words(
 NAMING = LEAD_INS | NEUTRAL
 
 
-def change_nothing(words: Iterable[str], known: frozenset[str] = NEUTRAL) -> bool:
+def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
     """Whether words beside a value are all among those that change nothing."""
     return all({word, word.removesuffix("s")} & known for word in words)
 
