@@ -251,7 +251,7 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
 def _difference(relation: Relation) -> Node:
     first, second = relation.sides[0], relation.sides[-1]
     assert isinstance(first, Quantity) and isinstance(second, Quantity)
-    return Node("add", (first.tree, Node("neg", (second.tree,))))
+    return Node("add", (first.whole, Node("neg", (second.whole,))))
 
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
@@ -302,7 +302,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
     last = sides[-1]
     return all(
         compare(last, side)
-        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.tree, side.tree))
+        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.whole, side.whole))
         for side in sides[:-1]
     )
 
@@ -358,7 +358,7 @@ def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
     if not (isinstance(side, Several) and side.brackets in ("()", "[]")):
         return None
     if all(isinstance(item, Quantity) for item in side.items):
-        return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
+        return tuple((item.whole,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
     rows = [_rows(item) for item in side.items]
     return None if None in rows else tuple(tuple(cell for (cell,) in row) for row in rows if row)  # [[1, 2], [3, 4]]
 

@@ -42,7 +42,7 @@ def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tup
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)
-    while items and items[-1].text == ",":
+    if items and items[-1].text == ",":
         items = items[:-1]
     parts = split(phrase, lambda token: token.text in (",", "and"))[0]
     conditions = [condition for part in parts for condition in _conditions(part, items, read)]

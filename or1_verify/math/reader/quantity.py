@@ -19,6 +19,7 @@ from or1_verify.math.reader.units import (
     POWER_WORDS,
     SYMBOL_UNITS,
     UNITS,
+    change_nothing,
 )
 from or1_verify.math.reader.value import real
 
@@ -34,6 +35,12 @@ class Quantity:
     approximated: bool = False
     rounded: bool = False
     """A gold whose digits stop where it was rounded, by ``verify.math.rounding``."""
+
+    @property
+    def whole(self) -> Node:
+        """The value with what counts beside it, for rules that know no units: it equals only what has the same."""
+        beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
+        return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
 
     def approximate(self) -> Quantity:
         return replace(self, approximated=True)
@@ -96,7 +103,7 @@ def read_quantity(items: list[Token]) -> Quantity:
     if multiplier is not None:
         tree = _multiplied(tree, multiplier)
     if unit is None and (degrees := _degrees(tree)) is not None:
-        return _signed(Quantity(degrees, UNITS["degree"]), negative)
+        return _signed(Quantity(degrees, UNITS["degree"], noun), negative)
     return _signed(Quantity(tree, unit, noun, percent), negative)
 
 
@@ -182,7 +189,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
     if texts[:1] != ["^"]:
         return 1, at
-    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?(1) })", " ".join(texts))
+    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?!\d)(?(1) })", " ".join(texts))
     if written is None:
         raise Unreadable("a unit to a power")
     return int(written[2].replace(" ", "")), at + len(written[0].split())

@@ -167,7 +167,7 @@ def _is_finite(side: Reading) -> bool:
 
 
 def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
-    return any(isinstance(item, Quantity) and isinstance(o, Quantity) and same(item.tree, o.tree) for o in others)
+    return any(isinstance(item, Quantity) and isinstance(o, Quantity) and same(item.whole, o.whole) for o in others)
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
@@ -314,7 +314,7 @@ def _transposed(items: list[Token]) -> Matrix | None:
         return Matrix(tuple(zip(*inner.rows, strict=True)))
     if not (isinstance(inner, Several) and inner.brackets in ("()", "[]")):
         return None
-    rows = tuple((item.tree,) for item in inner.items if isinstance(item, Quantity))
+    rows = tuple((item.whole,) for item in inner.items if isinstance(item, Quantity))
     return Matrix(rows) if len(rows) == len(inner.items) else None
 
 

@@ -60,7 +60,7 @@ _STYLE_MACROS = (
     *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
 )
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
-_MACRO = re.compile(r"\\([A-Za-z]+)\*?")
+_MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
 _SAME = (
     "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
     "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
