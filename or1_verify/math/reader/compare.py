@@ -11,7 +11,7 @@ from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
 from or1_verify.math.reader.equality import canonical, fraction, proportional, same
 from or1_verify.math.reader.families import same_family
-from or1_verify.math.reader.numerals import is_numeral
+from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.ranges import (
     Interval,
@@ -268,8 +268,8 @@ def _same_order(gold: Relation, answer: Relation) -> bool:
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
     """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
-    if relation.operators[0] == "in" and len(relation.operators) == 1 and relation.heads[0]:
-        return relation.heads[0], relation.sides[1]
+    if relation.operators == ("in",) and relation.heads[0]:
+        return None if isinstance(relation.sides[1], Quantity) else (relation.heads[0], relation.sides[1])
     if set(relation.operators) != {"="}:
         return None
     if len(relation.sides) == 2 and (measure := _measure(relation.sides[0])):
@@ -292,7 +292,7 @@ def _measure(side: Reading) -> str:
     """Return the name of a length or a ratio: AB for ``|AB|`` and ``|BA|``, ``S_1 : S_2``; "" for anything else."""
     if isinstance(side, Ratio):
         return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
-    if not (isinstance(side, Quantity) and side.tree.op == "abs"):
+    if not (isinstance(side, Quantity) and side.whole.op == "abs"):
         return ""
     names = sorted(symbols(side.tree))
     return "".join(names) if all(name[:1].isupper() for name in names) else ""
@@ -327,7 +327,11 @@ def _near(exact: Reading, rounded: Reading) -> bool:
     if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
         return False
     value, shown = real(exact.tree), real(rounded.tree)
-    return value is not None and shown is not None and bool(abs(value - shown) <= abs(value) / 20)
+    if value is None or shown is None:
+        return False
+    return bool(
+        abs(value - shown) <= (10.0 ** -decimals(rounded.tree) if is_numeral(exact.tree) else abs(value) / 10) / 2
+    )
 
 
 def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
@@ -401,7 +405,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
         lists = [_numerals(side) for side in (gold, answer)]
         return lists[0] is not None and lists[0] == lists[1]
-    if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
+    if len(answer.items) > len(gold.items) > 1 and {answer.brackets, gold.brackets} <= {"", "{}"}:
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
         return False
@@ -467,6 +471,8 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
         return False
     if _name_variables(ours or theirs) and any(isinstance(item, Relation) for item in (answer if ours else gold).items):
         return False  # x = 1 or x = 2, beside x = 1 and y = 2
+    if any(isinstance(item, Relation) and not item.heads[0] for item in (*gold.items, *answer.items)):
+        return False  # yx = 1
     left = list(ours.values()) if ours else gold.items
     # Against a tuple an answer's values count in the order of their letters, not in the order that it lists them.
     ordered = sorted((theirs or {}).items(), key=lambda named: "" if _LABEL.fullmatch(named[0]) else named[0])

@@ -118,7 +118,7 @@ def _is_order(value: Reading) -> bool:
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
     r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
     head, tree = _formula(values[1])
-    if tree is not None and names and not names & {head, *symbols(tree)}:
+    if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
@@ -129,7 +129,7 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True
     if domain in (_INTEGERS, _REALS):
-        return False
+        return domain == _REALS and names <= set("klmn")
     formulas = [_formula(value) for value in values]
     heads = [head for head, _ in formulas if head]
     alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")

@@ -112,7 +112,7 @@ _WIDE_DIGITS = 150
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
-    """Yield points on both sides of 0, beyond all numbers, for trees that may be other functions there: ``|x + 10|``."""
+    """Yield points on both sides of 0, beyond all numbers, for trees that may be other functions there: |x + 10|."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
     largest = max(abs(node.number) for tree in trees for node in tree.walk())

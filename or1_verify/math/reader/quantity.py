@@ -21,7 +21,6 @@ from or1_verify.math.reader.units import (
     UNITS,
     change_nothing,
 )
-from or1_verify.math.reader.value import real
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,9 @@ def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:
             return ()
-        if gold.percent:
-            return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
-        value = real(gold.tree)
-        plain = value is not None and abs(value) > 1
-        return (Fraction(1, 100), Fraction(1)) if plain else (Fraction(1, 100),)
+        if not gold.percent:
+            return (Fraction(1, 100),)
+        return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
     if gold.unit and answer.unit:
         return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
     return (Fraction(1),)
@@ -108,7 +105,7 @@ def read_quantity(items: list[Token]) -> Quantity:
 
 
 def _multiplied(tree: Node, multiplier: int | Fraction) -> Node:
-    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable for anything but a number before the word."""
+    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable unless a number stands before it."""
     if tree.op != "num":
         raise Unreadable("a multiplier behind what is no number")
     return number_node(tree.number * multiplier)

@@ -125,9 +125,8 @@ def names_of(reading: Reading) -> frozenset[str]:
     """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
         trees = [side.whole for side in reading.sides if isinstance(side, Quantity)]
-        barred = (tree.args[0].name for tree in trees if _is_bar(tree))
-        heads = (head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
-        return frozenset((*barred, *heads))
+        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_bar(tree)]) if node.op == "sym"}
+        return frozenset(({*reading.heads} | letters) - {"", "e", "i"} or letters)
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
 
@@ -207,15 +206,22 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
 
 def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
-    if group.joined_by != "or" and all(relation.operators == ("!=",) for relation in relations):
-        return _punctured(tuple(relation.sides[1] for relation in relations))
-    excluding = any(relation.operators == ("!=",) for relation in relations)
-    if group.joined_by == "and" or (group.joined_by == "," and excluding):
+    excluded = [point for relation in relations if (point := _excluded(relation)) is not None]
+    if group.joined_by != "or" and len(excluded) == len(relations):
+        return _punctured(tuple(excluded))
+    if group.joined_by == "and" or (group.joined_by == "," and excluded):
         return _where_all_hold(relations)
     points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
     if all(points) or not frozenset.intersection(*map(names_of, relations)):
         return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
     return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
+
+
+def _excluded(relation: Relation) -> Reading | None:
+    """Return 2 of ``x != 2``; None for any other relation."""
+    sides = relation.sides if relation.operators == ("!=",) else ()
+    letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
+    return sides[not letters[1]] if any(letters) else None
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
@@ -248,9 +254,8 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
     if len(sides) != len(relation.sides):
         return None
-    if relation.operators == ("!=",):
-        point = relation.sides[1] if relation.heads[0] else relation.sides[0]
-        return _punctured((point,)) if any(relation.heads) else None
+    if (excluded := _excluded(relation)) is not None:
+        return _punctured((excluded,))
     ordered = relation.ascending()
     if ordered is None or (len(sides) == 3 and not relation.heads[1]):  # 1 < 2x < 4 says nothing of x between 1 and 4
         return None
@@ -261,7 +266,7 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
 def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:
     if len(sides) == 3:
         low, middle, high = sides
-        if symbols(middle) & (symbols(low) | symbols(high)):
+        if not symbols(middle) or symbols(middle) & (symbols(low) | symbols(high)):
             return None
         return (Interval(low, high, closed[0], closed[1]),)
     if len(sides) != 2:

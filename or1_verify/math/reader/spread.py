@@ -16,7 +16,7 @@ _MAX_SIGNS = 4
 def spread(reading: Reading) -> Reading:
     r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & operations(reading.tree):
-        return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
+        return Several(_branches(reading))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
         return pairs
     if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
@@ -33,6 +33,10 @@ def spread(reading: Reading) -> Reading:
     if isinstance(reading, Several) and reading.brackets in ("", "{}"):
         return Several(_flattened(reading), reading.brackets, reading.joined_by)
     return reading
+
+
+def _branches(quantity: Quantity) -> tuple[Quantity, ...]:
+    return tuple(replace(quantity, tree=tree) for tree in notation.branches(quantity.tree))
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
@@ -71,12 +75,12 @@ def _signed_points(point: Several) -> Several | None:
     signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None
-    ways = [notation.branches(item.tree) if isinstance(item, Quantity) else () for item in point.items]
+    ways = [list(_branches(item)) if isinstance(item, Quantity) else [] for item in point.items]
     if {"mp"} in signs:
         chosen = [tuple(way[upper] for way in ways) for upper in (0, 1) if all(ways)]
     else:
         chosen = list(product(*(way if sign else way[:1] for way, sign in zip(ways, signs, strict=True))))
-    points = tuple(Several(tuple(map(Quantity, trees)), "()") for trees in chosen)
+    points = tuple(Several(tuple(quantities), "()") for quantities in chosen)
     return Several(points) if points else None
 
 

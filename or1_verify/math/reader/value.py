@@ -200,7 +200,9 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
     # A bare \log has an unknown base: it equals neither \ln nor \lg, but ratios of two \log are right.
     "log": lambda of, base=None: _logarithm(of, base) * (mpmath.mpf("1.6180339") if base is None else 1),
     "degree": lambda angle: angle * mpmath.pi / 180,
-    "call": lambda function, *values: reduce(lambda so_far, value: mpmath.sin(so_far + function * value), values, function),
+    "call": lambda function, *values: reduce(
+        lambda so_far, value: mpmath.sin(so_far + function * value), values, function
+    ),
     "sin": mpmath.sin,
     "cos": mpmath.cos,
     "tan": mpmath.tan,
