@@ -130,10 +130,10 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
         return True
     if domain in (_INTEGERS, _REALS):
         return domain == _REALS and names <= set("klmn")
-    formulas = [_formula(value) for value in values]
-    heads = [head for head, _ in formulas if head]
-    alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")
-    return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
+    if domain is None:
+        return any(isinstance(bound, Relation) and bound.is_inequality for bound in stated)
+    heads = [head for head, _ in map(_formula, values) if head]
+    return bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
 
 
 _HARMLESS = NAMING | {"arbitrary", "fixed", "given", "positive", "natural", "real", "complex", "constants", "non-zero"}
