@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.alike import alike
 from or1_verify.math.reader.compare import compare
-from or1_verify.math.reader.numerals import is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.reading import read
 from or1_verify.math.reader.records import Reading
@@ -139,9 +138,8 @@ def _gold_readings(gold: str) -> tuple[bool, ...]:
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
     """Return an answer as it is, and 25% also as 25 where a plain number above 1 is asked for."""
     both = isinstance(gold, Quantity) and isinstance(answer, Quantity) and answer.percent and not gold.percent
-    if not both or gold.unit or not is_numeral(gold.tree) or abs(rational(gold.tree) or 0) <= 1:
-        return (answer,)
-    return answer, replace(answer, percent=False)
+    plain = both and not gold.unit and gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
+    return (answer, replace(answer, percent=False)) if plain else (answer,)
 
 
 def _squeezed(cleaned: str) -> str:

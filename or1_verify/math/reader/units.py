@@ -141,7 +141,10 @@ WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
 """The words of these lists in languages that put no space between words."""
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
-_COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
+_COMMON = _words(
+    "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun percent square cubic all any",
+    "every some real numbers choice per ways way them each",
+)
 KNOWN_WORDS = frozenset(
     {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _IN_TEXT_ONLY}
     | set(NUMBER_WORDS)
@@ -149,23 +152,6 @@ KNOWN_WORDS = frozenset(
     | (LEAD_INS - _ABROAD)
     | JOINERS
     | QUALIFIERS
-    | set(_COMMON.split())
-    | {
-        "percent",
-        "square",
-        "cubic",
-        "all",
-        "any",
-        "every",
-        "some",
-        "real",
-        "numbers",
-        "choice",
-        "per",
-        "ways",
-        "way",
-        "them",
-        "each",
-    }
+    | _COMMON
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""

@@ -203,18 +203,8 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
     "call": lambda function, *values: reduce(
         lambda so_far, value: mpmath.sin(so_far + function * value), values, function
     ),
-    "sin": mpmath.sin,
-    "cos": mpmath.cos,
-    "tan": mpmath.tan,
-    "cot": mpmath.cot,
-    "sec": mpmath.sec,
-    "csc": mpmath.csc,
-    "arcsin": mpmath.asin,
-    "arccos": mpmath.acos,
-    "arctan": mpmath.atan,
-    "sinh": mpmath.sinh,
-    "cosh": mpmath.cosh,
-    "tanh": mpmath.tanh,
+    **{name: getattr(mpmath, name) for name in "sin cos tan cot sec csc sinh cosh tanh".split()},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan")},
 }
 
 
