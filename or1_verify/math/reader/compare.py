@@ -401,7 +401,9 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
 
 def _same_several(gold: Reading, answer: Reading) -> bool:
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
-        return _same_singleton(gold, answer)
+        group = gold if isinstance(gold, Several) else answer
+        one = isinstance(group, Several) and group.brackets in ("", "{}") and len(group.items) == 1
+        return one and compare(*(side.items[0] if isinstance(side, Several) else side for side in (gold, answer)))
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
         lists = [_numerals(side) for side in (gold, answer)]
         return lists[0] is not None and lists[0] == lists[1]
@@ -454,13 +456,6 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 def _name_variables(names: dict[str, Reading] | None) -> bool:
     """Whether the names are different variables, and not one variable with numbers, as for the roots x_1 and x_2."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
-
-
-def _same_singleton(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Several):
-        return gold.brackets in ("", "{}") and len(gold.items) == 1 and compare(gold.items[0], answer)
-    assert isinstance(answer, Several)
-    return answer.brackets in ("", "{}") and len(answer.items) == 1 and compare(gold, answer.items[0])
 
 
 def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Reading] | None, ...]) -> bool:

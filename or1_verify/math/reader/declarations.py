@@ -119,9 +119,6 @@ def _is_used(part: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
 def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[Token]], Reading]) -> Iterator[Reading]:
     """Read a phrase such as "all real x", "domain (0, 1)", ``x = 0``, or one that no rule knows."""
     part = _without_each(part) if any(token.text == "in" and token.kind == "command" for token in part) else part
-    if _is_member(part):
-        yield _member(part)
-        return
     if part and part[0].text == "domain":
         part = [_argument(items), Token("command", "in"), *(token for token in part[1:] if token.text not in ":=")]
     try:

@@ -69,11 +69,9 @@ def read_quantity(items: list[Token]) -> Quantity:
     """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
     negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
     items = items[1:] if negative else items
-    unit: tuple[str, Fraction] | None = None
-    if len(items) > 1 and items[0].text in SYMBOL_UNITS and items[0].kind == "sign":
-        unit, items = UNITS[SYMBOL_UNITS[items[0].text]], items[1:]
-    elif len(items) > 2 and items[0].text == "-" and items[1].text in SYMBOL_UNITS:
-        unit, items = UNITS[SYMBOL_UNITS[items[1].text]], [items[0], *items[2:]]
+    at = next((index for index, token in enumerate(items[:2]) if token.text in SYMBOL_UNITS), None)
+    unit = None if at is None or items[0].text not in ("-", items[at].text) else UNITS[SYMBOL_UNITS[items[at].text]]
+    items = items if at is None or unit is None else items[:at] + items[at + 1 :]
     end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
     body, tail = items[:end], items[end:]
     if not body and tail and tail[0].text in NUMBER_WORDS:
