@@ -50,7 +50,6 @@ from or1_verify.math.reader.value import rational, real
 _MAX_ITEMS = 200
 _LABEL = re.compile(r"[a-z-]{3,}")
 _LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
-_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def compare(gold: Reading, answer: Reading) -> bool:
@@ -198,10 +197,6 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
     assert isinstance(relation, Relation)
     values = _values(relation, as_gold=True) if relation is gold else _values_for(gold, relation)
     if isinstance(other, Several):
-        if (chained := chain(relation)) and _same_several(
-            *((chained, other) if relation is gold else (other, chained))
-        ):
-            return True
         if relation.operators == ("in",) and other.brackets == "":
             return False  # an interval needs its brackets
         values = [value for value in values if not isinstance(value, Relation)]
@@ -214,27 +209,12 @@ def _same_relations(gold: Relation, answer: Relation) -> bool:
     one_name = bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
     if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and one_name:
         return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
-    chains = chain(gold), chain(answer)
-    if chains[0] and chains[1]:
-        only_names = bool(gold.heads[-1] and answer.heads[-1])
-        return set(gold.heads) == set(answer.heads) and (only_names or compare(gold.sides[-1], answer.sides[-1]))
     assigned = _assigned(gold), _assigned(answer)
     if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
     if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
     return _same_curve(gold, answer)
-
-
-def chain(relation: Relation) -> Several | None:
-    """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
-    heads, last = relation.heads[:-1], relation.sides[-1]
-    if set(relation.operators) != {"="} or len(heads) < 2 or len(set(heads)) < len(heads):
-        return None
-    if not all(_VARIABLE.fullmatch(head) for head in heads):
-        return None
-    sides = zip(relation.sides, heads, strict=False)
-    return Several(tuple(Relation(("=",), (side, last), (head, "")) for side, head in sides))
 
 
 def _same_curve(gold: Relation, answer: Relation) -> bool:

@@ -115,9 +115,9 @@ def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mp
     """Yield points on both sides of 0, beyond all numbers, for trees that may be other functions there: |x + 10|."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
-    largest = max(abs(node.number) for tree in trees for node in tree.walk())
-    sizes = takewhile(lambda size: size < 10 * min(max(largest, 100), 10**15), (4.7 * 3.3**k for k in count()))
-    for size in sizes:
+    numbers = [abs(node.number) for tree in trees for node in tree.walk()]
+    farthest = 10 * float(min(max(*numbers, Fraction(100)), Fraction(10**15)))
+    for size in takewhile(lambda size: size < farthest, (4.7 * 3.3**k for k in count())):
         for sign in (1, -1):
             for other in (1, -1) if len(names) > 1 else (1,):
                 yield {

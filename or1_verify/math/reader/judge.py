@@ -137,9 +137,10 @@ def _gold_readings(gold: str) -> tuple[bool, ...]:
 
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
     """Return an answer as it is, and 25% also as 25 where a plain number above 1 is asked for."""
-    both = isinstance(gold, Quantity) and isinstance(answer, Quantity) and answer.percent and not gold.percent
-    plain = both and not gold.unit and gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
-    return (answer, replace(answer, percent=False)) if plain else (answer,)
+    if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
+        return (answer,)
+    plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
+    return (answer, replace(answer, percent=False)) if answer.percent and plain else (answer,)
 
 
 def _squeezed(cleaned: str) -> str:

@@ -203,7 +203,8 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
     "call": lambda function, *values: reduce(
         lambda so_far, value: mpmath.sin(so_far + function * value), values, function
     ),
-    **{name: getattr(mpmath, name) for name in "sin cos tan cot sec csc sinh cosh tanh".split()},
+    **{name: getattr(mpmath, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{name: getattr(mpmath, name) for name in ("sinh", "cosh", "tanh")},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan")},
 }
 
