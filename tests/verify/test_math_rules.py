@@ -44,7 +44,7 @@ def test_labelled_pairs(verifier: MathVerifier, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "refused"),
-    [("frozen", 0), ("frozen_2", 5), ("frozen_3", 16), ("frozen_4", 18), ("tuning_4", 6)],
+    [("frozen", 0), ("frozen_2", 5), ("frozen_3", 16), ("frozen_4", 18), ("tuning_4", 6), ("hostile", 10)],
 )
 def test_rates_of_the_labelled_sets(verifier: MathVerifier, part: Part, refused: int) -> None:
     """None of the wrong ones is accepted. Right ones refused are counted; docs/verify_comparison.md has the rates."""

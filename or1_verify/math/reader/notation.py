@@ -148,8 +148,6 @@ _PLACED = NEUTRAL | {"quadrant", "place", "position", "row", "column", "floor", 
 def ordinals(gold: str, answer: str) -> bool | None:
     """Compare ``third`` with ``3^{rd}``, and ``second quadrant`` with ``Quadrant II``. Both are still as written."""
     ours, theirs = _ordinal(gold), _ordinal(answer)
-    if ours is None and theirs is not None and gold.strip(" $").isdigit():
-        return False  # the 7th for 7
     if ours is None or theirs is None or not (ours[2] or theirs[2]):
         return None
     said = ours[1] == theirs[1] or theirs[1] == "" or (ours[1] == "" and theirs[1] in _PLACED)

@@ -104,7 +104,7 @@ def _chained(relation: Relation) -> Several | None:
     """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
     named = list(zip(relation.heads, relation.sides, strict=True))
     if relation.heads[-1]:  # x = y = z, in any order
-        named.sort(key=lambda side: side[0])
+        named.sort(key=lambda side: side[0], reverse=True)
     heads = [head for head, _ in named[:-1]]
     if (
         set(relation.operators) != {"="}
