@@ -20,6 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,8 @@ def main() -> None:
     for labelled in arguments.labelled:
         name, _, file = labelled.partition("=")
         sets[name] = labelled_pairs(Path(file))
-        accepts = judges[OURS], lambda pair: _accepts(rounding, pair)
-        asked: dict[str, Accepts] = dict(zip((OURS, f"{OURS}, rounding"), accepts, strict=True))
-        figures |= error_rates(name, sets[name], asked, arguments.errors)
+        both: dict[str, Accepts] = {OURS: judges[OURS], f"{OURS}, rounding": partial(_accepts, rounding)}
+        figures |= error_rates(name, sets[name], both, arguments.errors)
     rounding.close()
     figures |= throughput(verifiers, sets["tuning part"], arguments.rounds)
     for judge in verifiers.values():
