@@ -69,8 +69,7 @@ def _last_boxes(text: str) -> list[str]:
     """Return the contents of the last box, or of the last ones that are one list, each behind its name."""
     found: list[tuple[str, str]] = []
     first = len(text)
-    for box in reversed(list(_BOX.finditer(text))):
-        content, end = _boxed(text, box)
+    for box, content, end in reversed(_outermost(text)):
         if found and (end is None or end > first or not _BETWEEN.fullmatch(text[end:first])):
             break
         first = box.start()
@@ -79,6 +78,20 @@ def _last_boxes(text: str) -> list[str]:
     contents = [content for _, content in found]
     joined = len(set(contents)) > 1 and all(contents)
     return [name + content for name, content in found] if joined else contents[-1:]
+
+
+def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
+    """Return the boxes that stand in no other one, with their contents and ends. A box around a box is that box."""
+    outermost: list[tuple[re.Match[str], str, int | None]] = []
+    last = 0
+    for box in _BOX.finditer(text):
+        if box.start() >= last:
+            content, end = _boxed(text, box)
+            last = end or last
+            while (inner := _BOX.match(content)) and (nested := _boxed(content, inner))[1] == len(content):
+                content = nested[0]
+            outermost.append((box, content, end))
+    return outermost
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:

@@ -10,7 +10,8 @@ in one file, so that no rule can be tuned on a frozen gold's other answers. Two 
 and frozen_2.txt, tuning_3.txt and frozen_3.txt) are split alike, with the first of every two frozen, and so is one of
 everyday notations with near misses (tuning_4.txt and frozen_4.txt). So is the set for
 ``verify.math.rounding`` (tuning_rounding.txt, frozen_rounding.txt), whose labels hold with that rule on. rules.txt is
-no sample: it holds the near misses by which each rule was tried, and what must stay right beside them.
+no sample: it holds the near misses by which each rule was tried, and what must stay right beside them. hostile.txt
+holds 13 rounds of answers by which a policy could be rewarded for nothing, each written before it was judged.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ Part = Literal[
     "tuning_rounding",
     "frozen_rounding",
     "rules",
+    "hostile",
 ]
 
 

@@ -52,6 +52,26 @@ def gold_pairs(file: Path) -> list[Pair]:
     return own + [pair for pair in others if pair.answer != pair.golds[0]]
 
 
+def labelled_pairs(file: Path) -> list[Pair]:
+    """Return the answers that a public set labels.
+
+    It reads HardVerify-Math (``benchmarks/HardVerify-Math.json`` of TinyV's repository): a right and a wrong answer a
+    row; and GSM8K's ``example_model_solutions.jsonl``, whose golds and solutions end in ``A: 18``.
+    """
+    text = file.read_text(encoding="utf-8")
+    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
+    pairs = []
+    for row in rows:
+        gold = row["ground_truth"].rpartition("A:")[2].strip()
+        gold = gold.strip("$").strip() if gold.count("$") == 2 and gold[0] == gold[-1] == "$" else gold
+        if "fn_output" in row:
+            told = [(row["fn_output"], True), (row["tn_output"], False)]
+        else:
+            told = [(made["solution"], made["is_correct"]) for made in row.values() if isinstance(made, dict)]
+        pairs += [Pair(file.stem, (gold,), answer.rpartition("A:")[2].strip(), right) for answer, right in told]
+    return pairs
+
+
 def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
     """Return (gold, answer, verdict) of each case in one node."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize" and len(node.args) > 1:

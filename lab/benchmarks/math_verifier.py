@@ -1,12 +1,14 @@
 r"""Measures how often the math verifier errs, in both directions, beside Math-Verify, and how fast it is.
 
-    python lab/benchmarks/math_verifier.py [--suite NAME=DIR ...] [--golds NAME=FILE ...] [--errors]
+    python lab/benchmarks/math_verifier.py [--suite NAME=DIR ...] [--golds NAME=FILE ...]
+        [--labelled NAME=FILE ...] [--errors]
 
 ``--suite``: a folder with other people's tests of such rules (``math_suites`` says which it can read). Each becomes a
 set of its own, with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip
 download --no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH
 data set's normaliser. Only cases where gold and answer are each one formula count. ``--golds``: a JSONL file of a
 public set, judged by ours alone; each gold is a right answer to its own problem and a wrong one to its neighbour's.
+``--labelled``: a public set of labelled answers, judged by ours alone, with ``rounding`` and without.
 The other is ``verify.math.judge: math_verify``, the released code's verdicts.
 ``--errors`` prints the errors on the tuning part, the suites and the golds, but never those on the frozen third.
 Verdicts per second are per second of CPU time, of the verifier and its child together.
@@ -18,13 +20,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import math_pairs
 import psutil
 from math_pairs import Pair
-from math_suites import gold_pairs, suite_pairs
+from math_suites import gold_pairs, labelled_pairs, suite_pairs
 from result import figure, write_result
 
 from or1_verify.config import MathConfig
@@ -40,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--golds", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--labelled", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of the throughput measurement")
     arguments = parser.parse_args()
@@ -51,6 +55,7 @@ def main() -> None:
         "more rare notations, tuning half": math_pairs.load("tuning_3"),
         "everyday notations, frozen half": math_pairs.load("frozen_4"),
         "everyday notations, tuning half": math_pairs.load("tuning_4"),
+        "hostile answers": math_pairs.load("hostile"),
     }
     for suite in arguments.suite:
         name, _, folder = suite.partition("=")
@@ -66,6 +71,13 @@ def main() -> None:
     for title, pairs in sets.items():
         asked = {OURS: judges[OURS]} if title.endswith(" golds") else judges
         figures |= error_rates(title, pairs, asked, arguments.errors and "frozen" not in title)
+    rounding = MathVerifier(5.0, MathConfig(rounding=True))
+    for labelled in arguments.labelled:
+        name, _, file = labelled.partition("=")
+        sets[name] = labelled_pairs(Path(file))
+        both: dict[str, Accepts] = {OURS: judges[OURS], f"{OURS}, rounding": partial(_accepts, rounding)}
+        figures |= error_rates(name, sets[name], both, arguments.errors)
+    rounding.close()
     figures |= throughput(verifiers, sets["tuning part"], arguments.rounds)
     for judge in verifiers.values():
         judge.close()

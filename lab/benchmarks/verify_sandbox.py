@@ -48,7 +48,7 @@ def starts(repeats: int) -> dict[str, Any]:
             for name in spent:
                 started_s = time.perf_counter()
                 if name == "bare":
-                    interpreter = str(next(iter(sandboxes.values()))._tier._interpreter)
+                    interpreter = str(next(iter(sandboxes.values()))._tier.interpreter)
                     command = [interpreter, "-I", "-B", str(script)]
                     output = subprocess.run(command, input=b"21", capture_output=True, check=True).stdout
                 else:

@@ -34,6 +34,8 @@ def claimed_answer(text: str) -> str | None:
     sentences = [part.strip() for part in _SENTENCE_END.split(text) if part.strip(" .。")]
     if not sentences or sentences[-1].endswith(("?", "？")):
         return None
+    if sentences[-1] != text.strip().rpartition("\n")[2].strip() and not _WORD.match(sentences[-1]):
+        return None  # a value alone has its own line
     claims = [_claim(sentence) for sentence in sentences]
     last = claims[-1][1]
     if last is None and claims[-2:-1] == [(True, "")]:  # "Final answer:", and the value a line below

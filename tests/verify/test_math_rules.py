@@ -44,7 +44,7 @@ def test_labelled_pairs(verifier: MathVerifier, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "refused"),
-    [("frozen", 0), ("frozen_2", 5), ("frozen_3", 16), ("frozen_4", 18), ("tuning_4", 6)],
+    [("frozen", 0), ("frozen_2", 5), ("frozen_3", 16), ("frozen_4", 18), ("tuning_4", 6), ("hostile", 10)],
 )
 def test_rates_of_the_labelled_sets(verifier: MathVerifier, part: Part, refused: int) -> None:
     """None of the wrong ones is accepted. Right ones refused are counted; docs/verify_comparison.md has the rates."""
@@ -190,7 +190,7 @@ def test_a_child_without_memory_says_so_and_is_replaced() -> None:
         assert verified(verifier, ["x+y"], r"</think>\boxed{y+x}")[0] == "right"
         first = verifier.worker_pid
         psutil.Process(first).rlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it already has
-        long = "+".join(f"2^{{{190_000 + index}}}" for index in range(150))  # 25 kB each
+        long = "x+y+" + "+".join(f"2^{{{190_000 + index}}}" for index in range(150))  # 25 kB each
         status, detail = verified(verifier, ["x+y"], f"</think>\\boxed{{{long}}}")
         assert (status, detail) == ("timeout", "more memory than the 4 GiB that it may use")
         assert verified(verifier, ["x+y"], r"</think>\boxed{y+x}")[0] == "right"

@@ -11,7 +11,7 @@ from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
 from or1_verify.math.reader.equality import canonical, fraction, proportional, same
 from or1_verify.math.reader.families import same_family
-from or1_verify.math.reader.numerals import is_numeral
+from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.ranges import (
     Interval,
@@ -44,13 +44,12 @@ from or1_verify.math.reader.scalars import same_quantity
 from or1_verify.math.reader.spread import same_links, spread
 from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import LEAD_INS
+from or1_verify.math.reader.units import HEDGES, LEAD_INS
 from or1_verify.math.reader.value import rational, real
 
 _MAX_ITEMS = 200
 _LABEL = re.compile(r"[a-z-]{3,}")
 _LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
-_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def compare(gold: Reading, answer: Reading) -> bool:
@@ -140,7 +139,7 @@ def _content(words: list[str]) -> list[str]:
 
 
 def _stem(word: str) -> str:
-    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+    return word[:-1] if len(word) > 3 and word.endswith("s") and word not in HEDGES else word
 
 
 def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
@@ -198,10 +197,6 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
     assert isinstance(relation, Relation)
     values = _values(relation, as_gold=True) if relation is gold else _values_for(gold, relation)
     if isinstance(other, Several):
-        if (chained := chain(relation)) and _same_several(
-            *((chained, other) if relation is gold else (other, chained))
-        ):
-            return True
         if relation.operators == ("in",) and other.brackets == "":
             return False  # an interval needs its brackets
         values = [value for value in values if not isinstance(value, Relation)]
@@ -214,27 +209,12 @@ def _same_relations(gold: Relation, answer: Relation) -> bool:
     one_name = bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
     if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and one_name:
         return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
-    chains = chain(gold), chain(answer)
-    if chains[0] and chains[1]:
-        only_names = bool(gold.heads[-1] and answer.heads[-1])
-        return set(gold.heads) == set(answer.heads) and (only_names or compare(gold.sides[-1], answer.sides[-1]))
     assigned = _assigned(gold), _assigned(answer)
     if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
     if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
     return _same_curve(gold, answer)
-
-
-def chain(relation: Relation) -> Several | None:
-    """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
-    heads, last = relation.heads[:-1], relation.sides[-1]
-    if set(relation.operators) != {"="} or len(heads) < 2 or len(set(heads)) < len(heads):
-        return None
-    if not all(_VARIABLE.fullmatch(head) for head in heads):
-        return None
-    sides = zip(relation.sides, heads, strict=False)
-    return Several(tuple(Relation(("=",), (side, last), (head, "")) for side, head in sides))
 
 
 def _same_curve(gold: Relation, answer: Relation) -> bool:
@@ -251,7 +231,7 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
 def _difference(relation: Relation) -> Node:
     first, second = relation.sides[0], relation.sides[-1]
     assert isinstance(first, Quantity) and isinstance(second, Quantity)
-    return Node("add", (first.tree, Node("neg", (second.tree,))))
+    return Node("add", (first.whole, Node("neg", (second.whole,))))
 
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
@@ -268,8 +248,8 @@ def _same_order(gold: Relation, answer: Relation) -> bool:
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
     """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
-    if relation.operators[0] == "in" and len(relation.operators) == 1 and relation.heads[0]:
-        return relation.heads[0], relation.sides[1]
+    if relation.operators == ("in",) and relation.heads[0]:
+        return None if isinstance(relation.sides[1], Quantity) else (relation.heads[0], relation.sides[1])
     if set(relation.operators) != {"="}:
         return None
     if len(relation.sides) == 2 and (measure := _measure(relation.sides[0])):
@@ -292,7 +272,7 @@ def _measure(side: Reading) -> str:
     """Return the name of a length or a ratio: AB for ``|AB|`` and ``|BA|``, ``S_1 : S_2``; "" for anything else."""
     if isinstance(side, Ratio):
         return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
-    if not (isinstance(side, Quantity) and side.tree.op == "abs"):
+    if not (isinstance(side, Quantity) and side.whole.op == "abs"):
         return ""
     names = sorted(symbols(side.tree))
     return "".join(names) if all(name[:1].isupper() for name in names) else ""
@@ -302,7 +282,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
     last = sides[-1]
     return all(
         compare(last, side)
-        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.tree, side.tree))
+        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.whole, side.whole))
         for side in sides[:-1]
     )
 
@@ -327,7 +307,11 @@ def _near(exact: Reading, rounded: Reading) -> bool:
     if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
         return False
     value, shown = real(exact.tree), real(rounded.tree)
-    return value is not None and shown is not None and bool(abs(value - shown) <= abs(value) / 20)
+    if value is None or shown is None:
+        return False
+    return bool(
+        abs(value - shown) <= (10.0 ** -decimals(rounded.tree) if is_numeral(exact.tree) else abs(value) / 10) / 2
+    )
 
 
 def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
@@ -358,7 +342,7 @@ def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
     if not (isinstance(side, Several) and side.brackets in ("()", "[]")):
         return None
     if all(isinstance(item, Quantity) for item in side.items):
-        return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
+        return tuple((item.whole,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
     rows = [_rows(item) for item in side.items]
     return None if None in rows else tuple(tuple(cell for (cell,) in row) for row in rows if row)  # [[1, 2], [3, 4]]
 
@@ -371,7 +355,11 @@ def _same_ratio(gold: Reading, answer: Reading) -> bool:
     assert ours is not None and theirs is not None
     if any(part.op == "ldots" for part in ours + theirs):
         return all(a == b or same(a, b) for a, b in zip(ours, theirs, strict=True))
-    crosses = ((Node("mul", (a, theirs[0])), Node("mul", (b, ours[0]))) for a, b in zip(ours, theirs, strict=True))
+    zeros = [[same(part, number_node(0)) for part in side] for side in (ours, theirs)]
+    if zeros[0] != zeros[1] or all(zeros[0]):
+        return False
+    over, under = next((b, a) for a, b, zero in zip(ours, theirs, zeros[0], strict=True) if not zero)
+    crosses = ((Node("mul", (a, over)), Node("mul", (b, under))) for a, b in zip(ours, theirs, strict=True))
     return all(same(left, right) for left, right in crosses)
 
 
@@ -393,11 +381,13 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
 
 def _same_several(gold: Reading, answer: Reading) -> bool:
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
-        return _same_singleton(gold, answer)
+        group = gold if isinstance(gold, Several) else answer
+        one = isinstance(group, Several) and group.brackets in ("", "{}") and len(group.items) == 1
+        return one and compare(*(side.items[0] if isinstance(side, Several) else side for side in (gold, answer)))
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
         lists = [_numerals(side) for side in (gold, answer)]
         return lists[0] is not None and lists[0] == lists[1]
-    if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
+    if len(answer.items) > len(gold.items) > 1 and {answer.brackets, gold.brackets} <= {"", "{}"}:
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
         return False
@@ -448,13 +438,6 @@ def _name_variables(names: dict[str, Reading] | None) -> bool:
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
-def _same_singleton(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Several):
-        return gold.brackets in ("", "{}") and len(gold.items) == 1 and compare(gold.items[0], answer)
-    assert isinstance(answer, Several)
-    return answer.brackets in ("", "{}") and len(answer.items) == 1 and compare(gold, answer.items[0])
-
-
 def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Reading] | None, ...]) -> bool:
     ours, theirs = named
     if ours and theirs:
@@ -463,6 +446,8 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
         return False
     if _name_variables(ours or theirs) and any(isinstance(item, Relation) for item in (answer if ours else gold).items):
         return False  # x = 1 or x = 2, beside x = 1 and y = 2
+    if any(isinstance(item, Relation) and not item.heads[0] for item in (*gold.items, *answer.items)):
+        return False  # yx = 1
     left = list(ours.values()) if ours else gold.items
     # Against a tuple an answer's values count in the order of their letters, not in the order that it lists them.
     ordered = sorted((theirs or {}).items(), key=lambda named: "" if _LABEL.fullmatch(named[0]) else named[0])

@@ -118,21 +118,22 @@ def _is_order(value: Reading) -> bool:
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
     r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
     head, tree = _formula(values[1])
-    if tree is not None and names and not names & {head, *symbols(tree)}:
+    if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
     if words := [word for one in stated for word in _words(one)]:
-        return not change_nothing(words, _HARMLESS if names else NEUTRAL - {"possible"})
+        number = tree is not None and not symbols(tree)
+        return not change_nothing(words, _HARMLESS if names else NEUTRAL - {"possible"} if number else {"real"})
     domain = number_set(stated[0])
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True
     if domain in (_INTEGERS, _REALS):
-        return False
-    formulas = [_formula(value) for value in values]
-    heads = [head for head, _ in formulas if head]
-    alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")
-    return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
+        return domain == _REALS and names <= set("klmn")
+    if domain is None:
+        return any(isinstance(bound, Relation) and bound.is_inequality for bound in stated)
+    heads = [head for head, _ in map(_formula, values) if head]
+    return bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
 
 
 _HARMLESS = NAMING | {"arbitrary", "fixed", "given", "positive", "natural", "real", "complex", "constants", "non-zero"}

@@ -42,7 +42,7 @@ def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tup
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)
-    while items and items[-1].text == ",":
+    if items and items[-1].text == ",":
         items = items[:-1]
     parts = split(phrase, lambda token: token.text in (",", "and"))[0]
     conditions = [condition for part in parts for condition in _conditions(part, items, read)]
@@ -119,9 +119,6 @@ def _is_used(part: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
 def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[Token]], Reading]) -> Iterator[Reading]:
     """Read a phrase such as "all real x", "domain (0, 1)", ``x = 0``, or one that no rule knows."""
     part = _without_each(part) if any(token.text == "in" and token.kind == "command" for token in part) else part
-    if _is_member(part):
-        yield _member(part)
-        return
     if part and part[0].text == "domain":
         part = [_argument(items), Token("command", "in"), *(token for token in part[1:] if token.text not in ":=")]
     try:
@@ -135,11 +132,11 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
     letters = [token for token in part if token.kind == "symbol" and (token.text != "a" or not words)]
     kind = tuple(sorted({word.removesuffix("s") for word in words if word not in _FILLING}))
     spelled = any(a.kind == b.kind == "symbol" and not b.spaced for a, b in pairwise(part))  # "for big n"
-    unread = spelled or any(token.kind not in ("word", "symbol") for token in part)
+    unread = (spelled and not kind) or any(token.kind not in ("word", "symbol") for token in part)
     constant = any(token.text == "=" for token in items) and _argument(items).text not in {
         letter.text for letter in letters
     }  # f(x) = cx for some c
-    if not kind and (unread or ("some" in words and not constant)):
+    if unread or (not kind and "some" in words and not constant):
         kind = ("some",)
     if kind and not set(kind) & {"constant", "parameter"}:
         words_said = Words(" ".join(kind))

@@ -16,7 +16,8 @@ _ENVIRONMENT = re.compile(
     re.DOTALL,
 )
 _WRAPPED = re.compile(
-    r"^\s*(?:\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])(?P<claimed>.+)"
+    r"^\s*(?:(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|∴)(?P<claimed>.+)"
+    r"|(?P<proved>.+)(?:\\(?:blacksquare|square|Box|checkmark|qed)|[■▪✓✔✅∎])"
     r"|\\\[(?P<shown>.+)\\\]|(?P<mark>\*\*|__|`)(?P<marked>.+)(?P=mark))\s*$",
     re.DOTALL,
 )
@@ -43,7 +44,7 @@ def undecorated(raw: str, typed: bool) -> str:
         body = environment[3].replace(r"\&", "\0").replace("&", "").replace("\0", r"\&")
         text = re.sub(r"^\s*\{[lcr|]*\}", "", body) if environment[1] == "array" else body
     while wrapped := _WRAPPED.match(text):
-        text = wrapped["claimed"] or wrapped["shown"] or wrapped["marked"]
+        text = wrapped["claimed"] or wrapped["proved"] or wrapped["shown"] or wrapped["marked"]
     if not text.isascii():
         whole = re.sub(r"\\text\s*\{|[{}\s.]", "", text)
         text = YES_NO.get(whole) or WITHOUT_SPACES.sub(lambda match: f" «{SPOKEN.get(match[0], match[0])}» ", text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from itertools import count, takewhile
 
 import mpmath
 
@@ -106,16 +107,17 @@ def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
 
 
 _SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
-_WIDE = ("4.7", "11.3", "57.1", "1013.7")
 _WIDE_DIGITS = 150
 """Far from 0 a difference such as that of ``\\sqrt{x^6+1}`` and ``x^3`` loses many."""
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
-    """Yield points far from 0 on both sides, for trees that may be other functions there: ``|x + 10|``."""
+    """Yield points on both sides of 0, beyond all numbers, for trees that may be other functions there: |x + 10|."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
-    for size in _WIDE:
+    numbers = [abs(node.number) for tree in trees for node in tree.walk()]
+    farthest = 10 * float(min(max(*numbers, Fraction(100)), Fraction(10**15)))
+    for size in takewhile(lambda size: size < farthest, (4.7 * 3.3**k for k in count())):
         for sign in (1, -1):
             for other in (1, -1) if len(names) > 1 else (1,):
                 yield {

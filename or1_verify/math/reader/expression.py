@@ -2,19 +2,23 @@ r"""Parses tokens into an expression tree: the LaTeX of school and competition m
 
 Conventions where LaTeX leaves a choice: ``x^10`` is a tenth power (typed by hand); ``1/2x`` is ``(1/2)x``; ``\sin 2x``
 takes the product, up to the next function; ``2\frac13`` and ``2 1/3`` are mixed numbers; two numbers side by side are
-otherwise unreadable; ``f(x)`` is read as a product, which is the same on both sides of a comparison.
+otherwise unreadable; ``f(x)`` is a value of an unknown function for f, g, F and G, and a product for other letters.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
+from or1_verify.math.reader.brackets import spelling
 from or1_verify.math.reader.text import FUNCTIONS, Token, Unreadable
 from or1_verify.math.reader.tree import GREEK, Node, number_node, number_of
 
 _MAX_DEPTH = 60
+_CALLED = re.compile(r"(?:[fgFG]|\\operatorname \{[A-Za-z]+\})[^()]*$")
+"""What is a function where a bracket follows: its value is unknown, and no product."""
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
 
@@ -161,13 +165,14 @@ class _Parser:
         if token.kind == "escape":
             return token.text == "\\{"
         return token.text in FUNCTIONS | GREEK | {"frac", "sqrt", "pi", "binom", "lfloor", "lceil", "infty", "vec"} | {
-            *("overline", "hat", "bar", "angle", "triangle", "mathbb", "sum", "prod")
+            *("overline", "hat", "bar", "angle", "triangle", "mathbb", "operatorname", "sum", "prod")
         }
 
     def opens_bar(self) -> bool:
         return sum(token.text == "|" and token.kind == "sign" for token in self.items[: self.at]) % 2 == 0
 
     def factor(self) -> Node:
+        start = self.at
         tree = self.primary()
         while token := self.peek():
             if token.kind != "sign":
@@ -177,6 +182,8 @@ class _Parser:
                 tree = self.powered(tree)
             elif token.text == "!":
                 self.at += 1
+                if tree.op == "factorial":
+                    raise Unreadable("a double factorial")
                 tree = Node("factorial", (tree,))
             elif token.text == "_":
                 self.at += 1
@@ -186,9 +193,20 @@ class _Parser:
             elif token.text == "'" and tree.op == "sym":
                 self.at += 1
                 tree = replace(tree, name=tree.name + "'")
+            elif token.text == "(" and (called := _CALLED.match(spelling(self.items[start : self.at]))):
+                self.at += 1
+                tree = Node("call", (Node("sym", name=called[0]), *self.arguments(")")))
             else:
                 break
         return tree
+
+    def arguments(self, closer: str) -> tuple[Node, ...]:
+        """Read what is between commas, up to the closing bracket."""
+        read = [self.sum()]
+        while self.take(","):
+            read.append(self.sum())
+        self.expect(closer)
+        return tuple(read)
 
     def powered(self, base: Node) -> Node:
         if self.take("circ") or self.braced_is("circ"):
@@ -309,7 +327,7 @@ class _Parser:
             return Node("sym", name="\\" + name)
         if name in FUNCTIONS:
             return self.function(name)
-        if name in ("vec", "overline", "hat", "bar"):
+        if name in ("vec", "overline", "hat", "bar", "operatorname"):
             return Node("sym", name=f"\\{name}({self.raw_argument()})")
         if name in ("angle", "triangle"):
             return self.figure(name)
@@ -382,8 +400,4 @@ class _Parser:
         opener = next(filter(self.take, closers), None)
         if opener is None:
             raise Unreadable(f"\\{name} without its list")
-        args = [self.sum()]
-        while self.take(","):
-            args.append(self.sum())
-        self.expect(closers[opener])
-        return Node(name, tuple(args))
+        return Node(name, self.arguments(closers[opener]))

@@ -62,6 +62,8 @@ def _family(value: Reading, parameter: str) -> _Family | None:
             return None
         if formula != Quantity(formula.tree):  # it has a unit, a percent sign, a noun
             return None
+        if isinstance(part, Relation) and not part.heads[0]:  # x^2 = k
+            return None
         heads.add(part.heads[0] if isinstance(part, Relation) else "")
         formulas.append(formula.tree)
     return _Family(heads.pop(), tuple(formulas)) if len(heads) == 1 else None

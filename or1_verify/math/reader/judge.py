@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from or1_verify.math.reader import notation
@@ -18,6 +19,7 @@ from or1_verify.math.reader.reading import read
 from or1_verify.math.reader.records import Reading
 from or1_verify.math.reader.rounding import as_rounded
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
+from or1_verify.math.reader.value import rational
 
 _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
@@ -73,12 +75,15 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
     rename = _renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
-    for gold_groups in _gold_readings(gold, answer):
+    for gold_groups in _gold_readings(gold):
         for answer_groups in _comma_readings(answer):
             try:
                 left = as_rounded(_reading(gold, gold_groups)) if rounding else _reading(gold, gold_groups)
                 right = read(clean(answer, answer_groups), rename)
-                said = compare(left, right), f"compared as {_name(left)} and {_name(right)}"
+                said = (
+                    any(compare(left, way) for way in _ways(left, right)),
+                    f"compared as {_name(left)} and {_name(right)}",
+                )
             except (Unreadable, RecursionError) as error:
                 failed = error if isinstance(error, Unreadable) else Unreadable("nested too deep")
                 continue
@@ -124,12 +129,18 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
     return (False,) if _IN_BRACKETS.fullmatch(text) else (True, False)
 
 
-def _gold_readings(gold: str, answer: str) -> tuple[bool, ...]:
-    """Return the same for a gold. A list with blanks or brackets does not answer a number in groups of digits."""
-    groups = re.fullmatch(r"\d{1,3}((?:,\d{3})+)", gold.strip().strip("$"))
-    if groups and (len(groups[1]) > 4 or re.search(r"\d,\s+\d", answer) or _IN_BRACKETS.fullmatch(answer)):
-        return (True,)
-    return _comma_readings(gold)
+def _gold_readings(gold: str) -> tuple[bool, ...]:
+    """Return the same for a gold. Digits in groups and nothing else, or a sum of money, are one number."""
+    alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
+    return (True,) if alone else _comma_readings(gold)
+
+
+def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
+    """Return an answer as it is, and 25% also as 25 where a plain number above 1 is asked for."""
+    if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
+        return (answer,)
+    plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
+    return (answer, replace(answer, percent=False)) if answer.percent and plain else (answer,)
 
 
 def _squeezed(cleaned: str) -> str:

@@ -14,7 +14,7 @@ from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import Reading, Relation, Several
 from or1_verify.math.reader.text import plain
 from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import NUMBER_WORDS, ORDINAL_WORDS, ROMAN
+from or1_verify.math.reader.units import NEUTRAL, NUMBER_WORDS, ORDINAL_WORDS, ROMAN
 
 SameValue = Callable[[str, str], bool]
 
@@ -25,7 +25,7 @@ _CHOICE = re.compile(
     r"|([A-H]) ?(?:[).:]|-(?= (?:an? )?«)))(.*)|([A-H]) ?(\([^(),]*\))"
 )
 _SECOND_CHOICE = re.compile(
-    r"\b[A-H]\b|(?i:^[\W_]*(?:is|was|can|could|may|might|false)\b"
+    r"\b[A-H]\b|^\W*[a-h]\b(?:\W*\b[a-h]\b)*\W*$|(?i:^[\W_]*(?:is|was|can|could|may|might|false)\b"
     r"|\b(?:or|and|not?|nor|neither|wrong|incorrect|maybe|perhaps|possibly|probably|rejected|fails|unless)\b)"
 )
 _BARE_LETTER = re.compile(r"[A-H]")
@@ -89,7 +89,7 @@ def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
     hour, minute, second = int(match[1] or match[5]), int(match[2] or 0), int(match[3] or 0)
     named = match[4] or match[6]
     half = None if not named else int("p" in named)
-    if hour > 12 or hour == 0:
+    if hour > 12 or hour == 0 or (not named and (match[1] or "").startswith("0")):
         half = int(hour >= 12)
     return half, (hour % 12, minute, second)
 
@@ -142,7 +142,7 @@ def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
     return texts[0] == "".join(sorted(texts[1]))
 
 
-_OTHER_PLACES = frozenset({"last", "root", "power", "from"})
+_PLACED = NEUTRAL | {"quadrant", "place", "position", "row", "column", "floor", "day", "one"}
 
 
 def ordinals(gold: str, answer: str) -> bool | None:
@@ -150,7 +150,7 @@ def ordinals(gold: str, answer: str) -> bool | None:
     ours, theirs = _ordinal(gold), _ordinal(answer)
     if ours is None or theirs is None or not (ours[2] or theirs[2]):
         return None
-    said = ours[1] == theirs[1] or theirs[1] == "" or (ours[1] == "" and theirs[1] not in _OTHER_PLACES)
+    said = ours[1] == theirs[1] or theirs[1] == "" or (ours[1] == "" and theirs[1] in _PLACED)
     return ours[0] == theirs[0] and said
 
 

@@ -19,8 +19,8 @@ from or1_verify.math.reader.units import (
     POWER_WORDS,
     SYMBOL_UNITS,
     UNITS,
+    change_nothing,
 )
-from or1_verify.math.reader.value import real
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class Quantity:
     rounded: bool = False
     """A gold whose digits stop where it was rounded, by ``verify.math.rounding``."""
 
+    @property
+    def whole(self) -> Node:
+        """The value with what counts beside it, for rules that know no units: it equals only what has the same."""
+        beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
+        return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
+
     def approximate(self) -> Quantity:
         return replace(self, approximated=True)
 
@@ -47,11 +53,9 @@ def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:
             return ()
-        if gold.percent:
-            return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
-        value = real(gold.tree)
-        plain = value is not None and abs(value) > 1
-        return (Fraction(1, 100), Fraction(1)) if plain else (Fraction(1, 100),)
+        if not gold.percent:
+            return (Fraction(1, 100),)
+        return (Fraction(1),) if answer.percent else (Fraction(1), Fraction(100))
     if gold.unit and answer.unit:
         return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
     return (Fraction(1),)
@@ -65,11 +69,9 @@ def read_quantity(items: list[Token]) -> Quantity:
     """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
     negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
     items = items[1:] if negative else items
-    unit: tuple[str, Fraction] | None = None
-    if len(items) > 1 and items[0].text in SYMBOL_UNITS and items[0].kind == "sign":
-        unit, items = UNITS[SYMBOL_UNITS[items[0].text]], items[1:]
-    elif len(items) > 2 and items[0].text == "-" and items[1].text in SYMBOL_UNITS:
-        unit, items = UNITS[SYMBOL_UNITS[items[1].text]], [items[0], *items[2:]]
+    at = next((index for index, token in enumerate(items[:2]) if token.text in SYMBOL_UNITS), None)
+    unit = None if at is None or items[0].text not in ("-", items[at].text) else UNITS[SYMBOL_UNITS[items[at].text]]
+    items = items if at is None or unit is None else items[:at] + items[at + 1 :]
     end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
     body, tail = items[:end], items[end:]
     if not body and tail and tail[0].text in NUMBER_WORDS:
@@ -96,12 +98,12 @@ def read_quantity(items: list[Token]) -> Quantity:
     if multiplier is not None:
         tree = _multiplied(tree, multiplier)
     if unit is None and (degrees := _degrees(tree)) is not None:
-        return _signed(Quantity(degrees, UNITS["degree"]), negative)
+        return _signed(Quantity(degrees, UNITS["degree"], noun), negative)
     return _signed(Quantity(tree, unit, noun, percent), negative)
 
 
-def _multiplied(tree: Node, multiplier: int) -> Node:
-    """Return the number of ``1.2 million``. Raises Unreadable for anything but a number before the word."""
+def _multiplied(tree: Node, multiplier: int | Fraction) -> Node:
+    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable unless a number stands before it."""
     if tree.op != "num":
         raise Unreadable("a multiplier behind what is no number")
     return number_node(tree.number * multiplier)
@@ -182,7 +184,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
     if texts[:1] != ["^"]:
         return 1, at
-    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?(1) })", " ".join(texts))
+    written = re.match(r"\^ (?:({ )?)((?:- )?[1-3])(?!\d)(?(1) })", " ".join(texts))
     if written is None:
         raise Unreadable("a unit to a power")
     return int(written[2].replace(" ", "")), at + len(written[0].split())

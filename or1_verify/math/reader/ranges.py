@@ -89,7 +89,7 @@ def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
     r"""Return what ``\{3, 4, 5, \ldots\}`` and ``\{\ldots, -2, -1\}`` cover; None for anything else."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
-    shown = [rational(item.tree) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
+    shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
     dots = [index for index, item in enumerate(reading.items) if isinstance(item, Dots)]
     numbers = [value for value in shown if value is not None]
     steps = {after - before for before, after in pairwise(numbers)}
@@ -124,10 +124,9 @@ def _integer_end(end: Node, closed: bool, inwards: int) -> tuple[Node, bool]:
 def names_of(reading: Reading) -> frozenset[str]:
     """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
-        trees = [side.tree for side in reading.sides if isinstance(side, Quantity)]
-        barred = (tree.args[0].name for tree in trees if _is_bar(tree))
-        heads = (head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
-        return frozenset((*barred, *heads))
+        trees = [side.whole for side in reading.sides if isinstance(side, Quantity)]
+        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_bar(tree)]) if node.op == "sym"}
+        return frozenset(({*reading.heads} | letters) - {"", "e", "i"} or letters)
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
 
@@ -147,7 +146,7 @@ def _position(tree: Node) -> float:
 
 def _part(reading: Reading) -> tuple[Interval, ...] | None:
     if isinstance(reading, Several) and reading.brackets == "{}":
-        points = [item.tree for item in reading.items if isinstance(item, Quantity)]
+        points = [item.whole for item in reading.items if isinstance(item, Quantity)]
         return (
             tuple(Interval(point, point, True, True) for point in points) if len(points) == len(reading.items) else None
         )
@@ -198,7 +197,7 @@ def _combined(
 def _bracketed(group: Several) -> tuple[Interval, ...] | None:
     if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
         return None
-    low, high = (item.tree for item in group.items if isinstance(item, Quantity))
+    low, high = (item.whole for item in group.items if isinstance(item, Quantity))
     ends = real(low), real(high)
     if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
         return None
@@ -207,15 +206,22 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
 
 def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
-    if group.joined_by != "or" and all(relation.operators == ("!=",) for relation in relations):
-        return _punctured(tuple(relation.sides[1] for relation in relations))
-    excluding = any(relation.operators == ("!=",) for relation in relations)
-    if group.joined_by == "and" or (group.joined_by == "," and excluding):
+    excluded = [point for relation in relations if (point := _excluded(relation)) is not None]
+    if group.joined_by != "or" and len(excluded) == len(relations):
+        return _punctured(tuple(excluded))
+    if group.joined_by == "and" or (group.joined_by == "," and excluded):
         return _where_all_hold(relations)
     points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
     if all(points) or not frozenset.intersection(*map(names_of, relations)):
         return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
     return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
+
+
+def _excluded(relation: Relation) -> Reading | None:
+    """Return 2 of ``x != 2``; None for any other relation."""
+    sides = relation.sides if relation.operators == ("!=",) else ()
+    letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
+    return sides[not letters[1]] if any(letters) else None
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
@@ -230,14 +236,14 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
     value = relation.sides[-1]
     if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
         return None
-    return (Interval(value.tree, value.tree, True, True),) if real(value.tree) is not None else None
+    return (Interval(value.whole, value.whole, True, True),) if real(value.whole) is not None else None
 
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     """Return all numbers but the given ones, which are values or sets."""
     group = spread(Several(points))
     points = group.items if isinstance(group, Several) else points
-    parts = [(Interval(p.tree, p.tree, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
+    parts = [(Interval(p.whole, p.whole, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
     return _combined(parts, lambda line, sets: line.difference(*sets))
 
 
@@ -245,23 +251,22 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     """Read ``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
-    sides = [side.tree for side in relation.sides if isinstance(side, Quantity)]
+    sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
     if len(sides) != len(relation.sides):
         return None
-    if relation.operators == ("!=",):
-        point = relation.sides[1] if relation.heads[0] else relation.sides[0]
-        return _punctured((point,)) if any(relation.heads) else None
+    if (excluded := _excluded(relation)) is not None:
+        return _punctured((excluded,))
     ordered = relation.ascending()
     if ordered is None or (len(sides) == 3 and not relation.heads[1]):  # 1 < 2x < 4 says nothing of x between 1 and 4
         return None
-    ascending = [side.tree for side in ordered[1] if isinstance(side, Quantity)]
+    ascending = [side.whole for side in ordered[1] if isinstance(side, Quantity)]
     return _ascending(ascending, [operator == "<=" for operator in ordered[0]])
 
 
 def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:
     if len(sides) == 3:
         low, middle, high = sides
-        if symbols(middle) & (symbols(low) | symbols(high)):
+        if not symbols(middle) or symbols(middle) & (symbols(low) | symbols(high)):
             return None
         return (Interval(low, high, closed[0], closed[1]),)
     if len(sides) != 2:

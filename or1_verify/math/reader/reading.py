@@ -51,11 +51,13 @@ _HEAD = re.compile(
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
 )
 _NAMED = re.compile(
-    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm|int)(?![A-Za-z])|\\begin \{?vmatrix|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
+    r"\\(?:lim|det|max|min|sup|inf|gcd|lcm|int|operatorname)(?![A-Za-z])|\\begin \{?vmatrix"
+    r"|[A-Za-z]'*\([^=]*\([^=]*\)\)$"
     r"|[A-Za-z]'*\([^()=]*(?:,|\\c[ua]p )[^()=]*\)$|(?i:lcm|gcd|hcf|gcf|rank|var|tr|dim)(?:\(.*\))?$"
     r"|\\\|.*\\\|$|\|\\vec .*\|$|\\mathbb \{E\}"
 )
 """The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
+_CONSTANTS = ("\\infty ", "\\pi ")
 _POINT = re.compile(r"[A-Z](?:_(?:\w|\{\w+\}))?'*")
 _NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vmatrix"})
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
@@ -167,7 +169,7 @@ def _is_finite(side: Reading) -> bool:
 
 
 def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
-    return any(isinstance(item, Quantity) and isinstance(o, Quantity) and same(item.tree, o.tree) for o in others)
+    return any(isinstance(item, Quantity) and isinstance(o, Quantity) and same(item.whole, o.whole) for o in others)
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
@@ -287,7 +289,7 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
             return _read(parts[1])  # "the answer is = 5"
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
-    heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
+    heads = tuple(text if _HEAD.fullmatch(text) and text not in _CONSTANTS else "" for text in spelled)
     if set(operators) == {"="} and (told or (_NAMED.match(spelled[0]) and change_nothing(words, _NAMES | NAMING))):
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
@@ -314,7 +316,7 @@ def _transposed(items: list[Token]) -> Matrix | None:
         return Matrix(tuple(zip(*inner.rows, strict=True)))
     if not (isinstance(inner, Several) and inner.brackets in ("()", "[]")):
         return None
-    rows = tuple((item.tree,) for item in inner.items if isinstance(item, Quantity))
+    rows = tuple((item.whole,) for item in inner.items if isinstance(item, Quantity))
     return Matrix(rows) if len(rows) == len(inner.items) else None
 
 
@@ -333,7 +335,7 @@ def _bracketed(items: list[Token]) -> Reading | None:
     if opener == "langle" and closer == "rangle":
         opener, closer = "(", ")"
         inside = items[1:-1]
-    elif len(items) >= 2 and opener in ("(", "[", "\\{", "{") and closer in (")", "]", "\\}", "}"):
+    elif len(items) >= 2 and closer in {"(": ")]", "[": ")]", "\\{": ("\\}",), "{": "}"}.get(opener, ()):
         if any(depth == 0 for depth in depths(items)[1:-1]):
             return None
         inside = items[1:-1]
@@ -350,8 +352,8 @@ def _bracketed(items: list[Token]) -> Reading | None:
     if not separators:
         content = _read(inside) if (opener, closer) == ("(", ")") else None
         return content if isinstance(content, Quantity | Relation | Several) else None
-    if not all(parts):
-        raise Unreadable("a tuple with an empty place")
+    if not all(parts) or (opener != "\\{" and set(separators) & JOINERS):
+        raise Unreadable("a tuple with an empty place, or joined by words")
     brackets = (opener + closer).replace("\\", "")
     return Several(tuple(_read(part) for part in parts), brackets)
 
@@ -375,7 +377,9 @@ def _environment(items: list[Token]) -> Reading | None:
     name_end = next(index for index, token in enumerate(items) if token.text == "}")
     name = "".join(token.text for token in items[2:name_end])
     ends = [index for index, token in enumerate(items) if token.text == "end"]
-    if len(ends) != 1 or any(token.text == "}" for token in items[ends[0] + 2 : -1]) or items[-1].text != "}":
+    if len(ends) != 1 or [token.text for token in items[ends[0] + 1 :]] != [
+        token.text for token in items[1 : name_end + 1]
+    ]:
         raise Unreadable("nested environments, or something behind one")
     body = items[name_end + 1 : ends[0]]
     if name == "array" and body and body[0].text == "{":

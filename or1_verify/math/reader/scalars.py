@@ -28,6 +28,8 @@ def is_worked_out(gold: Node, answer: Node) -> bool:
     """
     if is_numeral(gold):
         return is_numeral(answer)
+    if symbols(gold) != symbols(answer):  # the letters of dV/dt, which would cancel
+        return False
     allowed = operations(gold)
     functions = {node.op for node in answer.walk() if node.args and not symbols(node)}  # of constants
     return all(family & allowed for family in _FAMILIES if family & functions)
@@ -46,7 +48,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     if gold.rounded and rounds_to(answer, gold):
         return True
     if gold.approximated and not (gold.percent or answer.percent):
-        return _rounds_to(answer.tree, gold.tree)
+        return any(_rounds_to(scaled(answer.tree, factor), gold.tree) for factor in factors(gold, answer))
     if UNITS["degree"] in (gold.unit, answer.unit) and None in (gold.unit, answer.unit):
         bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)
         if "pi" in operations(bare):  # radians

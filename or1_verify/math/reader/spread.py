@@ -2,6 +2,7 @@ r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -11,13 +12,14 @@ from or1_verify.math.reader.records import Reading, Relation, Several
 from or1_verify.math.reader.tree import operations
 
 _MAX_SIGNS = 4
+_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def spread(reading: Reading) -> Reading:
     r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & operations(reading.tree):
-        return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
-    if isinstance(reading, Relation) and (pairs := pointwise(reading)):
+        return Several(_branches(reading))
+    if isinstance(reading, Relation) and (pairs := pointwise(reading) or _chained(reading)):
         return pairs
     if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
         inner = spread(reading.sides[1])
@@ -33,6 +35,10 @@ def spread(reading: Reading) -> Reading:
     if isinstance(reading, Several) and reading.brackets in ("", "{}"):
         return Several(_flattened(reading), reading.brackets, reading.joined_by)
     return reading
+
+
+def _branches(quantity: Quantity) -> tuple[Quantity, ...]:
+    return tuple(replace(quantity, tree=tree) for tree in notation.branches(quantity.tree))
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
@@ -71,12 +77,12 @@ def _signed_points(point: Several) -> Several | None:
     signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None
-    ways = [notation.branches(item.tree) if isinstance(item, Quantity) else () for item in point.items]
+    ways = [list(_branches(item)) if isinstance(item, Quantity) else [] for item in point.items]
     if {"mp"} in signs:
         chosen = [tuple(way[upper] for way in ways) for upper in (0, 1) if all(ways)]
     else:
         chosen = list(product(*(way if sign else way[:1] for way, sign in zip(ways, signs, strict=True))))
-    points = tuple(Several(tuple(map(Quantity, trees)), "()") for trees in chosen)
+    points = tuple(Several(tuple(quantities), "()") for quantities in chosen)
     return Several(points) if points else None
 
 
@@ -92,6 +98,21 @@ def pointwise(relation: Relation) -> Several | None:
         return None
     sides = zip(left.items, right.items, names, strict=True)
     return Several(tuple(Relation(("=",), (a, b), (name, "")) for a, b, name in sides))
+
+
+def _chained(relation: Relation) -> Several | None:
+    """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
+    named = list(zip(relation.heads, relation.sides, strict=True))
+    if relation.heads[-1]:  # x = y = z, in any order
+        named.sort(key=lambda side: side[0], reverse=True)
+    heads = [head for head, _ in named[:-1]]
+    if (
+        set(relation.operators) != {"="}
+        or not 1 < len(heads) == len({*heads})
+        or not all(map(_VARIABLE.fullmatch, heads))
+    ):
+        return None
+    return Several(tuple(Relation(("=",), (side, named[-1][1]), (head, "")) for head, side in named[:-1]))
 
 
 def _unnamed(item: Reading) -> Reading:

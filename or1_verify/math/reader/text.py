@@ -43,7 +43,6 @@ _UNICODE = {
     **dict.fromkeys("′’", "'"),
     **dict.fromkeys("⁄∕", "/"),
     **dict.fromkeys("，、", ","),
-    **dict.fromkeys("∴■▪✓✔✅∎", ""),
     **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060“”", ""),
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000\t\n\r", " "),
     **{sign: f"_{{{digit}}}" for digit, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
@@ -59,10 +58,9 @@ _STYLE_MACROS = (
     *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
     *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
     *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
-    *("blacksquare", "square", "Box", "checkmark", "therefore", "qed"),
 )
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
-_MACRO = re.compile(r"\\([A-Za-z]+)\*?")
+_MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
 _SAME = (
     "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
     "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
@@ -101,7 +99,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = text.replace("{,}", ",").replace("{:}", ":").replace(r"\left.", "").replace(r"\right.", "")
     text = re.sub(r"\\(?:text)?color\s*\{[a-z]+\}|\\color\s*[a-z]+(?=\d)", " ", text)
     text = re.sub(r"\\\\(?:\[\d+\w+\])?", "\x00", text)  # row breaks, before spacing macros are looked for
-    text = _SPACE.sub(" ", text)
+    text = _SPACE.sub(" ", re.sub(r"(^|=)\s*~", r"\1\\approx ", text))
     text = _macros(text, 0).replace("\x00", r"\\")
     for pattern, written in _PHRASES:
         text = re.sub(pattern, written, text)
@@ -213,7 +211,10 @@ def _macros(text: str, depth: int) -> str:
             position = end + 1
         elif name in _STYLE_MACROS:
             end = _argument(text, position)
-            if end is not None and not "".join(out).rstrip().endswith(("^", "_")):  # an exponent needs its braces
+            if name == "operatorname" and end is not None and (unknown := _OPERATOR.match(text, position)):
+                out.append(rf"\operatorname {{{unknown[1]}}}")
+                position = end + 1
+            elif end is not None and not "".join(out).rstrip().endswith(("^", "_")):  # an exponent needs its braces
                 out.append(f" {_macros(text[text.index('{', position) + 1 : end], depth + 1)} ")
                 position = end + 1
             else:
@@ -253,7 +254,8 @@ def _words(content: str) -> str:
 
 def plain(cleaned: str) -> str:
     """Return a cleaned text as a person reads it: no markers, no braces, lower case, single spaces."""
-    text = re.sub(r"[«»{}]", " ", cleaned)
+    text = re.sub(r"(\w[\s«»]+)A\b", r"\1A_", cleaned)  # "Player A": no article
+    text = re.sub(r"[«»{}]", " ", text)
     return re.sub(r"\s+", " ", re.sub(r"\s*,\s*", ", ", text)).strip(" .").lower()
 
 
@@ -294,6 +296,7 @@ _ALSO = (
     "ceil ceiling Ceil"
 )
 _NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
+_OPERATOR = re.compile(rf"\s*\{{\s*(?!(?i:{'|'.join(KNOWN_WORDS | {*_NAMES})})\s*\}})([A-Za-z]{{2,}})\s*\}}")
 _NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}
 """The macro by the bare run of letters that is read as one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from fractions import Fraction
 
 _TABLE = """
@@ -45,10 +45,6 @@ UNITS = {
 """Word to (dimension, size in the dimension's base unit)."""
 
 SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
-MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
-    name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)
-}
-MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 POWER_WORDS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 
 _SMALL = (
@@ -63,6 +59,11 @@ ORDINAL_WORDS = (
     *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth"),
     "twentieth",
 )
+MULTIPLIERS: dict[str, int | Fraction] = {"dozen": 12, "hundred": 100, "thousand": 1000, "half": Fraction(1, 2)}
+MULTIPLIERS |= {name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)}
+MULTIPLIERS |= {word: Fraction(1, n) for n, word in enumerate(ORDINAL_WORDS, 1) if n > 2}
+MULTIPLIERS |= {"hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), "halve": Fraction(1, 2)}
+MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
 
 
@@ -98,7 +99,7 @@ NEUTRAL = _words(
     "matrix matrice vector path route line segment edge vertex vertices vertice face side angle triangle squares",
     "rectangle circle polygon diagonal region intersection primes factors divisors multiples zeros case",
     "possibility possibilities outcome choice option color colour month decade century centuries yen rupee peso",
-    "old year franc shilling penny pennies nickel dime bill buck pound percentage calorie byte bit pixel volt ampere",
+    "old year franc shilling penny pennies nickel dime bill buck pound calorie byte bit pixel volt ampere",
     "watt kelvin celsius fahrenheit pascal bar barn rad radian steradian turns song movie photo picture painting",
     "poster magazine newspaper email message call visit job task project shift different distinct possible ordered",
     "unordered real exact positive them maneras formas möglichkeiten façons puntos punkte 分 通り です 个 種 种 只 本",
@@ -120,7 +121,7 @@ LEAD_INS = _ABROAD | _words(
 NAMING = LEAD_INS | NEUTRAL
 
 
-def change_nothing(words: Iterable[str], known: frozenset[str] = NEUTRAL) -> bool:
+def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
     """Whether words beside a value are all among those that change nothing."""
     return all({word, word.removesuffix("s")} & known for word in words)
 
@@ -140,7 +141,10 @@ WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
 """The words of these lists in languages that put no space between words."""
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
-_COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
+_COMMON = _words(
+    "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun percent square cubic all any",
+    "every some real numbers choice per ways way them each",
+)
 KNOWN_WORDS = frozenset(
     {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _IN_TEXT_ONLY}
     | set(NUMBER_WORDS)
@@ -148,23 +152,6 @@ KNOWN_WORDS = frozenset(
     | (LEAD_INS - _ABROAD)
     | JOINERS
     | QUALIFIERS
-    | set(_COMMON.split())
-    | {
-        "percent",
-        "square",
-        "cubic",
-        "all",
-        "any",
-        "every",
-        "some",
-        "real",
-        "numbers",
-        "choice",
-        "per",
-        "ways",
-        "way",
-        "them",
-        "each",
-    }
+    | _COMMON
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""

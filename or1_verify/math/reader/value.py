@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import mpmath
@@ -200,18 +200,12 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
     # A bare \log has an unknown base: it equals neither \ln nor \lg, but ratios of two \log are right.
     "log": lambda of, base=None: _logarithm(of, base) * (mpmath.mpf("1.6180339") if base is None else 1),
     "degree": lambda angle: angle * mpmath.pi / 180,
-    "sin": mpmath.sin,
-    "cos": mpmath.cos,
-    "tan": mpmath.tan,
-    "cot": mpmath.cot,
-    "sec": mpmath.sec,
-    "csc": mpmath.csc,
-    "arcsin": mpmath.asin,
-    "arccos": mpmath.acos,
-    "arctan": mpmath.atan,
-    "sinh": mpmath.sinh,
-    "cosh": mpmath.cosh,
-    "tanh": mpmath.tanh,
+    "call": lambda function, *values: reduce(
+        lambda so_far, value: mpmath.sin(so_far + function * value), values, function
+    ),
+    **{name: getattr(mpmath, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{name: getattr(mpmath, name) for name in ("sinh", "cosh", "tanh")},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan")},
 }
 
 
