@@ -32,7 +32,6 @@ CHECKS: Final = (
         "the trainer's state goes to the host and comes back to the bit, and the device's memory comes free",
         ("megatron-core",),
     ),
-    Check("transports", "every transport of the handoff that the devices allow brings every byte from rank to rank"),
     Check(
         "handoff",
         "engines hold the policy's weights after a handoff by every transport, and sample with the policy's log-probs",

@@ -77,13 +77,6 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
     return f"TP2{data} distopt", f"PP2{data}"
 
 
-def transports_for(cuda: bool, devices: int) -> list[str]:
-    """Return the transports between processes of one node: NCCL needs two GPUs."""
-    if not cuda:
-        return ["gloo", "shared_memory", "gloo+shared_memory"]
-    return ["cuda_ipc"] if devices == 1 else ["cuda_ipc", "nccl", "nccl+cuda_ipc"]
-
-
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
     """Return (trainer ranks, engines, transports) by placement. On CPU both placements are alike, so one is listed."""
     if not cuda:

@@ -28,7 +28,6 @@ from or1_megatron.selftest.plans import (
     save_and_load_layouts,
     small_shape,
     training_values,
-    transports_for,
 )
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
@@ -110,7 +109,7 @@ def test_handoffs_keep_to_the_devices(devices: int, tmp_path: Path) -> None:
         assert (ranks, engines) == (devices, devices) if placement == "colocated" else ranks + engines <= devices
         config = handoff_config(tmp_path / "model", placement, ranks, engines, cuda=True)
         for transport in transports:
-            assert transport in transports_for(True, devices)
+            assert devices > 1 or "nccl" not in transport
             handoff = config.handoff.model_copy(update={"transport": transport})
             check_transport(config.model_copy(update={"handoff": handoff}), cuda=True)
 

@@ -7,6 +7,7 @@ engines as a run does; before each handoff the weights change, so that old weigh
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
@@ -48,9 +49,8 @@ def handoff(context: Context) -> None:
     placements = placements_for(context.machine.cuda, context.machine.devices)
     for placement, (ranks, engines, transports) in placements.items():
         measured = run(context, placement, ranks, engines, transports)
-        tokens = measured.pop("sampled tokens")
-        context.measure(f"{placement}: sampled tokens", tokens)
-        for name, apart in measured.items():
+        for name, (apart, figure, unit) in measured.items():
+            context.measure(f"{placement}, {name}", figure, unit)
             what = f"{placement}, {name}: largest log-prob difference, engine and policy, fp32"
             context.require(what, apart, "nats", at_most=_BOUND_NATS)
 
@@ -117,23 +117,25 @@ class EngineRank:
         settings = self.config.handoff.model_copy(update={"transport": transport})
         return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
-    def over(self, transport: str) -> float:
-        """Hand off twice over one transport, the second time already connected; return the largest difference."""
+    def over(self, transport: str) -> tuple[float, float, str]:
+        """Hand off twice over one transport; return the largest difference, and the seconds of the second handoff."""
         sender = self.sender(transport)
-        largest = 0.0
+        largest = took_s = 0.0
         for _ in range(2):
+            started = time.perf_counter()
             self.hand_off(sender)
+            took_s = time.perf_counter() - started
             largest = max(largest, self.judge())
         sender.close()
-        return largest
+        return largest, took_s, "s"
 
-    def sampled(self) -> dict[str, float]:
-        """Have the engines sample; return the number of tokens and the largest log-prob difference from the policy."""
+    def sampled(self) -> tuple[float, float, str]:
+        """Have the engines sample; return the largest log-prob difference from the policy, and the number of tokens."""
         drawn: list[Any] = [draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None]
         dist.broadcast_object_list(drawn, src=0, group=self.mesh.control)
         samples, of_engines = drawn[0]
         apart = np.abs(np.concatenate(self.score(samples)) - np.concatenate(of_engines))
-        return {"sampled tokens": apart.size, "sampled": float(apart.max())}
+        return float(apart.max()), apart.size, "tokens"
 
     def sleep_and_wake(self, transport: str, held: int) -> dict[str, Any]:
         """Let the engines sleep, look at the memory, wake them with new weights.
@@ -216,6 +218,7 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
         if task["sleep"]:
             measured = rank.sleep_and_wake(task["transports"][0], held)
         else:
-            measured = {transport: rank.over(transport) for transport in task["transports"]} | rank.sampled()
+            measured = {transport: rank.over(transport) for transport in task["transports"]}
+            measured["sampled"] = rank.sampled()
         if lead:
             note(measured)

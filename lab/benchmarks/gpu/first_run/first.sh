@@ -133,7 +133,7 @@ print("=> vLLM", vllm.__version__, "FA2", flash.FA2_AVAILABLE, "FA3", flash.FA3_
       stage long_shown 20 python $here/show.py "$OUT/runs/long"
       stage plan_again 60 or1 plan $here/long.yaml --gpu h100 --lengths "$OUT/runs/long"
       ;;
-    h) check handoff_checks 8 transports handoff sleep ;;
+    h) check handoff_checks 8 handoff sleep ;;
     h7)
       stage model_large 180 python $here/model.py $large "$OUT/models/large"
       engine_check handoff_large 300 "$OUT/models/large"
