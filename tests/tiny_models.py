@@ -27,6 +27,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 """Keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
+SIGMOID_MIXTURE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -51,6 +61,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 40,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (  # the keys of GLM-4.5's config.json
+        "Glm4Moe",
+        {
+            **SIGMOID_MIXTURE,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "partial_rotary_factor": 0.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": THETA,
+            "use_cache": True,
+            "use_qk_norm": True,
         },
     ),
 }
@@ -81,7 +109,8 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "tie_word_embeddings": False, **own, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
-    for at, parameter in model.named_parameters():
+    biases = [(at, bias) for at, bias in model.named_buffers() if at.endswith("correction_bias")]
+    for at, parameter in (*model.named_parameters(), *biases):
         # norms away from 1 and biases away from 0, so that a row in the wrong place shows
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)

@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -109,7 +110,13 @@ def _mlp(column: Any, row: Any, experts: bool) -> Any:
     linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if not experts:
         return partial(MLP.as_mlp_submodule, submodules=linears)
-    return partial(MoELayer, submodules=MoESubmodules(experts=partial(GroupedExperts, submodules=linears)))
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=partial(GroupedExperts, submodules=linears),
+            shared_experts=partial(SharedExpertMLP, submodules=linears),
+        ),
+    )
 
 
 def _spec(

@@ -57,8 +57,8 @@ def transformer_config(
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
-            add_qkv_bias=family.qkv_bias,
-            qk_layernorm=family.qk_norm,
+            add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
+            qk_layernorm=family.has(hf, "self_attention.q_layernorm.weight"),
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
@@ -91,7 +91,10 @@ def transformer_config(
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of a mixture of experts; empty for a dense model. There is no auxiliary loss."""
+    """Return the settings of a mixture of experts; empty for a dense model.
+
+    There is no auxiliary loss, and correction biases stay as they are.
+    """
     experts = family.experts(hf)
     if experts is None:
         return {}
@@ -102,6 +105,13 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         # A softmax over only the chosen experts equals the softmax over all, scaled to sum to one.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.chosen_groups,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
@@ -152,7 +162,7 @@ class PolicyModel(HybridModel):
         last = mesh.pipeline_rank + index * mesh.pipeline == len(chunk_layers) - 1
         super().__init__(
             config=config,
-            hybrid_stack_spec=decoder_spec(kind, family.qk_norm, experts is not None),
+            hybrid_stack_spec=decoder_spec(kind, config.qk_layernorm, experts is not None),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
             hybrid_layer_pattern=layer_pattern(chunk_layers, () if experts is None else experts.layers),

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from or1_megatron.weights.glm4_moe import GLM4_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE)
+}
 
 _NEEDED = (
     "num_hidden_layers",

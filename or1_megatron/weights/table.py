@@ -31,6 +31,8 @@ class Row:
     """Whether this layer has the row: models may mix dense layers and mixtures of experts."""
     expert: int | None = None
     """For a weight of an expert: the expert's number in its layer."""
+    float32: bool = False
+    """Whether it is in fp32, whatever the model's dtype."""
 
     @property
     def per_expert(self) -> bool:
@@ -69,6 +71,15 @@ class Experts:
     """Whether the chosen experts' weights are scaled to sum to one."""
     layers: tuple[int, ...]
     """The layers with experts; the others are dense."""
+    shared: int = 0
+    """Width of the expert that computes every token; 0 without one."""
+    sigmoid: bool = False
+    """Whether the router scores each expert by itself and adds the expert's correction bias for the choice alone."""
+    scale: float = 1.0
+    """Factor of the chosen experts' weights."""
+    groups: int | None = None
+    """The groups of experts of which a token uses only the best ``chosen_groups``; None where it may use all."""
+    chosen_groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +92,6 @@ class ModelFamily:
     """The rows of a layer; the rows before and after the layers are the same in all families."""
     conflicts: Callable[[HFConfig], Iterator[str]]
     """Yields a sentence for each setting of a config that this package does not compute."""
-    qk_norm: bool = False
-    """Whether queries and keys are normed, head by head."""
-    qkv_bias: bool = False
     experts: Callable[[HFConfig], Experts | None] = lambda hf: None
     """Returns the mixture of experts; None for a dense model."""
 
@@ -99,6 +107,11 @@ class ModelFamily:
         yield FINAL_NORM
         if not tied(hf):
             yield OUTPUT
+
+    def has(self, hf: HFConfig, parameter: str) -> bool:
+        """Return whether some layer has a Megatron parameter whose name ends so."""
+        named = [row for row in self.layers if row.megatron.endswith(parameter)]
+        return any(row.in_layer(hf, layer) for row in named for layer in range(hf["num_hidden_layers"]))
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
         """Return every HF tensor of a model with the shape that its config implies."""
@@ -118,10 +131,10 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate.
+    experts also has E experts, X one expert's intermediate, S that of the shared expert.
     """
     head_dim = ModelFamily.head_dim(hf)
-    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate}
+    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
     return {
         **mixture,
         "V": hf["vocab_size"],
