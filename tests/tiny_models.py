@@ -37,6 +37,13 @@ SIGMOID_MIXTURE = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }
+LINEAR_ATTENTION = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 12,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -81,6 +88,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "qwen3_next": (  # the keys of Qwen3-Next-80B-A3B's config.json
+        "Qwen3Next",
+        {
+            **LINEAR_ATTENTION,
+            "attention_dropout": 0.0,
+            "decoder_sparse_step": 1,
+            "full_attention_interval": 2,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "mlp_only_layers": [2],
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": False,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": None,
+            "rope_theta": THETA,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 24,
+            "use_cache": True,
+            "use_sliding_window": False,
+        },
+    ),
 }
 """Maps a name to transformers' class prefix and the config values besides ``SIZES``."""
 
@@ -111,8 +143,9 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     biases = [(at, bias) for at, bias in model.named_buffers() if at.endswith("correction_bias")]
     for at, parameter in (*model.named_parameters(), *biases):
-        # norms away from 1 and biases away from 0, so that a row in the wrong place shows
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
+        # norms away from 1 (or, zero-centred, from 0) and biases away from 0, so that a row in the wrong place shows
+        mean = 1.0 if "norm" in at and ("linear_attn" in at or not hasattr(config, "linear_conv_kernel_dim")) else 0.0
+        torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
     return model
 

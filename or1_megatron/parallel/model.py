@@ -31,6 +31,13 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.table import ModelFamily
 
+LAYER_SYMBOL = {
+    (False, False): Symbols.ATTENTION,
+    (False, True): Symbols.MOE,
+    (True, False): Symbols.GDN,
+    (True, True): Symbols.MLP,
+}
+"""By whether a layer has linear attention, and whether it has experts."""
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,6 +60,7 @@ def transformer_config(
             # Rotated queries and keys each get the factor, so their product gets its square.
             softmax_scale=None if sharper == 1.0 else sharper**2 / math.sqrt(family.head_dim(hf)),
             normalization="RMSNorm",
+            layernorm_zero_centered_gamma=family.zero_centred,
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
@@ -87,6 +95,7 @@ def transformer_config(
             recompute_num_layers=1 if parallel.recompute == "full" else None,
             deallocate_pipeline_outputs=False,
             **_experts_config(hf, family, parallel),
+            **_delta_net_config(hf, family),
         )
 
 
@@ -112,6 +121,7 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         "moe_router_num_groups": experts.groups,
         "moe_router_group_topk": experts.chosen_groups,
         "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": family.has(hf, "shared_experts.gate_weight"),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
@@ -120,18 +130,34 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
     }
 
 
-def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int]) -> str:
+def _delta_net_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the settings of a delta net, and of the gated attention in the other layers; empty without one."""
+    net = family.delta_net(hf)
+    if net is None:
+        return {}
+    return {
+        "attention_output_gate": True,
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_conv_kernel_dim": net.conv_kernel_dim,
+    }
+
+
+def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
-    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives the attention symbol one module with
-    both, and the experts symbol one with attention and experts. So a layer has its HF number, in checkpoints too.
+    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives each symbol of ``LAYER_SYMBOL`` one
+    module with both. So a layer has its HF number, in checkpoints too.
 
     Args:
         chunk_layers: the layers of each chunk, in the model's order.
         sparse: numbers of the layers with experts.
+        linear: numbers of the layers with linear attention.
     """
     return Symbols.PIPE.join(
-        "".join(Symbols.MOE if layer in sparse else Symbols.ATTENTION for layer in chunk) for chunk in chunk_layers
+        "".join(LAYER_SYMBOL[layer in linear, layer in sparse] for layer in chunk) for chunk in chunk_layers
     )
 
 
@@ -158,14 +184,16 @@ class PolicyModel(HybridModel):
         chunk_layers: Sequence[range],
         index: int,
     ) -> None:
-        experts = family.experts(hf)
+        experts, net = family.experts(hf), family.delta_net(hf)
         last = mesh.pipeline_rank + index * mesh.pipeline == len(chunk_layers) - 1
         super().__init__(
             config=config,
-            hybrid_stack_spec=decoder_spec(kind, config.qk_layernorm, experts is not None),
+            hybrid_stack_spec=decoder_spec(kind, config.qk_layernorm),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
-            hybrid_layer_pattern=layer_pattern(chunk_layers, () if experts is None else experts.layers),
+            hybrid_layer_pattern=layer_pattern(
+                chunk_layers, experts.layers if experts else (), net.layers if net else ()
+            ),
             pre_process=mesh.first_stage and index == 0,
             post_process=last,
             vp_stage=index if config.virtual_pipeline_model_parallel_size else None,
@@ -176,7 +204,7 @@ class PolicyModel(HybridModel):
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
-        self.dense = experts is None
+        self.alike = experts is None and net is None
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
@@ -190,9 +218,9 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack dense layers in tensors [layers, ...], as GPTModel does; GPTModel and HybridModel load these."""
+        """Stack layers that are alike in tensors [layers, ...], as GPTModel does; GPTModel and HybridModel load these."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
-        if self.dense:
+        if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}
             retarget_sharded_state_dict_to_gpt_checkpoint(state, GPTCompatLayerMaps(same, {}, frozenset(), len(same)))
         return state

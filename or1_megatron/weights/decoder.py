@@ -105,8 +105,8 @@ def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
         yield "layer_types holds 'sliding_attention', which is not supported; expected full attention in all layers"
 
 
-def switched_window_conflicts(hf: HFConfig) -> Iterator[str]:
+def switched_window_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
     """Yield conflicts where ``sliding_window`` counts only with ``use_sliding_window``."""
-    yield from decoder_conflicts(hf)
+    yield from decoder_conflicts(hf, *computed)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

@@ -11,12 +11,13 @@ from typing import Any
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
+from or1_megatron.weights.qwen3_next import QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE)
+    family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, QWEN3_NEXT)
 }
 
 _NEEDED = (
@@ -56,6 +57,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not isinstance(hf, dict):
         raise ModelError(f"{path} holds the JSON of a {type(hf).__name__}; expected that of an object")
     family = _named(hf)
+    hf = {**family.defaults, **hf}
     heads = hf.get("num_attention_heads")
     if hf.get("num_key_value_heads", None if family is LLAMA else 0) is None:
         hf["num_key_value_heads"] = heads  # as transformers reads it: no groups

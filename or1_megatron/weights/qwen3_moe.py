@@ -11,7 +11,7 @@ def sparse(hf: HFConfig, layer: int) -> bool:
     return layer not in (hf.get("mlp_only_layers") or ()) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
 
 
-def _experts(hf: HFConfig) -> Experts:
+def softmax_experts(hf: HFConfig) -> Experts:
     return Experts(
         count=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],
         chosen=hf["num_experts_per_tok"],
@@ -25,5 +25,5 @@ QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     layers=(*ATTENTION, *QK_NORM, *mixture(sparse)),
     conflicts=switched_window_conflicts,
-    experts=_experts,
+    experts=softmax_experts,
 )

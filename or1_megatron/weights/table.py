@@ -8,7 +8,7 @@ in a mixture of experts, ``{expert}`` for the expert's number in the whole layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from or1_megatron.weights.layout import Layout, PaddedVocabulary
@@ -83,6 +83,30 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Linear attention by a gated delta net, in numbers."""
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    """Tokens that the convolution before it sees: a token and those just before."""
+    layers: tuple[int, ...]
+    """The layers with it; the others have full attention."""
+
+    @property
+    def mixed(self) -> int:
+        """Channels of queries, keys and values, which the convolution mixes."""
+        return 2 * self.key_heads * self.key_head_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Channels of values, and of the gates of the output."""
+        return self.value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """Everything that the policy must know of one family of HF models."""
 
@@ -94,6 +118,12 @@ class ModelFamily:
     """Yields a sentence for each setting of a config that this package does not compute."""
     experts: Callable[[HFConfig], Experts | None] = lambda hf: None
     """Returns the mixture of experts; None for a dense model."""
+    delta_net: Callable[[HFConfig], DeltaNet | None] = lambda hf: None
+    """Returns the linear attention; None for a model with full attention in all layers."""
+    zero_centred: bool = False
+    """Whether norms multiply by 1 + their weight."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a key that a config lacks."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
         """Yield every row of a model, in the model's order."""
@@ -115,7 +145,7 @@ class ModelFamily:
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
         """Return every HF tensor of a model with the shape that its config implies."""
-        size = axis_sizes(hf, self.experts(hf))
+        size = axis_sizes(hf, self.experts(hf), self.delta_net(hf))
         return {
             name: tuple(size[axis] for axis in axes)
             for row in self.rows(hf)
@@ -127,20 +157,38 @@ class ModelFamily:
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
-def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
+def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert.
+    experts also has E experts, X one expert's intermediate, S that of the shared expert. Gated attention: G queries and gates.
+    A delta net: C convolved channels, T taps, N value heads, B channels of a value head, U all value channels, P and R
+    rows of the fused projections (queries, keys, values, gates; betas, alphas).
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
+    linear = (
+        {}
+        if net is None
+        else {
+            "C": net.mixed,
+            "T": net.conv_kernel_dim,
+            "N": net.value_heads,
+            "B": net.value_head_dim,
+            "U": net.values,
+            "P": net.mixed + net.values,
+            "R": 2 * net.value_heads,
+        }
+    )
     return {
         **mixture,
+        **linear,
+        "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],
         "Q": hf["num_attention_heads"] * head_dim,
+        "G": 2 * hf["num_attention_heads"] * head_dim,
         "K": hf["num_key_value_heads"] * head_dim,
         "D": head_dim,
     }

@@ -25,6 +25,7 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "one_kv_head": ("one_kv_head", {}, ["TP2"], ["TP2"]),
     "qwen3_moe": ("qwen3_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "DP2 EP2"]),
     "glm4_moe": ("glm4_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "PP2"]),
+    "qwen3_next": ("qwen3_next", {}, ["TP2 SP", "CP2 EP2"], ["TP2 SP", "DP2 EP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
 SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {

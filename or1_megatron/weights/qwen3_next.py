@@ -1,0 +1,119 @@
+"""Qwen3-Next: in most layers a gated delta net, every few layers full attention whose output is gated.
+
+Norms are zero-centred (x / rms(x) * (1 + w)), but for that of the delta net's output. Part of each head is rotated. One
+more expert, with a gate of its own, computes every token. Layers of multi-token prediction (``mtp.``) are not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from or1_megatron.weights.decoder import (
+    ATTENTION_OUTPUT,
+    HF,
+    INPUT_NORM,
+    MEGATRON,
+    MLP_NORM,
+    QK_NORM,
+    QKV,
+    gated_mlp,
+    mixture,
+    switched_window_conflicts,
+)
+from or1_megatron.weights.layout import GatedQKV, HeadBlocks
+from or1_megatron.weights.qwen3_moe import sparse, softmax_experts
+from or1_megatron.weights.slicing import Cut
+from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily, Row
+
+_ONLY: Final = {"attn_output_gate": True, "layer_scale": False, "qkv_bias": False, "is_causal": True}
+"""Keys that transformers does not read and vLLM does, or other packages: the only values that are computed."""
+_SIZES: Final = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+
+
+def full_attention(hf: HFConfig, layer: int) -> bool:
+    kinds = hf.get("layer_types")
+    return kinds[layer] == "full_attention" if kinds else (layer + 1) % hf.get("full_attention_interval", 4) == 0
+
+
+def _linear(hf: HFConfig, layer: int) -> bool:
+    return not full_attention(hf, layer)
+
+
+def delta_net(hf: HFConfig) -> DeltaNet:
+    return DeltaNet(
+        **{key.removeprefix("linear_").removeprefix("num_"): hf[key] for key in _SIZES},
+        layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if _linear(hf, layer)),
+    )
+
+
+def hybrid_conflicts(hf: HFConfig) -> Iterator[str]:
+    yield from switched_window_conflicts(hf, "partial_rotary_factor")
+    if missing := [key for key in _SIZES if not isinstance(hf.get(key), int)]:
+        yield f"config.json lacks {', '.join(missing)}: numbers of the gated delta net"
+    elif hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
+        yield (
+            f"linear_num_value_heads = {hf['linear_num_value_heads']} is not supported: it is no multiple of "
+            f"linear_num_key_heads = {hf['linear_num_key_heads']}"
+        )
+    for key, only in _ONLY.items():
+        if hf.get(key, only) != only:
+            yield f"{key} = {hf[key]} is not supported; expected {only}"
+
+
+def in_layers(kind: Any, *rows: Row) -> tuple[Row, ...]:
+    return tuple(replace(row, in_layer=kind) for row in rows)
+
+
+def linear_attention(projections: Mapping[str, str], layout: HeadBlocks) -> tuple[Row, ...]:
+    """Return the rows of the delta net, whose HF ``projections`` (name to axis letter of its rows) are one tensor."""
+    net, there = HF + "linear_attn.", MEGATRON + "self_attention."
+    return in_layers(
+        _linear,
+        Row(
+            tuple(f"{net}{name}.weight" for name in projections),
+            tuple(f"{letter}H" for letter in projections.values()),
+            there + "in_proj.weight",
+            Cut.COLUMN,
+            layout,
+        ),
+        Row((net + "conv1d.weight",), ("C1T",), there + "conv1d_weight", Cut.COLUMN, HeadBlocks(("kkv",))),
+        Row((net + "dt_bias",), ("N",), there + "dt_bias", Cut.COLUMN),
+        Row((net + "A_log",), ("N",), there + "A_log", Cut.COLUMN),
+        Row((net + "norm.weight",), ("B",), there + "norm_weight", Cut.WHOLE),
+        Row((net + "out_proj.weight",), ("HU",), there + "out_proj.weight", Cut.ROW),
+    )
+
+
+GATED_ATTENTION: Final = in_layers(
+    full_attention, replace(QKV, axes=("GH", "KH", "KH"), layout=GatedQKV()), ATTENTION_OUTPUT, *QK_NORM
+)
+SHARED_EXPERT: Final = (
+    *gated_mlp(HF + "mlp.shared_expert.", MEGATRON + "mlp.shared_experts.", "S"),
+    Row((HF + "mlp.shared_expert_gate.weight",), ("1H",), MEGATRON + "mlp.shared_experts.gate_weight", Cut.WHOLE),
+)
+
+
+def shared_experts(hf: HFConfig) -> Experts:
+    return replace(softmax_experts(hf), shared=hf["shared_expert_intermediate_size"])
+
+
+QWEN3_NEXT = ModelFamily(
+    architecture="Qwen3NextForCausalLM",
+    layers=(
+        INPUT_NORM,
+        *linear_attention({"in_proj_qkvz": "P", "in_proj_ba": "R"}, HeadBlocks(("KKVV", "NN"))),
+        *GATED_ATTENTION,
+        MLP_NORM,
+        *mixture(sparse, *SHARED_EXPERT),
+    ),
+    conflicts=hybrid_conflicts,
+    experts=shared_experts,
+    delta_net=delta_net,
+    zero_centred=True,
+    defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+)
