@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from or1_megatron.parallel.packed import PackedRow
+from or1_megatron.sizing.memory import DELTA_NET_WORK
 
 CHUNK: Final = 64
 """Tokens of a chunk: within it the rule is a few products, from chunk to chunk a loop."""
@@ -35,8 +36,9 @@ CHUNK: Final = 64
 class PackedDeltaNet(MegatronModule):
     """A layer's linear attention. Megatron builds it as the layer's ``self_attention``.
 
-    The rows of ``in_proj`` and the channels of the convolution lie head by head (``weights.layout.HeadBlocks``), so that
-    equal parts are whole heads. Only its inputs are kept for the backward pass, which computes it again.
+    The rows of ``in_proj`` and the channels of the convolution lie head by head (``weights.layout.HeadBlocks``), so
+    that equal parts are whole heads. Only its inputs are kept for the backward pass, which computes it again, a few
+    heads at a time (``sizing.memory.DELTA_NET_WORK``).
     """
 
     def __init__(
@@ -86,9 +88,17 @@ class PackedDeltaNet(MegatronModule):
         if row.shard is not None:
             projected = tensor_a2a_cp2hp(projected, 0, -1, cp, undo_attention_load_balancing=False)
             projected = projected.index_select(0, row.shard.to_row_order)
-        out = checkpoint(
-            self._attend, projected[:, 0], *weights, norm, row.lengths, use_reentrant=False, preserve_rng_state=False
-        )[:, None]
+        tokens, heads = len(projected), len(weights[1]) // self.values
+        parts = -(-tokens * heads * self.values // DELTA_NET_WORK)
+        by_head = [
+            projected[:, 0].view(tokens, heads, -1).transpose(0, 1),
+            *(x.unflatten(0, (heads, -1)) for x in weights),
+        ]
+        outputs = [
+            checkpoint(self._attend, *part, norm, row.lengths, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(*(x.chunk(parts) for x in by_head), strict=True)
+        ]
+        out = torch.cat(outputs, dim=1)[:, None]
         if row.shard is not None:
             out = out.index_select(0, row.shard.to_row_order.argsort())
             out = tensor_a2a_hp2cp(out, 0, -1, cp, redo_attention_load_balancing=False)
@@ -97,20 +107,19 @@ class PackedDeltaNet(MegatronModule):
     def _attend(
         self, projected: Tensor, conv: Tensor, rate: Tensor, bias: Tensor, norm: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Map [T, G * (2 A + 2 R B + 2 R)] projections to [T, G * R * B].
+        """Map [G, T, 2 A + 2 R B + 2 R] projections to [T, G * R * B].
 
         Args:
-            conv: [G * (2 A + R B), 1, taps].
-            rate, bias: [G * R]: log of the decay's factor, and what is added to its input.
+            conv: [G, 2 A + R B, 1, taps].
+            rate, bias: [G, R]: log of the decay's factor, and what is added to its input.
             norm: [B].
         """
-        tokens, r, dtype = len(projected), self.values, projected.dtype
-        by_head = projected.view(tokens, -1, self.mixed + r * self.value + 2 * r)
-        mixed, gate, beta, alpha = by_head.split([self.mixed, r * self.value, r, r], dim=-1)
-        mixed = F.silu(causal_convolution(mixed.flatten(1), conv[:, 0], lengths)).view(tokens, -1, self.mixed)
+        tokens, r, dtype = projected.shape[1], self.values, projected.dtype
+        mixed, gate, beta, alpha = projected.transpose(0, 1).split([self.mixed, r * self.value, r, r], dim=-1)
+        mixed = F.silu(causal_convolution(mixed.flatten(1), conv.flatten(0, 2), lengths)).view(tokens, -1, self.mixed)
         query, key, value = mixed.split([self.key, self.key, r * self.value], dim=-1)
         query, key = (unit(x.float()).repeat_interleave(r, dim=1) for x in (query, key))  # [T, G R, A]
-        decay = -rate.float().exp() * F.softplus(alpha.flatten(1).float() + bias.float())
+        decay = -rate.flatten().float().exp() * F.softplus(alpha.flatten(1).float() + bias.flatten().float())
         value, gate = (x.reshape(tokens, -1, self.value) for x in (value, gate))
         out = gated_delta_rule(query, key, value.float(), decay, beta.flatten(1).sigmoid().float(), lengths).to(dtype)
         normed = F.rms_norm(out.float(), (self.value,), None, self.config.layernorm_epsilon).to(dtype)

@@ -218,7 +218,7 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack layers that are alike in tensors [layers, ...], as GPTModel does; GPTModel and HybridModel load these."""
+        """Stack layers that are alike in tensors [layers, ...], as GPTModel does, which loads these like HybridModel."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}

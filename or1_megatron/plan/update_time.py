@@ -62,16 +62,16 @@ class UpdateTime:
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
     """Return each stage's operations: 2 per weight and token, 2 * heads * head_dim per layer and L * L."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     works = []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
+        attention = shape.hidden * sum(map(shape.attention_channels, layers))
         last = stage == parallel.pipeline - 1
         works.append(
             StageWork(
                 layer_token=2.0 * weights,
-                mlp_token=2.0 * (weights - attention * len(layers)),
-                pair=2.0 * len(layers) * shape.heads * shape.head_dim,
+                mlp_token=2.0 * (weights - attention),
+                pair=2.0 * shape.full_attention(layers) * shape.heads * shape.head_dim,
                 head_token=2.0 * shape.vocab * shape.hidden if last else 0.0,
                 layers=len(layers),
             )

@@ -48,7 +48,13 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
     if size is None:
         return None
     cut = min(config.rollout.tensor_parallel, shape.kv_heads)
-    return size * cut // shape.kv_bytes_per_token(config.model.dtype)
+    return max(0, size - engine_state_bytes(config, shape)) * cut // shape.kv_bytes_per_token(config.model.dtype)
+
+
+def engine_state_bytes(config: Config, shape: Shape) -> int:
+    """Return what a rank of an engine keeps, beside the KV cache, of the most sequences that it samples at once."""
+    rollout = config.rollout
+    return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
@@ -77,6 +83,7 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
         divided.append(("intermediate_size", shape.intermediate))
     if experts is not None:
         divided.append(("moe_intermediate_size", experts.intermediate))
+        divided += [("shared_expert_intermediate_size", experts.shared)] * bool(experts.shared)
     for name, count in divided:
         if count % tensor:
             yield (
@@ -84,6 +91,12 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
                 f"tensor sizes that do: {_divisors(count)}"
             )
     yield from _expert_conflicts(parallel, experts)
+    if shape.delta_net is not None and shape.delta_net.key_heads % (tensor * parallel.context):
+        yield (
+            f"parallel.tensor * parallel.context = {tensor * parallel.context} does not divide the model's "
+            f"linear_num_key_heads = {shape.delta_net.key_heads}; products that do: "
+            f"{_divisors(shape.delta_net.key_heads)}"
+        )
     try:
         parallel.chunk_layers(shape.layers)
     except ValueError as error:
@@ -157,6 +170,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
     elif held is not None and held < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
+        needed += engine_state_bytes(config, shape)
         yield (
             f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "
             f"{longest}; set it to {needed} or, for speed, to a multiple of that"

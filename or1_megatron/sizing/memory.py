@@ -23,6 +23,7 @@ from or1_megatron.sizing.kv_cache import (
     shared_kv_cache_bytes,
 )
 from or1_megatron.weights.shape import BYTES, Shape
+from or1_megatron.weights.table import DeltaNet
 from or1_verify.errors import UserError
 
 Phase = Literal["start", "rollout", "wake", "update", "handoff", "save"]
@@ -53,6 +54,8 @@ ENGINE: Final = "engine"
 LOOP: Final = "rank 0, for the loop and Ray's driver"
 """What rank 0 holds beside a rank's memory."""
 STATE: Final = "weights, gradients, optimizer"
+DELTA_NET_WORK: Final = 1 << 17
+"""Tokens times value heads that linear attention computes at once (or one key head's, if those are more)."""
 """The part of a trainer rank's memory that does not depend on the batch."""
 
 
@@ -206,7 +209,20 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
     layers = len(parallel.stage_layers(shape.layers)[stage])
     total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
+    if shape.delta_net is not None:
+        total += 2 * _delta_net_bytes(parallel, shape.delta_net)
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
+
+
+def _delta_net_bytes(parallel: ParallelConfig, net: DeltaNet) -> int:
+    """Return the bytes that a layer's linear attention keeps while it computes some of its heads again.
+
+    The fp32 numbers per token and value head were fitted to what autograd saved with heads of 32, 64 and 128 channels
+    (tests/parallel/test_delta_net.py).
+    """
+    tokens, heads = parallel.micro_batch_tokens, net.value_heads // (parallel.tensor * parallel.context)
+    work = max(net.value_heads // net.key_heads * tokens, min(heads * tokens, DELTA_NET_WORK))
+    return 4 * work * (18 * (net.key_head_dim + net.value_head_dim) + 256)
 
 
 def layer_numbers(
@@ -222,9 +238,9 @@ def layer_numbers(
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     if recompute == "full":
         return hidden
-    attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
+    attention = sum(map(shape.attention_channels, range(shape.layers))) / shape.layers / parallel.tensor
     experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + experts.shared
     mlp = 3 * width / parallel.tensor if recompute == "none" else 0.0
     return 4 * hidden + attention + mlp + (3 * hidden + 4 * shape.head_dim if own else 0)
 

@@ -13,7 +13,7 @@ from or1_megatron.weights.glm4_moe import GLM4_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.qwen3_next import QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
-from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
+from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -109,3 +109,9 @@ def experts_of(hf: HFConfig) -> Experts | None:
     """Return the mixture of experts; None for a dense model and for an unknown architecture."""
     family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
     return None if family is None else family.experts(hf)
+
+
+def delta_net_of(hf: HFConfig) -> DeltaNet | None:
+    """Return the linear attention; None for a model without, and for an unknown architecture."""
+    family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
+    return None if family is None else family.delta_net(hf)

@@ -23,7 +23,7 @@ from or1_megatron.weights.decoder import (
     switched_window_conflicts,
 )
 from or1_megatron.weights.layout import GatedQKV, HeadBlocks
-from or1_megatron.weights.qwen3_moe import sparse, softmax_experts
+from or1_megatron.weights.qwen3_moe import softmax_experts, sparse
 from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily, Row
 

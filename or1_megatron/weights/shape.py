@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.families import delta_net_of, experts_of
 from or1_megatron.weights.rope import context_tokens
-from or1_megatron.weights.table import Experts
+from or1_megatron.weights.table import DeltaNet, Experts
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 """Bytes of one number, by dtype."""
@@ -28,6 +28,8 @@ class Shape:
     positions: int
     tied: bool
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
+    """Linear attention, beside which the layers with full attention have gates."""
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
@@ -44,6 +46,7 @@ class Shape:
             positions=context_tokens(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
             experts=experts_of(hf),
+            delta_net=delta_net_of(hf),
         )
 
     @property
@@ -66,22 +69,42 @@ class Shape:
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
         """Weights of one layer, with all its experts (``whole``) or only those that compute a token."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        every, experts = attention + 2 * self.hidden, self.experts
+        every, experts = self.hidden * (self.attention_channels(layer) + 2), self.experts
         if experts is None or layer not in experts.layers:
             return every + 3 * self.hidden * self.intermediate
-        width = (experts.count if whole else experts.chosen) * experts.intermediate
+        width = (experts.count if whole else experts.chosen) * experts.intermediate + experts.shared
         return every + 3 * self.hidden * width + self.hidden * experts.count  # the router last
 
     def _decoder(self, whole: bool) -> int:
         """Weights of all layers and the last norm."""
         return sum(self.layer_parameters(layer, whole) for layer in range(self.layers)) + self.hidden
 
+    def attention_channels(self, layer: int) -> int:
+        """Return the channels into and out of a layer's attention: ``hidden`` weights each, but for the few of a
+        convolution."""
+        net = self.delta_net
+        if net is not None and layer in net.layers:
+            return net.mixed + 2 * net.values + 2 * net.value_heads
+        return self.head_dim * ((2 if net is None else 3) * self.heads + 2 * self.kv_heads)
+
+    def full_attention(self, layers: Iterable[int] | None = None) -> int:
+        """Return how many layers, of all or of ``layers``, have full attention."""
+        linear = () if self.delta_net is None else self.delta_net.layers
+        return sum(layer not in linear for layer in (range(self.layers) if layers is None else layers))
+
     @property
     def attention_width(self) -> int:
-        """Query channels of all layers together."""
-        return self.layers * self.heads * self.head_dim
+        """Query channels of all layers with full attention together."""
+        return self.full_attention() * self.heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of one token in all layers, unsharded."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
+        return 2 * self.full_attention() * self.kv_heads * self.head_dim * BYTES[dtype]
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return what an engine keeps of one sequence of any length in the layers with linear attention, unsharded: a
+        matrix per head in fp32, and what the convolution still needs."""
+        if (net := self.delta_net) is None:
+            return 0
+        matrices = 4 * net.values * net.key_head_dim
+        return len(net.layers) * (matrices + (net.conv_kernel_dim - 1) * net.mixed * BYTES[dtype])

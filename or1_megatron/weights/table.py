@@ -161,8 +161,8 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert. Gated attention: G queries and gates.
-    A delta net: C convolved channels, T taps, N value heads, B channels of a value head, U all value channels, P and R
+    experts also has E experts, X one expert's intermediate, S that of the shared expert. Gated attention has G queries
+    and gates. A delta net has C convolved channels, T taps, N value heads, B channels of a value head, U all value channels, P and R
     rows of the fused projections (queries, keys, values, gates; betas, alphas).
     """
     head_dim = ModelFamily.head_dim(hf)
