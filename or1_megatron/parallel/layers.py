@@ -20,12 +20,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from or1_megatron.parallel.experts import GroupedExperts
+from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
@@ -49,17 +51,17 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
+def decoder_spec(kind: LayerKind, config: TransformerConfig, experts: bool) -> ModuleSpec:
     """Return the decoder's spec: the module for each symbol of ``model.layer_pattern``. There is no final norm.
 
     Args:
-        qk_norm: normalise each head's query and key.
+        config: says whether queries and keys are normed, and whether there are latents.
         experts: some layers are mixtures of experts.
     """
     layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
-    layers = {"attention_layer": layer(qk_norm, False)}
+    layers = {"attention_layer": layer(config, False)}
     if experts:
-        layers["moe_layer"] = layer(qk_norm, True)
+        layers["moe_layer"] = layer(config, True)
     # HybridStack's own final norm is always Transformer Engine's.
     return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers))
 
@@ -73,7 +75,7 @@ def final_norm(kind: LayerKind) -> Any:
     return RMSNorm
 
 
-def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+def _transformer_engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
@@ -81,29 +83,54 @@ def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
         TERowParallelLinear,
     )
 
-    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm.
-    fused = TELayerNormColumnParallelLinear
+    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm,
+    # and so has latent attention, where two linears follow.
+    fused, latents = TELayerNormColumnParallelLinear, config.multi_latent_attention
+    column = TEColumnParallelLinear
     return _spec(
-        fused,
-        TERowParallelLinear,
-        _transformer_engine_attention(),
-        _mlp(TEColumnParallelLinear if experts else fused, TERowParallelLinear, experts),
-        input_norm=IdentityOp,
-        head_norm=TENorm if qk_norm else IdentityOp,
+        _attention(config, column if latents else fused, TERowParallelLinear, _transformer_engine_attention(), TENorm),
+        _mlp(column if experts else fused, TERowParallelLinear, experts),
+        input_norm=TENorm if latents else IdentityOp,
         mlp_norm=TENorm if experts else IdentityOp,
     )
 
 
-def _own_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+def _own_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     return _spec(
-        ColumnParallelLinear,
-        RowParallelLinear,
-        PackedCausalAttention,
+        _attention(config, ColumnParallelLinear, RowParallelLinear, PackedCausalAttention, RMSNorm),
         _mlp(ColumnParallelLinear, RowParallelLinear, experts),
         input_norm=RMSNorm,
-        head_norm=RMSNorm if qk_norm else IdentityOp,
         mlp_norm=RMSNorm,
     )
+
+
+def _attention(config: TransformerConfig, column: Any, row: Any, core: Any, norm: Any) -> ModuleSpec:
+    if isinstance(config, MLATransformerConfig):
+        down_and_up = (
+            "linear_q_proj",
+            "linear_q_down_proj",
+            "linear_q_up_proj",
+            "linear_kv_down_proj",
+            "linear_kv_up_proj",
+        )
+        submodules: Any = MLASelfAttentionSubmodules(
+            **dict.fromkeys(down_and_up, column),
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
+            kv_layernorm=norm,
+        )
+    else:
+        head_norm = norm if config.qk_layernorm else IdentityOp
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+    module = LatentAttention if config.multi_latent_attention else SelfAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 def _mlp(column: Any, row: Any, experts: bool) -> Any:
@@ -119,24 +146,12 @@ def _mlp(column: Any, row: Any, experts: bool) -> Any:
     )
 
 
-def _spec(
-    column: Any, row: Any, attention: Any, mlp: Any, *, input_norm: Any, head_norm: Any, mlp_norm: Any
-) -> ModuleSpec:
+def _spec(attention: ModuleSpec, mlp: Any, *, input_norm: Any, mlp_norm: Any) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=input_norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=attention,
-                    linear_proj=row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=mlp_norm,
             mlp=mlp,

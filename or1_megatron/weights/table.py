@@ -124,6 +124,9 @@ class ModelFamily:
 
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
+        """Return the size of a head's query and key."""
+        if has_latents(hf):
+            return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
@@ -131,12 +134,25 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert.
+    experts also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
+    latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
+    O all heads' values.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
+    latent = {}
+    if has_latents(hf):
+        heads, value = hf["num_attention_heads"], hf["v_head_dim"]
+        latent = {
+            "A": hf["q_lora_rank"] or 0,
+            "L": hf["kv_lora_rank"],
+            "R": hf["kv_lora_rank"] + hf["qk_rope_head_dim"],
+            "U": heads * (hf["qk_nope_head_dim"] + value),
+            "O": heads * value,
+        }
     return {
         **mixture,
+        **latent,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],
@@ -144,6 +160,11 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
         "K": hf["num_key_value_heads"] * head_dim,
         "D": head_dim,
     }
+
+
+def has_latents(hf: HFConfig) -> bool:
+    """Whether keys and values are made of latents (multi-head latent attention, arXiv 2405.04434)."""
+    return "kv_lora_rank" in hf
 
 
 def tied(hf: HFConfig) -> bool:
