@@ -20,13 +20,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from or1_megatron.parallel.delta_net import PackedDeltaNet
 from or1_megatron.parallel.experts import GroupedExperts
+from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
@@ -56,18 +58,18 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def decoder_spec(kind: LayerKind, qk_norm: bool) -> ModuleSpec:
+def decoder_spec(kind: LayerKind, config: TransformerConfig) -> ModuleSpec:
     """Return the decoder's spec: the module for each symbol of ``model.LAYER_SYMBOL``. There is no final norm.
 
     Args:
-        qk_norm: normalise each head's query and key.
+        config: says whether queries and keys are normed, and whether there are latents.
     """
     layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
     layers = HybridStackSubmodules(
-        attention_layer=layer(qk_norm, experts=False, linear=False),
-        moe_layer=layer(qk_norm, experts=True, linear=False),
-        gdn_layer=layer(qk_norm, experts=False, linear=True),
-        mlp_layer=layer(qk_norm, experts=True, linear=True),
+        attention_layer=layer(config, experts=False, linear=False),
+        moe_layer=layer(config, experts=True, linear=False),
+        gdn_layer=layer(config, experts=False, linear=True),
+        mlp_layer=layer(config, experts=True, linear=True),
     )
     # HybridStack's own final norm is always Transformer Engine's.
     return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=layers)
@@ -82,7 +84,7 @@ def final_norm(kind: LayerKind) -> Any:
     return RMSNorm
 
 
-def _transformer_engine_layer(qk_norm: bool, experts: bool, linear: bool) -> ModuleSpec:
+def _transformer_engine_layer(config: TransformerConfig, experts: bool, linear: bool) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
@@ -90,29 +92,57 @@ def _transformer_engine_layer(qk_norm: bool, experts: bool, linear: bool) -> Mod
         TERowParallelLinear,
     )
 
-    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm;
-    # and so has linear attention.
-    fused, row = TELayerNormColumnParallelLinear, TERowParallelLinear
-    head_norm = TENorm if qk_norm else IdentityOp
+    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm,
+    # and so have linear attention and latent attention, where two linears follow.
+    fused, column, row = TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear
+    separate = linear or config.multi_latent_attention
     return _spec(
-        _linear_attention(TEColumnParallelLinear, row)
+        _linear_attention(column, row)
         if linear
-        else _full_attention(fused, row, _transformer_engine_attention(), head_norm),
-        _mlp(TEColumnParallelLinear if experts else fused, row, experts),
-        input_norm=TENorm if linear else IdentityOp,
+        else _attention(config, column if separate else fused, row, _transformer_engine_attention(), TENorm),
+        _mlp(column if experts else fused, row, experts),
+        input_norm=TENorm if separate else IdentityOp,
         mlp_norm=TENorm if experts else IdentityOp,
     )
 
 
-def _own_layer(qk_norm: bool, experts: bool, linear: bool) -> ModuleSpec:
+def _own_layer(config: TransformerConfig, experts: bool, linear: bool) -> ModuleSpec:
     column, row = ColumnParallelLinear, RowParallelLinear
-    head_norm = RMSNorm if qk_norm else IdentityOp
     return _spec(
-        _linear_attention(column, row) if linear else _full_attention(column, row, PackedCausalAttention, head_norm),
+        _linear_attention(column, row) if linear else _attention(config, column, row, PackedCausalAttention, RMSNorm),
         _mlp(column, row, experts),
         input_norm=RMSNorm,
         mlp_norm=RMSNorm,
     )
+
+
+def _attention(config: TransformerConfig, column: Any, row: Any, core: Any, norm: Any) -> ModuleSpec:
+    if isinstance(config, MLATransformerConfig):
+        down_and_up = (
+            "linear_q_proj",
+            "linear_q_down_proj",
+            "linear_q_up_proj",
+            "linear_kv_down_proj",
+            "linear_kv_up_proj",
+        )
+        submodules: Any = MLASelfAttentionSubmodules(
+            **dict.fromkeys(down_and_up, column),
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
+            kv_layernorm=norm,
+        )
+    else:
+        head_norm = norm if config.qk_layernorm else IdentityOp
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+    module = LatentAttention if config.multi_latent_attention else SelfAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 def _mlp(column: Any, row: Any, experts: bool) -> Any:
@@ -130,20 +160,6 @@ def _mlp(column: Any, row: Any, experts: bool) -> Any:
 
 def _linear_attention(column: Any, row: Any) -> ModuleSpec:
     return ModuleSpec(module=PackedDeltaNet, params={"column": column, "row": row})
-
-
-def _full_attention(column: Any, row: Any, attention: Any, head_norm: Any) -> ModuleSpec:
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
-            core_attention=attention,
-            linear_proj=row,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
 
 
 def _spec(attention: ModuleSpec, mlp: Any, *, input_norm: Any, mlp_norm: Any) -> ModuleSpec:

@@ -19,17 +19,18 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.layers import decoder_spec, final_norm
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.parallel.weight_gradient import use_own_weight_gradient
 from or1_megatron.sizing.parallel_layouts import LayerKind
-from or1_megatron.weights.rope import rope_frequencies
-from or1_megatron.weights.table import ModelFamily
+from or1_megatron.weights.rope import rope_frequencies, rope_parameters
+from or1_megatron.weights.table import ModelFamily, has_latents
 
 LAYER_SYMBOL = {
     (False, False): Symbols.ATTENTION,
@@ -46,11 +47,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate an HF config.json to Megatron's configuration."""
     use_own_weight_gradient()
-    params_dtype = TORCH_DTYPE[dtype]
+    params_dtype, latents = TORCH_DTYPE[dtype], has_latents(hf)
     _, sharper = rope_frequencies(hf)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(
+        return (MLATransformerConfig if latents else TransformerConfig)(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             ffn_hidden_size=hf["intermediate_size"],
@@ -66,7 +67,7 @@ def transformer_config(
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
             add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
-            qk_layernorm=family.has(hf, "self_attention.q_layernorm.weight"),
+            qk_layernorm=latents or family.has(hf, "self_attention.q_layernorm.weight"),
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
@@ -84,7 +85,8 @@ def transformer_config(
             masked_softmax_fusion=False,
             bias_activation_fusion=True,  # SwiGLU: one kernel for each direction, made by torch.compile
             bias_dropout_fusion=False,  # there is neither bias nor dropout after attention and MLP
-            apply_rope_fusion=kind == "transformer_engine",  # its kernel gets the angles of ``PackedRotary``
+            # Its kernel gets the angles of ``PackedRotary``; latent attention's makes its own.
+            apply_rope_fusion=kind == "transformer_engine" and not latents,
             persist_layer_norm=False,
             # Where two ranks are each other's next and previous stage, batched sends get swapped.
             batch_p2p_comm=False,
@@ -96,6 +98,7 @@ def transformer_config(
             deallocate_pipeline_outputs=False,
             **_experts_config(hf, family, parallel),
             **_delta_net_config(hf, family),
+            **_latents_config(hf),
         )
 
 
@@ -145,6 +148,24 @@ def _delta_net_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, A
     }
 
 
+def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of latent attention; empty without it."""
+    if not has_latents(hf):
+        return {}
+    rope = rope_parameters(hf)
+    return {
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rope_type": "rope",  # whose place ``PackedRotary`` takes
+        # These two sharpen attention.
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+    }
+
+
 def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
@@ -188,7 +209,7 @@ class PolicyModel(HybridModel):
         last = mesh.pipeline_rank + index * mesh.pipeline == len(chunk_layers) - 1
         super().__init__(
             config=config,
-            hybrid_stack_spec=decoder_spec(kind, config.qk_layernorm),
+            hybrid_stack_spec=decoder_spec(kind, config),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
             hybrid_layer_pattern=layer_pattern(
@@ -200,7 +221,10 @@ class PolicyModel(HybridModel):
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
             position_embedding_type="none",
         )
-        self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0])
+        self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0], axes=1 if has_latents(hf) else 2)
+        for module in self.modules():
+            if isinstance(module, LatentAttention):
+                module.rotary_pos_emb = self.rotary_pos_emb
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
@@ -212,13 +236,13 @@ class PolicyModel(HybridModel):
         hidden: Tensor = self.decoder(
             hidden_states=self.embedding(token_ids, row.position_ids[None]) if self.pre_process else None,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_pos_emb(row.position_ids),
+            rotary_pos_emb=None if self.config.multi_latent_attention else self.rotary_pos_emb(row.position_ids),
             packed_seq_params=row,
         )
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack layers that are alike in tensors [layers, ...], as GPTModel does, which loads these like HybridModel."""
+        """Stack layers that are alike in tensors [layers, ...], as GPTModel does and HybridModel loads."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
@@ -17,7 +18,8 @@ from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, QWEN3_NEXT)
+    family.architecture: family
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT)
 }
 
 _NEEDED = (

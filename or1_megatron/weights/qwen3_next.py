@@ -85,7 +85,7 @@ def linear_attention(projections: Mapping[str, str], layout: HeadBlocks) -> tupl
         Row((net + "dt_bias",), ("N",), there + "dt_bias", Cut.COLUMN),
         Row((net + "A_log",), ("N",), there + "A_log", Cut.COLUMN),
         Row((net + "norm.weight",), ("B",), there + "norm_weight", Cut.WHOLE),
-        Row((net + "out_proj.weight",), ("HU",), there + "out_proj.weight", Cut.ROW),
+        Row((net + "out_proj.weight",), ("HW",), there + "out_proj.weight", Cut.ROW),
     )
 
 
@@ -106,7 +106,7 @@ QWEN3_NEXT = ModelFamily(
     architecture="Qwen3NextForCausalLM",
     layers=(
         INPUT_NORM,
-        *linear_attention({"in_proj_qkvz": "P", "in_proj_ba": "R"}, HeadBlocks(("KKVV", "NN"))),
+        *linear_attention({"in_proj_qkvz": "P", "in_proj_ba": "Z"}, HeadBlocks(("KKVV", "NN"))),
         *GATED_ATTENTION,
         MLP_NORM,
         *mixture(sparse, *SHARED_EXPERT),

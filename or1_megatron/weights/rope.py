@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from or1_megatron.weights.table import HFConfig, ModelFamily
+from or1_megatron.weights.table import HFConfig, ModelFamily, has_latents
 
 _NEEDED: Final = {
     "default": (),
@@ -70,7 +70,7 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
     for problem in rope_conflicts(hf):
         raise ValueError(problem)
     rope = rope_parameters(hf)
-    rotated = int(ModelFamily.head_dim(hf) * rotary_share(hf))
+    rotated = hf["qk_rope_head_dim"] if has_latents(hf) else int(ModelFamily.head_dim(hf) * rotary_share(hf))
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     plain = 1.0 / (rope["rope_theta"] ** exponent)
     return _SCALED[rope["rope_type"]](plain, rope, hf)

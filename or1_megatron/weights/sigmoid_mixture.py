@@ -1,7 +1,7 @@
 """The mixture of experts of DeepSeek-V3, which GLM-4.5 has too (arXiv 2412.19437, section 2.1.2).
 
-The first layers are dense. In the others the router scores each expert by a sigmoid. A correction bias per expert, which
-balanced the experts' load in pre-training, takes part in the choice alone. One more expert computes every token.
+The first layers are dense. In the others the router scores each expert by a sigmoid. A correction bias per expert,
+which balanced the experts' load in pre-training, takes part in the choice alone. One more expert computes every token.
 """
 
 from __future__ import annotations

@@ -96,6 +96,20 @@ class DeltaNet:
     """The layers with it; the others have full attention."""
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Letters of axes: C convolved channels, T taps, N value heads, B channels of a value head, W all value
+        channels, P rows of the projection to queries, keys, values and gates, Z to betas and alphas."""
+        return {
+            "C": self.mixed,
+            "T": self.conv_kernel_dim,
+            "N": self.value_heads,
+            "B": self.value_head_dim,
+            "W": self.values,
+            "P": self.mixed + self.values,
+            "Z": 2 * self.value_heads,
+        }
+
+    @property
     def mixed(self) -> int:
         """Channels of queries, keys and values, which the convolution mixes."""
         return 2 * self.key_heads * self.key_head_dim + self.values
@@ -154,6 +168,9 @@ class ModelFamily:
 
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
+        """Return the size of a head's query and key."""
+        if has_latents(hf):
+            return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
@@ -161,28 +178,26 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert. Gated attention has G queries
-    and gates. A delta net has C convolved channels, T taps, N value heads, B channels of a value head, U all value channels, P and R
-    rows of the fused projections (queries, keys, values, gates; betas, alphas).
+    experts also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
+    latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
+    O all heads' values. Beside a delta net (``DeltaNet.axes``) attention has G queries and their gates.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
-    linear = (
-        {}
-        if net is None
-        else {
-            "C": net.mixed,
-            "T": net.conv_kernel_dim,
-            "N": net.value_heads,
-            "B": net.value_head_dim,
-            "U": net.values,
-            "P": net.mixed + net.values,
-            "R": 2 * net.value_heads,
+    latent = {}
+    if has_latents(hf):
+        heads, value = hf["num_attention_heads"], hf["v_head_dim"]
+        latent = {
+            "A": hf["q_lora_rank"] or 0,
+            "L": hf["kv_lora_rank"],
+            "R": hf["kv_lora_rank"] + hf["qk_rope_head_dim"],
+            "U": heads * (hf["qk_nope_head_dim"] + value),
+            "O": heads * value,
         }
-    )
     return {
         **mixture,
-        **linear,
+        **latent,
+        **(net.axes if net else {}),
         "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
@@ -192,6 +207,11 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
         "K": hf["num_key_value_heads"] * head_dim,
         "D": head_dim,
     }
+
+
+def has_latents(hf: HFConfig) -> bool:
+    """Whether keys and values are made of latents (multi-head latent attention, arXiv 2405.04434)."""
+    return "kv_lora_rank" in hf
 
 
 def tied(hf: HFConfig) -> bool:

@@ -25,6 +25,7 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "one_kv_head": ("one_kv_head", {}, ["TP2"], ["TP2"]),
     "qwen3_moe": ("qwen3_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "DP2 EP2"]),
     "glm4_moe": ("glm4_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "PP2"]),
+    "deepseek_v3": ("deepseek_v3", {}, ["TP2 SP", "CP2"], ["TP2 SP", "PP2"]),
     "qwen3_next": ("qwen3_next", {}, ["TP2 SP", "CP2 EP2"], ["TP2 SP", "DP2 EP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
@@ -56,6 +57,12 @@ SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         "glm4_moe",
         {"use_qk_norm": False, "attention_bias": False},
         ["1", "PP2", "CP2", "CP2 EP2", "TP2 SP DP2 EP2", "PP2 DP2 EP2 distopt", "full", "selective"],
+        ["TP2 SP DP2 EP2"],
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},  # as in Moonlight
+        ["1", "PP2", "CP2 EP2", "TP2 SP DP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"],
         ["TP2 SP DP2 EP2"],
     ),
 }
