@@ -121,6 +121,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
         },
     ),
+    "qwen3_5": (  # the keys of Qwen3.5-27B's text_config
+        "Qwen3_5",
+        {
+            **LINEAR_ATTENTION,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "eos_token_id": 60,
+            "full_attention_interval": 2,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mamba_ssm_dtype": "float32",
+            "mlp_only_layers": [],
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+                "rope_type": "default",
+                "rope_theta": THETA,
+                "partial_rotary_factor": 0.25,
+            },
+            "use_cache": True,
+        },
+    ),
     "qwen3_next": (  # the keys of Qwen3-Next-80B-A3B's config.json
         "Qwen3Next",
         {
@@ -171,7 +198,8 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     import transformers
 
     prefix, own = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "tie_word_embeddings": False, **own, **changes})
+    kind = f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    config = getattr(transformers, kind)(**{**SIZES, "tie_word_embeddings": False, **own, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     biases = [(at, bias) for at, bias in model.named_buffers() if at.endswith("correction_bias")]

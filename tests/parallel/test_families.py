@@ -27,6 +27,7 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "glm4_moe": ("glm4_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "PP2"]),
     "deepseek_v3": ("deepseek_v3", {}, ["TP2 SP", "CP2"], ["TP2 SP", "PP2"]),
     "qwen3_next": ("qwen3_next", {}, ["TP2 SP", "CP2 EP2"], ["TP2 SP", "DP2 EP2"]),
+    "qwen3_5": ("qwen3_5", {}, ["TP2"], ["TP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
 SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
@@ -52,6 +53,18 @@ SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
             "selective",
         ],
         ["TP2 SP DP2 EP2", "PP2 DP2 EP2"],
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {"norm_topk_prob": False, "mlp_only_layers": []},
+        ["1", "PP2", "CP2", "TP2 SP DP2 EP2", "TP2 SP CP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"],
+        ["TP2 SP DP2 EP2", "PP2 DP2 EP2"],
+    ),
+    "qwen3_5": (
+        "qwen3_5",
+        {"tie_word_embeddings": True},
+        ["1", "PP2", "CP2", "TP2 SP", "TP4 distopt", "TP2 CP2", "PP2 VPP2"],
+        ["TP4", "PP2 VPP2"],
     ),
     "glm4_moe": (
         "glm4_moe",
