@@ -20,6 +20,9 @@ Device = Literal["cpu", "cuda"]
 CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
 
+CPU_LINEAR_HEAD_DIMS: Final = (64, 128)
+"""Those of its linear attention there, which its C++ code checks (``chunk_gated_delta_rule_cpu``)."""
+
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
     """Yield a line for each conflict; nothing when the configuration can work."""
@@ -154,6 +157,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
                 f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
                 f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"
             )
+        yield from _cpu_linear_attention(config, shape)
     elif rollout.placement == "colocated" and rollout.engines * tensor > config.parallel.ranks:
         yield (
             f"rollout.engines {rollout.engines} * rollout.tensor_parallel {tensor} = {rollout.engines * tensor} GPUs, "
@@ -174,6 +178,20 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         yield (
             f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "
             f"{longest}; set it to {needed} or, for speed, to a multiple of that"
+        )
+
+
+def _cpu_linear_attention(config: Config, shape: Shape) -> Iterator[str]:
+    """Yield what vLLM's linear attention on CPU does not compute (it says so only when a request has come)."""
+    if (net := shape.delta_net) is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield f"model.dtype = {config.model.dtype}: vLLM's linear attention on CPU computes in bfloat16 only; set that"
+    dims = net.key_head_dim, net.value_head_dim
+    if dims not in {(dim, dim) for dim in CPU_LINEAR_HEAD_DIMS}:
+        yield (
+            f"the model's linear_key_head_dim and linear_value_head_dim = {dims[0]} and {dims[1]}: vLLM's linear "
+            f"attention on CPU computes with both {' or both '.join(map(str, CPU_LINEAR_HEAD_DIMS))}"
         )
 
 

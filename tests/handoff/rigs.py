@@ -29,7 +29,7 @@ class TamperedTrainer:
         self._trainer = Trainer(Grid(model, 2, 1, 1), config, control)
 
     def send(self, model: Any, version: int) -> None:
-        self._trainer.grid.model = model
+        self._trainer.grid.set_model(model)
         self._trainer.send(version)
 
     def close(self) -> None:

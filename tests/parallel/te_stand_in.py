@@ -99,19 +99,19 @@ class Linear(torch.nn.Module):
         return (out, self.bias) if self.return_bias else out
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     wide = x.float()
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + zero_centred)).to(x.dtype)
 
 
 class LayerNormLinear(Linear):
     def __init__(
         self, *features: int, eps: float = 1e-5, normalization: str, zero_centered_gamma: bool = False, **of_linear: Any
     ) -> None:
-        assert normalization == "RMSNorm" and not zero_centered_gamma
+        assert normalization == "RMSNorm"
         assert not of_linear.pop("return_layernorm_output", False)
         super().__init__(*features, **of_linear)
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centered_gamma
 
     def _before_weight(self, in_features: int, made: Any) -> None:
         self.layer_norm_weight = torch.nn.Parameter(torch.full((in_features,), float("nan"), **made))
@@ -119,7 +119,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_bias = None
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False) -> Any:
-        return super().forward(_normed(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+        return super().forward(_normed(inp, self.layer_norm_weight, self.eps, self.zero_centred), is_first_microbatch)
 
 
 class RMSNorm(torch.nn.Module):
@@ -136,12 +136,12 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         assert (normalized_shape is None) != (hidden_size is None)
         size = normalized_shape or hidden_size
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.full((size,), float("nan"), device=device, dtype=params_dtype))  # type: ignore[arg-type]
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: Tensor) -> Tensor:
-        return _normed(inp, self.weight, self.eps)
+        return _normed(inp, self.weight, self.eps, self.zero_centred)
 
 
 class DotProductAttention(torch.nn.Module):

@@ -137,6 +137,8 @@ def test_llama3_bands_by_hand() -> None:
             assert a / 8 < b < a
 
 
+HYBRID = {f"linear_{key}": 4 for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+HYBRID["linear_conv_kernel_dim"] = 4
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected"),
     ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq"),
@@ -150,6 +152,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("MistralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
     ("MistralForCausalLM", {}, "sliding_window = 4096 is not supported"),
+    ("Qwen3NextForCausalLM", {}, "lacks linear_num_key_heads, linear_num_value_heads, linear_key_head_dim"),
+    ("Qwen3NextForCausalLM", {**HYBRID, "linear_num_value_heads": 6}, "no multiple of linear_num_key_heads = 4"),
+    ("Qwen3NextForCausalLM", {**HYBRID, "attention_bias": True}, "attention_bias = true"),
+    ("Qwen3_5ForCausalLM", {**HYBRID, "attn_output_gate": False}, "attn_output_gate = False is not supported"),
+    ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
 ]
 
 
