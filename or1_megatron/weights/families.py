@@ -11,7 +11,7 @@ from typing import Any
 from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
-from or1_megatron.weights.qwen3_5 import QWEN3_5
+from or1_megatron.weights.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.qwen3_next import QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
@@ -20,7 +20,7 @@ from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
-    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5)
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 }
 
 _NEEDED = (
@@ -94,7 +94,9 @@ def family_of(hf: HFConfig) -> ModelFamily:
 def _named(hf: HFConfig) -> ModelFamily:
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        text = architecture.replace("ForConditionalGeneration", "ForCausalLM")
+        inside = "; its text model alone can be trained: docs/converting.md takes it out" if text in FAMILIES else ""
+        raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}{inside}")
     return FAMILIES[architecture]
 
 

@@ -60,9 +60,14 @@ def hybrid_conflicts(hf: HFConfig) -> Iterator[str]:
             f"linear_num_value_heads = {hf['linear_num_value_heads']} is not supported: it is no multiple of "
             f"linear_num_key_heads = {hf['linear_num_key_heads']}"
         )
-    for key, only in _ONLY.items():
-        if hf.get(key, only) != only:
-            yield f"{key} = {hf[key]} is not supported; expected {only}"
+    yield from only_conflicts(hf, _ONLY)
+
+
+def only_conflicts(hf: HFConfig, only: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that have another value than the only one that is computed."""
+    for key, value in only.items():
+        if hf.get(key, value) != value:
+            yield f"{key} = {hf[key]} is not supported; expected {value}"
 
 
 def in_layers(kind: Any, *rows: Row) -> tuple[Row, ...]:
