@@ -114,6 +114,8 @@ def test_linear_attention(
 ) -> None:
     """In bf16 and with heads of 64 channels: vLLM's linear attention on CPU computes no others. Single log-probs differ
     by tenths then; with the weights from before the handoff the mean differs by more than ten times as much."""
+    if name == "qwen3_5":
+        pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 is also that of its model for images")
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     model = make_tiny(tmp_path, name, "bfloat16", **heads)
     for path in tiny_model.folder.glob("*token*"):
