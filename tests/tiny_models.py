@@ -143,6 +143,8 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     biases = [(at, bias) for at, bias in model.named_buffers() if at.endswith("correction_bias")]
+    for _, bias in biases:
+        bias.data = bias.data.float()  # in files of bf16, too
     for at, parameter in (*model.named_parameters(), *biases):
         # norms away from 1 and biases away from 0, so that a row in the wrong place shows
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)

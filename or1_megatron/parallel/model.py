@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.parallel.layers import decoder_spec, final_norm
 from or1_megatron.parallel.latent_attention import LatentAttention
+from or1_megatron.parallel.layers import decoder_spec, final_norm
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.parallel.weight_gradient import use_own_weight_gradient

@@ -77,6 +77,8 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
         divided.append(("intermediate_size", shape.intermediate))
     if experts is not None:
         divided.append(("moe_intermediate_size", experts.intermediate))
+    if (latents := shape.latents) is not None:
+        divided += [("q_lora_rank", latents.query), ("kv_lora_rank + qk_rope_head_dim", latents.key + latents.rotated)]
     for name, count in divided:
         if count % tensor:
             yield (

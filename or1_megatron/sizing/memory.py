@@ -222,9 +222,9 @@ def layer_numbers(
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     if recompute == "full":
         return hidden
-    attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
+    attention = (2 * shape.query_channels + shape.key_value_channels) / parallel.tensor
     experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + experts.shared
     mlp = 3 * width / parallel.tensor if recompute == "none" else 0.0
     return 4 * hidden + attention + mlp + (3 * hidden + 4 * shape.head_dim if own else 0)
 

@@ -26,6 +26,11 @@ VOCABULARY = 61
 PROBE = probe_tokens(VOCABULARY, 40)
 CONFIG = HandoffConfig(bucket_bytes=200_000, timeout_s=240.0)
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM's CPU kernel computes
+}
+
 
 def over(transport: str) -> HandoffConfig:
     return CONFIG.model_copy(update={"transport": transport})
@@ -61,6 +66,29 @@ def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> It
     yield made
     for pool, _ in made.values():
         pool.close()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_compute_what_was_sent(
+    name: str, tensor: int, tiny_model: TinyModel, ray_cluster: None, tmp_path: Any
+) -> None:
+    """Correction biases, shared experts and latents' products, which engines make of the weights, among it."""
+    model = make_tiny(tmp_path, name, num_hidden_layers=2, **MIXTURES[name])
+    for path in tiny_model.folder.glob("*token*"):
+        shutil.copy(path, tmp_path)
+    config = rollout_config(engines=1, tensor_parallel=tensor)
+    pool = EnginePool(config, tmp_path, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-{name}-{tensor}", on_cpu=True)
+    pool.wait_ready()
+    control = pool.control(CONFIG.timeout_s)
+    trainer = Trainer(Grid(model, 2, 1, 2), CONFIG, control)
+    for version in (1, 2):
+        trainer.grid.model = perturbed(model, seed=version)
+        trainer.send(version)
+        control.certify(version)
+        assert difference(control, trainer.grid.model) < 1e-4
+    trainer.close()
+    pool.close()
 
 
 def model_bytes(model: Any) -> int:
