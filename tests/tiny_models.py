@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,22 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
         # norms away from 1 and biases away from 0, so that a row in the wrong place shows
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
+    if "num_nextn_predict_layers" in own:
+        add_draft(folder, f"model.layers.{config.num_hidden_layers}.eh_proj.weight")
     return model
+
+
+def add_draft(folder: Path, name: str) -> None:
+    """Put a tensor that drafts tokens into the folder's last file, as models are published; transformers drops it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    last, index = max(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    save_file({**load_file(last), name: torch.randn(64, 128)}, last, {"format": "pt"})
+    if index.is_file():
+        listed = json.loads(index.read_text())
+        listed["weight_map"][name] = last.name
+        index.write_text(json.dumps(listed))
 
 
 @pytest.fixture(scope="session")

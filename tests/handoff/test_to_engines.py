@@ -27,8 +27,8 @@ PROBE = probe_tokens(VOCABULARY, 40)
 CONFIG = HandoffConfig(bucket_bytes=200_000, timeout_s=240.0)
 
 MIXTURES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM's CPU kernel computes
+    "glm4_moe": {"moe_intermediate_size": 128},
+    "deepseek_v3": {"moe_intermediate_size": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM's CPU kernel computes
 }
 
 
