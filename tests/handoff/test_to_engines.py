@@ -1,7 +1,7 @@
 """Handoffs by slices from trainers of several layouts to real engines; transformers is the oracle.
 
 The trainer's ranks are threads with shards cut by the table: a real Megatron policy hands off in tests/parallel.
-Not tried here: several nodes, CUDA, mixtures of experts.
+Not tried here: several nodes, CUDA.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ VOCABULARY = 61
 PROBE = probe_tokens(VOCABULARY, 40)
 CONFIG = HandoffConfig(bucket_bytes=200_000, timeout_s=240.0)
 
-MIXTURES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {"moe_intermediate_size": 128},
-    "deepseek_v3": {"moe_intermediate_size": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM's CPU kernel computes
+MIXTURES: dict[str, dict[str, int]] = {
+    "glm4_moe": {},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM computes on CPU
 }
 
 
@@ -40,6 +40,15 @@ def difference(control: Any, model: Any) -> float:
     return compare_probe(control.score_prompts(PROBE), scores(model, PROBE), bound=1e-4)
 
 
+def started(folder: Any, tokenizer: TinyModel, name: str, engines: int, tensor: int, **changes: Any) -> Any:
+    """Return engines that start with a model, and the model in transformers."""
+    model = make_tiny(folder, name, num_hidden_layers=2, **changes)
+    for path in tokenizer.folder.glob("*token*"):
+        shutil.copy(path, folder)
+    config, run_id = rollout_config(engines=engines, tensor_parallel=tensor), f"{RUN_ID}-{name}-{engines}-{tensor}"
+    return EnginePool(config, folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True), model
+
+
 @pytest.fixture(scope="module")
 def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> Iterator[dict[str, Any]]:
     """Two single engines on an untied model, and one of two ranks on a tied one.
@@ -47,20 +56,9 @@ def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> It
     D = 32, and a vocabulary that neither trainer nor engine ranks share evenly.
     """
     made: dict[str, Any] = {}
-    for kind, changes in {"single": {}, "tensor": {"engines": 1, "tensor_parallel": 2}}.items():
-        folder = tmp_path_factory.mktemp(kind)
-        oracle = make_tiny(folder, "qwen2", hidden_size=128, num_hidden_layers=2, tie_word_embeddings=kind == "tensor")
-        for path in tiny_model.folder.glob("*token*"):
-            shutil.copy(path, folder)
-        pool = EnginePool(
-            rollout_config(**changes),
-            folder,
-            "float32",
-            MAX_MODEL_TOKENS,
-            f"{RUN_ID}-shard-{kind}",
-            on_cpu=True,
-        )
-        made[kind] = (pool, oracle)
+    for kind, engines, tensor in (("single", 2, 1), ("tensor", 1, 2)):
+        changes = {"hidden_size": 128, "tie_word_embeddings": kind == "tensor"}
+        made[kind] = started(tmp_path_factory.mktemp(kind), tiny_model, "qwen2", engines, tensor, **changes)
     for pool, _ in made.values():
         pool.wait_ready()
     yield made
@@ -73,12 +71,8 @@ def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> It
 def test_mixtures_compute_what_was_sent(
     name: str, tensor: int, tiny_model: TinyModel, ray_cluster: None, tmp_path: Any
 ) -> None:
-    """Correction biases, shared experts and latents' products, which engines make of the weights, among it."""
-    model = make_tiny(tmp_path, name, num_hidden_layers=2, **MIXTURES[name])
-    for path in tiny_model.folder.glob("*token*"):
-        shutil.copy(path, tmp_path)
-    config = rollout_config(engines=1, tensor_parallel=tensor)
-    pool = EnginePool(config, tmp_path, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-{name}-{tensor}", on_cpu=True)
+    """Correction biases and the factors that engines make of latents' weights change, too."""
+    pool, model = started(tmp_path, tiny_model, name, 1, tensor, **MIXTURES[name])
     pool.wait_ready()
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, 2, 1, 2), CONFIG, control)
