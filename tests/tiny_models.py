@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,13 @@ SIGMOID_MIXTURE = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "rope_theta": THETA,
+    "use_cache": True,
 }
+"""What GLM-4.5 and DeepSeek-V3 share."""
+YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 LINEAR_ATTENTION = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -75,16 +82,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SIGMOID_MIXTURE,
             "attention_bias": True,
-            "attention_dropout": 0.0,
             "head_dim": 32,
-            "hidden_act": "silu",
             "partial_rotary_factor": 0.5,
             "n_group": 1,
             "topk_group": 1,
             "rms_norm_eps": 1e-5,
             "rope_scaling": None,
-            "rope_theta": THETA,
-            "use_cache": True,
             "use_qk_norm": True,
         },
     ),
@@ -93,9 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SIGMOID_MIXTURE,
             "attention_bias": False,
-            "attention_dropout": 0.0,
             "ep_size": 1,
-            "hidden_act": "silu",
             "kv_lora_rank": 28,
             "moe_layer_freq": 1,
             "n_group": 4,
@@ -104,20 +105,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 24,
             "qk_rope_head_dim": 8,
             "rms_norm_eps": 1e-6,
-            "rope_scaling": {
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "factor": 40,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 32,
-                "type": "yarn",
-            },
-            "rope_theta": THETA,
+            "rope_scaling": {**YARN, "original_max_position_embeddings": 32},
             "scoring_func": "sigmoid",
             "topk_group": 2,
             "topk_method": "noaux_tc",
-            "use_cache": True,
             "v_head_dim": 16,
         },
     ),
@@ -220,12 +211,31 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     biases = [(at, bias) for at, bias in model.named_buffers() if at.endswith("correction_bias")]
+    for _, bias in biases:
+        bias.data = bias.data.float()  # in files of bf16, too
     for at, parameter in (*model.named_parameters(), *biases):
         # norms away from 1 (or, zero-centred, from 0) and biases away from 0, so that a row in the wrong place shows
         mean = 1.0 if "norm" in at and ("linear_attn" in at or not hasattr(config, "linear_conv_kernel_dim")) else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
+    if "num_nextn_predict_layers" in own:
+        add_draft(folder, f"model.layers.{config.num_hidden_layers}.eh_proj.weight")
+    elif hasattr(config, "linear_conv_kernel_dim"):
+        add_draft(folder, "mtp.fc.weight")
     return model
+
+
+def add_draft(folder: Path, name: str) -> None:
+    """Put a tensor that drafts tokens into the folder's last file, as models are published; transformers drops it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    last, index = max(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    save_file({**load_file(last), name: torch.randn(64, 128)}, last, {"format": "pt"})
+    if index.is_file():
+        listed = json.loads(index.read_text())
+        listed["weight_map"][name] = last.name
+        index.write_text(json.dumps(listed))
 
 
 @pytest.fixture(scope="session")

@@ -118,15 +118,9 @@ def _own_layer(config: TransformerConfig, experts: bool, linear: bool) -> Module
 
 def _attention(config: TransformerConfig, column: Any, row: Any, core: Any, norm: Any) -> ModuleSpec:
     if isinstance(config, MLATransformerConfig):
-        down_and_up = (
-            "linear_q_proj",
-            "linear_q_down_proj",
-            "linear_q_up_proj",
-            "linear_kv_down_proj",
-            "linear_kv_up_proj",
-        )
+        linears = {f"linear_{name}_proj": column for name in ("q", "q_down", "q_up", "kv_down", "kv_up")}
         submodules: Any = MLASelfAttentionSubmodules(
-            **dict.fromkeys(down_and_up, column),
+            **linears,
             core_attention=core,
             linear_proj=row,
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,

@@ -19,6 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
+CPU_LATENTS: Final = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim of its latent attention on CPU."""
 
 CPU_LINEAR_HEAD_DIMS: Final = (64, 128)
 """Those of its linear attention there, which its C++ code checks (``chunk_gated_delta_rule_cpu``)."""
@@ -87,6 +89,8 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
     if experts is not None:
         divided.append(("moe_intermediate_size", experts.intermediate))
         divided += [("shared_expert_intermediate_size", experts.shared)] * bool(experts.shared)
+    if (latents := shape.latents) is not None:
+        divided += [("q_lora_rank", latents.query), ("kv_lora_rank + qk_rope_head_dim", latents.key + latents.rotated)]
     for name, count in divided:
         if count % tensor:
             yield (
@@ -152,7 +156,10 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
     if device == "cpu":
         if rollout.kv_cache_bytes is None:
             yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"
-        if shape.head_dim not in CPU_HEAD_DIMS:
+        if shape.latents is not None:
+            if (found := (shape.latents.key, shape.latents.rotated)) != CPU_LATENTS:
+                yield f"kv_lora_rank and qk_rope_head_dim are {found}; vLLM's CPU attention computes {CPU_LATENTS} only"
+        elif shape.head_dim not in CPU_HEAD_DIMS:
             yield (
                 f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
                 f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"

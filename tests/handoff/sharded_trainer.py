@@ -8,15 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
+from or1_megatron.parallel.check_parity import by_file_name
 from or1_megatron.weights.families import family_of
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import cut
@@ -27,7 +26,7 @@ class Grid:
     """TP x replicas x PP ranks over one HF model; ``model`` may be exchanged between handoffs."""
 
     def __init__(self, model: Any, tensor: int, replicas: int, pipeline: int) -> None:
-        self.set_model(model)
+        self.model = model
         self.hf = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         family = family_of(self.hf)
         self.shapes = family.shapes(self.hf)
@@ -36,13 +35,6 @@ class Grid:
         self.world = tensor * replicas * pipeline
         self._barrier = threading.Barrier(self.world)
         self._told: Any = None
-
-    def set_model(self, model: Any) -> None:
-        """Read the model's tensors as HF files hold them: transformers joins experts in memory."""
-        self.model = model
-        with TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            self.files: dict[str, Tensor] = load_file(f"{folder}/model.safetensors")
 
     def stage(self, row: Row) -> int:
         parts = row.megatron.split(".")
@@ -90,7 +82,7 @@ class RankWeights:
         grid, size = self._grid, self._grid.grid.tensor
         row = next(row for row in grid.rows if name in row.hf)
         assert grid.stage(row) == self.stage, f"rank {self._rank} does not hold {name}"
-        state = grid.files
+        state = by_file_name(grid.model.state_dict())
         whole = row.layout.fuse([state[hf] for hf in row.hf], grid.hf)
         shard = cut(whole, row.cut, self.tensor_rank, size)
         for piece in pieces(row, grid.hf, grid.shapes, self.tensor_rank, size):

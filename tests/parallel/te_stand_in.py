@@ -182,7 +182,7 @@ class DotProductAttention(torch.nn.Module):
 
 def apply_rotary_pos_emb(
     t: Tensor,  # [T, 1, N, D]
-    freqs: Tensor,  # [T, 1, 1, D]
+    freqs: Tensor,  # [T, 1, 1, R]
     tensor_format: str = "sbhd",
     start_positions: Any = None,
     interleaved: bool = False,
@@ -191,12 +191,12 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its angle, as complex numbers in fp32."""
+    """Turn each pair (x[i], x[i + R/2]) by its angle, as complex numbers in fp32; the remaining D - R stay."""
     assert fused and (tensor_format, interleaved, cu_seqlens, cp_size) == ("sbhd", False, None, 1)
-    assert freqs.shape == (t.shape[0], 1, 1, t.shape[-1]) and freqs.dtype == torch.float32
-    half = t.shape[-1] // 2
-    turned = torch.complex(t[..., :half].float(), t[..., half:].float()) * torch.exp(1j * freqs[..., :half])
-    return torch.cat((turned.real, turned.imag), dim=-1).to(t.dtype)
+    assert freqs.shape[:3] == (t.shape[0], 1, 1) and freqs.dtype == torch.float32
+    half = freqs.shape[-1] // 2
+    turned = torch.complex(t[..., :half].float(), t[..., half : 2 * half].float()) * torch.exp(1j * freqs[..., :half])
+    return torch.cat((turned.real.to(t.dtype), turned.imag.to(t.dtype), t[..., 2 * half :]), dim=-1)
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
