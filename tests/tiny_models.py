@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import or1_megatron
+
 SIZES: dict[str, Any] = {
     "vocab_size": 61,  # not divisible by two ranks
     "hidden_size": 64,
@@ -45,12 +47,24 @@ SIGMOID_MIXTURE = {
 """What GLM-4.5 and DeepSeek-V3 share."""
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 LINEAR_ATTENTION = {
-    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "head_dim": 32,
     "linear_key_head_dim": 8,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_value_head_dim": 12,
+    "moe_intermediate_size": 40,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
 }
+PUBLISHED = json.loads(
+    (Path(or1_megatron.__file__).parent / "configs/models/qwen3_next_80b_a3b/config.json").read_text()
+)
+NEXT = {key: PUBLISHED[key] for key in PUBLISHED.keys() - SIZES.keys() - LINEAR_ATTENTION.keys()} | {
+    "mlp_only_layers": [2]
+}
+"""Qwen3-Next as published, but for what ``LINEAR_ATTENTION`` and ``SIZES`` have."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -112,75 +126,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
         },
     ),
-    "qwen3_5": (  # the keys of Qwen3.5-27B's text_config
+    "qwen3_5": (  # with the keys of Qwen3.5-27B's text_config
         "Qwen3_5",
         {
             **LINEAR_ATTENTION,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
             "attn_output_gate": True,
-            "eos_token_id": 60,
-            "full_attention_interval": 2,
-            "head_dim": 32,
-            "hidden_act": "silu",
-            "layer_types": ["linear_attention", "full_attention"] * 2,
             "mamba_ssm_dtype": "float32",
             "mtp_num_hidden_layers": 1,
-            "mtp_use_dedicated_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "mrope_interleaved": True,
-                "mrope_section": [2, 1, 1],
-                "rope_type": "default",
-                "rope_theta": THETA,
-                "partial_rotary_factor": 0.25,
-            },
-            "use_cache": True,
+            "rope_parameters": {"mrope_section": [2, 1, 1], "rope_theta": THETA, "partial_rotary_factor": 0.25},
         },
     ),
-    "qwen3_5_moe": (  # as far as that of Qwen3.5-35B-A3B differs
-        "Qwen3_5Moe",
-        {
-            **LINEAR_ATTENTION,
-            "attn_output_gate": True,
-            "full_attention_interval": 2,
-            "head_dim": 32,
-            "mamba_ssm_dtype": "float32",
-            "moe_intermediate_size": 40,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "partial_rotary_factor": 0.25,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": THETA,
-            "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
-    "qwen3_next": (  # the keys of Qwen3-Next-80B-A3B's config.json
-        "Qwen3Next",
-        {
-            **LINEAR_ATTENTION,
-            "attention_dropout": 0.0,
-            "decoder_sparse_step": 1,
-            "full_attention_interval": 2,
-            "head_dim": 32,
-            "hidden_act": "silu",
-            "mlp_only_layers": [2],
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "output_router_logits": False,
-            "partial_rotary_factor": 0.25,
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": None,
-            "rope_theta": THETA,
-            "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": 24,
-            "use_cache": True,
-            "use_sliding_window": False,
-        },
-    ),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**LINEAR_ATTENTION, "rope_theta": THETA}),
+    "qwen3_next": ("Qwen3Next", {**LINEAR_ATTENTION, **NEXT}),
 }
 """Maps a name to transformers' class prefix and the config values besides ``SIZES``."""
 

@@ -30,7 +30,7 @@ from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.parallel.weight_gradient import use_own_weight_gradient
 from or1_megatron.sizing.parallel_layouts import LayerKind
 from or1_megatron.weights.rope import rope_frequencies, rope_parameters
-from or1_megatron.weights.table import ModelFamily, has_latents
+from or1_megatron.weights.table import DELTA_NET_SIZES, ModelFamily, has_latents
 
 LAYER_SYMBOL = {
     (False, False): Symbols.ATTENTION,
@@ -135,17 +135,9 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
 
 def _delta_net_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """Return the settings of a delta net, and of the gated attention in the other layers; empty without one."""
-    net = family.delta_net(hf)
-    if net is None:
+    if family.delta_net(hf) is None:
         return {}
-    return {
-        "attention_output_gate": True,
-        "linear_num_key_heads": net.key_heads,
-        "linear_num_value_heads": net.value_heads,
-        "linear_key_head_dim": net.key_head_dim,
-        "linear_value_head_dim": net.value_head_dim,
-        "linear_conv_kernel_dim": net.conv_kernel_dim,
-    }
+    return {"attention_output_gate": True, **{key: hf[key] for key in DELTA_NET_SIZES}}  # Megatron's names are HF's
 
 
 def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,8 @@ CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
 CPU_LATENTS: Final = (512, 64)
 """kv_lora_rank and qk_rope_head_dim of its latent attention on CPU."""
-
-CPU_LINEAR_HEAD_DIMS: Final = (64, 128)
-"""Those of its linear attention there, which its C++ code checks (``chunk_gated_delta_rule_cpu``)."""
+CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
+"""dtype and channels of a key's and a value's head in its linear attention on CPU."""
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
@@ -164,7 +163,14 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
                 f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
                 f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"
             )
-        yield from _cpu_linear_attention(config, shape)
+        if (net := shape.delta_net) is not None:
+            has = config.model.dtype, net.key_head_dim, net.value_head_dim
+            if has not in CPU_LINEAR_ATTENTION:
+                yield (
+                    "model.dtype, linear_key_head_dim and linear_value_head_dim are "
+                    f"{', '.join(map(str, has))}; vLLM's linear attention on CPU computes "
+                    f"{' or '.join(', '.join(map(str, known)) for known in CPU_LINEAR_ATTENTION)}"
+                )
     elif rollout.placement == "colocated" and rollout.engines * tensor > config.parallel.ranks:
         yield (
             f"rollout.engines {rollout.engines} * rollout.tensor_parallel {tensor} = {rollout.engines * tensor} GPUs, "
@@ -185,20 +191,6 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         yield (
             f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "
             f"{longest}; set it to {needed} or, for speed, to a multiple of that"
-        )
-
-
-def _cpu_linear_attention(config: Config, shape: Shape) -> Iterator[str]:
-    """Yield what vLLM's linear attention on CPU does not compute (it says so only when a request has come)."""
-    if (net := shape.delta_net) is None:
-        return
-    if config.model.dtype != "bfloat16":
-        yield f"model.dtype = {config.model.dtype}: vLLM's linear attention on CPU computes in bfloat16 only; set that"
-    dims = net.key_head_dim, net.value_head_dim
-    if dims not in {(dim, dim) for dim in CPU_LINEAR_HEAD_DIMS}:
-        yield (
-            f"the model's linear_key_head_dim and linear_value_head_dim = {dims[0]} and {dims[1]}: vLLM's linear "
-            f"attention on CPU computes with both {' or both '.join(map(str, CPU_LINEAR_HEAD_DIMS))}"
         )
 
 

@@ -54,8 +54,6 @@ ENGINE: Final = "engine"
 LOOP: Final = "rank 0, for the loop and Ray's driver"
 """What rank 0 holds beside a rank's memory."""
 STATE: Final = "weights, gradients, optimizer"
-DELTA_NET_WORK: Final = 1 << 17
-"""Tokens times value heads that linear attention computes at once (or one key head's, if those are more)."""
 """The part of a trainer rank's memory that does not depend on the batch."""
 
 
@@ -210,19 +208,14 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     layers = len(parallel.stage_layers(shape.layers)[stage])
     total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
     if shape.delta_net is not None:
-        total += 2 * _delta_net_bytes(parallel, shape.delta_net)
+        total += 2 * delta_net_bytes(shape.delta_net, longest_row(config), parallel.tensor * parallel.context)
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
 
 
-def _delta_net_bytes(parallel: ParallelConfig, net: DeltaNet) -> int:
-    """Return the bytes that a layer's linear attention keeps while it computes some of its heads again.
-
-    The fp32 numbers per token and value head were fitted to what autograd saved with heads of 32, 64 and 128 channels
-    (tests/parallel/test_delta_net.py).
-    """
-    tokens, heads = parallel.micro_batch_tokens, net.value_heads // (parallel.tensor * parallel.context)
-    work = max(net.value_heads // net.key_heads * tokens, min(heads * tokens, DELTA_NET_WORK))
-    return 4 * work * (18 * (net.key_head_dim + net.value_head_dim) + 256)
+def delta_net_bytes(net: DeltaNet, tokens: int, cut: int) -> int:
+    """Return the bytes that a layer's linear attention keeps of one sequence while it computes it again; ``cut``: ranks
+    that divide its heads. The fp32 numbers per token and value head were fitted (tests/parallel/test_delta_net.py)."""
+    return 4 * tokens * net.value_heads // cut * (13 * (net.key_head_dim + net.value_head_dim) + 290)
 
 
 def layer_numbers(

@@ -11,9 +11,8 @@ from typing import Any
 from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
-from or1_megatron.weights.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
-from or1_megatron.weights.qwen3_next import QWEN3_NEXT
+from or1_megatron.weights.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError

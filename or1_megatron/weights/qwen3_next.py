@@ -1,17 +1,20 @@
-"""Qwen3-Next: in most layers a gated delta net, every few layers full attention whose output is gated.
+"""Qwen3-Next and the text models of Qwen3.5: in most layers a gated delta net, every few layers full attention.
 
-Norms are zero-centred (x / rms(x) * (1 + w)), but for that of the delta net's output. Part of each head is rotated. One
-more expert, with a gate of its own, computes every token. Layers of multi-token prediction (``mtp.``) are not trained.
+That attention's output is gated, and part of each head is rotated. Norms are zero-centred (x / rms(x) * (1 + w)), but
+for that of the delta net's output. In mixtures one more expert, with a gate of its own, computes every token. Qwen3.5
+is published inside of models for images, whose folders ``families`` refuses with the way to its text model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from or1_megatron.weights.decoder import (
     ATTENTION_OUTPUT,
+    DENSE_MLP,
     HF,
     INPUT_NORM,
     MEGATRON,
@@ -25,14 +28,10 @@ from or1_megatron.weights.decoder import (
 from or1_megatron.weights.layout import GatedQKV, HeadBlocks
 from or1_megatron.weights.qwen3_moe import softmax_experts, sparse
 from or1_megatron.weights.slicing import Cut
-from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily, Row
+from or1_megatron.weights.table import DELTA_NET_SIZES, DeltaNet, Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final = {"attn_output_gate": True, "layer_scale": False, "qkv_bias": False, "is_causal": True}
-"""Keys that transformers does not read and vLLM does, or other packages: the only values that are computed."""
-_SIZES: Final = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
+"""The values that are computed of keys which transformers does not read, and vLLM does."""
 
 
 def full_attention(hf: HFConfig, layer: int) -> bool:
@@ -46,26 +45,17 @@ def _linear(hf: HFConfig, layer: int) -> bool:
 
 def delta_net(hf: HFConfig) -> DeltaNet:
     return DeltaNet(
-        **{key.removeprefix("linear_").removeprefix("num_"): hf[key] for key in _SIZES},
+        **{key.removeprefix("linear_").removeprefix("num_"): hf[key] for key in DELTA_NET_SIZES},
         layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if _linear(hf, layer)),
     )
 
 
-def hybrid_conflicts(hf: HFConfig) -> Iterator[str]:
+def hybrid_conflicts(hf: HFConfig, **only: Any) -> Iterator[str]:
+    """Yield conflicts; ``only``: further keys of which one value is computed."""
     yield from switched_window_conflicts(hf, "partial_rotary_factor")
-    if missing := [key for key in _SIZES if not isinstance(hf.get(key), int)]:
+    if missing := [key for key in DELTA_NET_SIZES if not isinstance(hf.get(key), int)]:
         yield f"config.json lacks {', '.join(missing)}: numbers of the gated delta net"
-    elif hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
-        yield (
-            f"linear_num_value_heads = {hf['linear_num_value_heads']} is not supported: it is no multiple of "
-            f"linear_num_key_heads = {hf['linear_num_key_heads']}"
-        )
-    yield from only_conflicts(hf, _ONLY)
-
-
-def only_conflicts(hf: HFConfig, only: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that have another value than the only one that is computed."""
-    for key, value in only.items():
+    for key, value in {**_ONLY, **only}.items():
         if hf.get(key, value) != value:
             yield f"{key} = {hf[key]} is not supported; expected {value}"
 
@@ -107,18 +97,31 @@ def shared_experts(hf: HFConfig) -> Experts:
     return replace(softmax_experts(hf), shared=hf["shared_expert_intermediate_size"])
 
 
-QWEN3_NEXT = ModelFamily(
-    architecture="Qwen3NextForCausalLM",
-    layers=(
-        INPUT_NORM,
-        *linear_attention({"in_proj_qkvz": "P", "in_proj_ba": "Z"}, HeadBlocks(("KKVV", "NN"))),
-        *GATED_ATTENTION,
-        MLP_NORM,
-        *mixture(sparse, *SHARED_EXPERT),
-    ),
-    conflicts=hybrid_conflicts,
+FUSED_NET: Final = linear_attention({"in_proj_qkvz": "P", "in_proj_ba": "Z"}, HeadBlocks(("KKVV", "NN")))
+SEPARATE_NET: Final = linear_attention(
+    {"in_proj_qkv": "C", "in_proj_z": "W", "in_proj_b": "N", "in_proj_a": "N"}, HeadBlocks(("kkv", "v", "n", "n"))
+)
+
+
+def _family(architecture: str, *layers: Row, **others: Any) -> ModelFamily:
+    defaults = {"partial_rotary_factor": 0.25, "norm_topk_prob": True, **others.pop("defaults", {})}
+    return ModelFamily(
+        architecture=architecture,
+        layers=(INPUT_NORM, *GATED_ATTENTION, MLP_NORM, *layers),
+        **{"conflicts": hybrid_conflicts, **others},
+        delta_net=delta_net,
+        zero_centred=True,
+        defaults=defaults,
+    )
+
+
+QWEN3_NEXT = _family("Qwen3NextForCausalLM", *FUSED_NET, *mixture(sparse, *SHARED_EXPERT), experts=shared_experts)
+QWEN3_5 = _family("Qwen3_5ForCausalLM", *SEPARATE_NET, *DENSE_MLP)
+QWEN3_5_MOE = _family(
+    "Qwen3_5MoeForCausalLM",
+    *SEPARATE_NET,
+    *mixture(sparse, *SHARED_EXPERT),
     experts=shared_experts,
-    delta_net=delta_net,
-    zero_centred=True,
-    defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    conflicts=partial(hybrid_conflicts, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    defaults={"intermediate_size": 1},  # which no layer uses
 )

@@ -82,6 +82,12 @@ class Experts:
     chosen_groups: int | None = None
 
 
+DELTA_NET_SIZES: Final = tuple(
+    f"linear_{size}"
+    for size in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+)
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
     """Linear attention by a gated delta net, in numbers."""

@@ -159,7 +159,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MistralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
     ("MistralForCausalLM", {}, "sliding_window = 4096 is not supported"),
     ("Qwen3NextForCausalLM", {}, "lacks linear_num_key_heads, linear_num_value_heads, linear_key_head_dim"),
-    ("Qwen3NextForCausalLM", {**HYBRID, "linear_num_value_heads": 6}, "no multiple of linear_num_key_heads = 4"),
     ("Qwen3NextForCausalLM", {**HYBRID, "attention_bias": True}, "attention_bias = true"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "attn_output_gate": False}, "attn_output_gate = False is not supported"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
