@@ -49,9 +49,12 @@ def transformer_config(
     use_own_weight_gradient()
     params_dtype, latents = TORCH_DTYPE[dtype], has_latents(hf)
     _, sharper = rope_frequencies(hf)
+    kind_of_config: type[TransformerConfig] = TransformerConfig
+    if latents:
+        kind_of_config = MLATransformerConfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return (MLATransformerConfig if latents else TransformerConfig)(
+        return kind_of_config(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             ffn_hidden_size=hf["intermediate_size"],

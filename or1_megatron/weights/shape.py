@@ -51,8 +51,9 @@ class Shape:
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
         """Read the sizes. Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
-        ranks = hf.get("kv_lora_rank", 0), hf.get("qk_rope_head_dim", 0), hf.get("v_head_dim", 0)
-        latents = Latents(hf.get("q_lora_rank") or 0, *ranks) if has_latents(hf) else None
+        latents = None
+        if has_latents(hf):
+            latents = Latents(hf["q_lora_rank"] or 0, hf["kv_lora_rank"], hf["qk_rope_head_dim"], hf["v_head_dim"])
         return cls(
             layers=hf["num_hidden_layers"],
             hidden=hf["hidden_size"],
