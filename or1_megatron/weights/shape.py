@@ -102,10 +102,9 @@ class Shape:
         if (latents := self.latents) is None:
             return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         queries, values = self.heads * self.head_dim, self.heads * latents.value
-        unrotated = queries - self.heads * latents.rotated
         of_queries = latents.query * (self.hidden + queries) if latents.query else self.hidden * queries
-        of_keys_and_values = self.hidden * (latents.key + latents.rotated) + latents.key * (unrotated + values)
-        return of_queries + of_keys_and_values + values * self.hidden
+        of_latents = latents.key * (queries - self.heads * latents.rotated + values)
+        return of_queries + of_latents + self.hidden * (latents.key + latents.rotated + values)
 
     @property
     def query_channels(self) -> int:

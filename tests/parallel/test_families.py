@@ -28,6 +28,8 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "deepseek_v3": ("deepseek_v3", {}, ["TP2 SP", "CP2"], ["TP2 SP", "PP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
+MIXTURE = ["1", "PP2", "CP2 EP2", "TP2 SP DP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"]
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
 SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "qwen3": ("qwen3", {}, ["1", "PP2", "CP2", "TP2 PP2 SP distopt", "PP2 VPP2 one_pass"], ["PP2 VPP2"]),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, ["PP2"], ["PP2"]),
@@ -52,18 +54,8 @@ SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ],
         ["TP2 SP DP2 EP2", "PP2 DP2 EP2"],
     ),
-    "glm4_moe": (
-        "glm4_moe",
-        {"use_qk_norm": False, "attention_bias": False},
-        ["1", "PP2", "CP2", "CP2 EP2", "TP2 SP DP2 EP2", "PP2 DP2 EP2 distopt", "full", "selective"],
-        ["TP2 SP DP2 EP2"],
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},  # as in Moonlight
-        ["1", "PP2", "CP2 EP2", "TP2 SP DP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"],
-        ["TP2 SP DP2 EP2"],
-    ),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}, MIXTURE, ["TP2 SP DP2 EP2"]),
+    "deepseek_v3": ("deepseek_v3", MOONLIGHT, MIXTURE, ["TP2 SP DP2 EP2"]),
 }
 
 
