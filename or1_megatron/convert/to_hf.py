@@ -184,9 +184,7 @@ def megatron_to_hf(
     conversion = ToHF(checkpoint, source, record, dtype, shard_bytes)
     convert(conversion, out, console, verify)
     if conversion.hf.get("num_nextn_predict_layers") and not conversion.drafts:
-        console.print(
-            "left out, since the checkpoint lacks them: the layers that draft tokens; a run's export has them"
-        )
+        console.print("left out: the layers that draft tokens, which the checkpoint lacks; a run's export has them")
     total_bytes = sum(conversion.sizes.values())
     console.print(f"{out}: {total_bytes:,} bytes in {len(conversion.files)} safetensors files")
 

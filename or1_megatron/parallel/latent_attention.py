@@ -21,9 +21,8 @@ class LatentAttention(MLASelfAttention):
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents of queries, and those of keys and values with the keys' rotated part.
 
-        Tensor parallelism cuts the latter's L + R columns. Here they are joined and their tokens cut instead, as
-        sequence parallelism cuts them: Megatron then sums the rotated part's gradient over the ranks' heads. Joined
-        columns would give each rank only the gradient of its own heads.
+        Tensor parallelism cuts the latter's L + R columns. Here they are joined and their tokens cut instead, as by
+        sequence parallelism: only then does Megatron sum the rotated part's gradient over the ranks' heads.
         """
         query, latents = super()._qkv_down_projection(hidden_states)
         if self.config.tensor_model_parallel_size > 1:

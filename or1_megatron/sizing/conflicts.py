@@ -19,8 +19,6 @@ Device = Literal["cpu", "cuda"]
 
 CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
-CPU_LATENTS: Final = (512, 64)
-"""kv_lora_rank and qk_rope_head_dim of its latent attention on CPU."""
 CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
 """dtype and channels of a key's and a value's head in its linear attention on CPU."""
 
@@ -155,10 +153,9 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
     if device == "cpu":
         if rollout.kv_cache_bytes is None:
             yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"
-        if shape.latents is not None:
-            if (found := (shape.latents.key, shape.latents.rotated)) != CPU_LATENTS:
-                yield f"kv_lora_rank and qk_rope_head_dim are {found}; vLLM's CPU attention computes {CPU_LATENTS} only"
-        elif shape.head_dim not in CPU_HEAD_DIMS:
+        if (latents := shape.latents) is not None and (latents.key, latents.rotated) != (512, 64):
+            yield "vLLM computes latent attention on CPU only with kv_lora_rank = 512 and qk_rope_head_dim = 64"
+        elif latents is None and shape.head_dim not in CPU_HEAD_DIMS:
             yield (
                 f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
                 f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"

@@ -48,8 +48,6 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
         return
     yield from decoder_conflicts(hf)
     yield from sigmoid_conflicts(hf)
-    if hf["num_key_value_heads"] != hf["num_attention_heads"]:
-        yield "num_key_value_heads is not num_attention_heads; expected as many, since each head has its own latents"
     if not hf.get("rope_interleave", True):
         yield "rope_interleave = false is not supported; expected true"
     if rope_frequencies(hf)[1] != 1.0:

@@ -1,8 +1,4 @@
-"""GLM-4.5 (and 4.6, 4.7): grouped queries, of each head half rotated, over DeepSeek-V3's mixture of experts.
-
-Biases of query, key and value, and norms of queries and keys, are switches of the config: the 355B has both, Air no
-norms.
-"""
+"""GLM-4.5 (and 4.6, 4.7): heads rotated by half, norms that Air lacks, and DeepSeek-V3's mixture of experts."""
 
 from __future__ import annotations
 

@@ -115,10 +115,9 @@ class Shape:
         if (latents := self.latents) is None:
             return self.hidden * self.attention_channels(layer)
         queries, values = self.heads * self.head_dim, self.heads * latents.value
-        unrotated = queries - self.heads * latents.rotated
         of_queries = latents.query * (self.hidden + queries) if latents.query else self.hidden * queries
-        of_keys_and_values = self.hidden * (latents.key + latents.rotated) + latents.key * (unrotated + values)
-        return of_queries + of_keys_and_values + values * self.hidden
+        of_latents = latents.key * (queries - self.heads * latents.rotated + values)
+        return of_queries + of_latents + self.hidden * (latents.key + latents.rotated + values)
 
     @property
     def query_channels(self) -> int:

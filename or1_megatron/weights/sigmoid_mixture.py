@@ -26,11 +26,7 @@ def sparse(hf: HFConfig, layer: int) -> bool:
 
 
 CORRECTION_BIAS = Row(
-    (HF + "mlp.gate.e_score_correction_bias",),
-    ("E",),
-    MEGATRON + "mlp.router.expert_bias",
-    Cut.WHOLE,
-    float32=True,
+    (HF + "mlp.gate.e_score_correction_bias",), ("E",), MEGATRON + "mlp.router.expert_bias", Cut.WHOLE, float32=True
 )
 SIGMOID_MIXTURE: Final = mixture(sparse, CORRECTION_BIAS, *SHARED_EXPERT)
 

@@ -192,13 +192,12 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
     latent = {}
     if has_latents(hf):
-        heads, value = hf["num_attention_heads"], hf["v_head_dim"]
         latent = {
             "A": hf["q_lora_rank"] or 0,
             "L": hf["kv_lora_rank"],
             "R": hf["kv_lora_rank"] + hf["qk_rope_head_dim"],
-            "U": heads * (hf["qk_nope_head_dim"] + value),
-            "O": heads * value,
+            "U": hf["num_attention_heads"] * (hf["qk_nope_head_dim"] + hf["v_head_dim"]),
+            "O": hf["num_attention_heads"] * hf["v_head_dim"],
         }
     return {
         **mixture,
