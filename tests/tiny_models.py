@@ -44,7 +44,6 @@ SIGMOID_MIXTURE = {
     "rope_theta": THETA,
     "use_cache": True,
 }
-"""What GLM-4.5 and DeepSeek-V3 share."""
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 LINEAR_ATTENTION = {
     "full_attention_interval": 2,

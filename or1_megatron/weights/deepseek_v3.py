@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from or1_megatron.weights.decoder import HF, INPUT_NORM, MEGATRON, MLP_NORM, decoder_conflicts
-from or1_megatron.weights.rope import rope_frequencies
+from or1_megatron.weights.rope import rope_conflicts, rope_frequencies
 from or1_megatron.weights.sigmoid_mixture import SIGMOID_MIXTURE, sigmoid_conflicts, sigmoid_experts
 from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import HFConfig, ModelFamily, Row
@@ -50,7 +50,7 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
     yield from sigmoid_conflicts(hf)
     if not hf.get("rope_interleave", True):
         yield "rope_interleave = false is not supported; expected true"
-    if rope_frequencies(hf)[1] != 1.0:
+    if not [*rope_conflicts(hf)] and rope_frequencies(hf)[1] != 1.0:
         yield "mscale of RoPE scaling differs from its mscale_all_dim, which is not supported; expected them equal"
 
 

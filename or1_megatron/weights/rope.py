@@ -55,7 +55,8 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 def rotary_share(hf: HFConfig) -> float:
     """Return the share of each head's dimensions, from the first on, that positions turn."""
-    return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
+    unset = 0.5 if hf.get("model_type") == "glm4_moe" else 1.0  # as in transformers
+    return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or unset)
 
 
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:

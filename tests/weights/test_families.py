@@ -22,6 +22,7 @@ from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_
 from or1_megatron.weights.files import check_weight_files, is_draft
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import context_tokens, rope_frequencies
+from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.slicing import Cut, cut, join
 
 ALL = list(TINY)
@@ -45,6 +46,7 @@ def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny:
     hf = read_hf_config(folder)
     saved = {at: tuple(tensor.shape) for at, tensor in trained(folder, hf).items()}
     assert family_of(hf).shapes(hf) == saved
+    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.005  # biases, norms of heads
     check_weight_files(folder, hf)
 
 
