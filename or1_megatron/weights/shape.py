@@ -111,9 +111,11 @@ class Shape:
         return sum(layer not in linear for layer in (range(self.layers) if layers is None else layers))
 
     def attention_parameters(self, layer: int) -> int:
-        """Weights of a layer's attention; those of a convolution are left out (below 0.1%)."""
+        """Weights of a layer's attention, and of the convolution before a delta net."""
         if (latents := self.latents) is None:
-            return self.hidden * self.attention_channels(layer)
+            net = self.delta_net
+            convolution = net.mixed * net.conv_kernel_dim if net is not None and layer in net.layers else 0
+            return self.hidden * self.attention_channels(layer) + convolution
         queries, values = self.heads * self.head_dim, self.heads * latents.value
         of_queries = latents.query * (self.hidden + queries) if latents.query else self.hidden * queries
         of_latents = latents.key * (queries - self.heads * latents.rotated + values)
