@@ -94,6 +94,11 @@ def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
     return made
 
 
+def draft_tensor(name: str, shape: tuple[int, ...]) -> MegatronTensor:
+    """Return a tensor that a checkpoint holds as HF does, under its HF name (``weights.files.is_draft``)."""
+    return MegatronTensor((name,), (), (), shape, (HFSource(name, shape, (Run(0, 0, shape[0]),)),), None)
+
+
 def _alike(names: list[str]) -> bool:
     """Return whether all layers have the same tensors."""
     of_layer: defaultdict[int, set[str]] = defaultdict(set)

@@ -35,11 +35,12 @@ from or1_megatron.convert.hf_folder import (
 )
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
+from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.convert.to_megatron import HF, RECORD, identical
 from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
+from or1_megatron.weights.files import is_draft
 
 SHARD_BYTES: Final = 4 << 30
 
@@ -63,7 +64,9 @@ class ToHF:
         self.checkpoint, self.hf_folder, self._record = checkpoint, hf_folder, record
         self.hf = read_hf_config(hf_folder)
         self._places: dict[str, tuple[MegatronTensor, HFSource]] = {}
-        for tensor in megatron_tensors(family_of(self.hf), self.hf):
+        drafts = [(at, tuple(held.size)) for at, held in checkpoint.tensors.items() if is_draft(at, self.hf)]
+        self.drafts = [draft_tensor(*draft) for draft in drafts]
+        for tensor in (*megatron_tensors(family_of(self.hf), self.hf), *self.drafts):
             checkpoint.locate(tensor)  # check all of them before anything is written
             self._places.update({source.name: (tensor, source) for source in tensor.sources})
         copies: dict[str, str] = dict(record["copies"]) if record is not None else {}
@@ -182,6 +185,8 @@ def megatron_to_hf(
         )
     conversion = ToHF(checkpoint, source, record, dtype, shard_bytes)
     convert(conversion, out, console, verify)
+    if conversion.hf.get("num_nextn_predict_layers") and not conversion.drafts:
+        console.print("left out: the layers that draft tokens, which the checkpoint lacks; a run's export has them")
     total_bytes = sum(conversion.sizes.values())
     console.print(f"{out}: {total_bytes:,} bytes in {len(conversion.files)} safetensors files")
 

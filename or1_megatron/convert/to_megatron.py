@@ -23,9 +23,9 @@ from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write
 from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
+from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.weights.families import family_of, read_hf_config
-from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.files import check_weight_files, is_draft
 from or1_megatron.weights.table import tied
 
 RECORD: Final = "conversion_record.json"
@@ -59,6 +59,8 @@ class ToMegatron:
         check_weight_files(folder, self.hf)
         self.weights = HFWeights(folder)
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
+        stored = self.weights.tensors.items()
+        self.tensors += [draft_tensor(name, tensor.shape) for name, tensor in stored if is_draft(name, self.hf)]
         # A tied model's files may hold the output layer, too.
         self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}

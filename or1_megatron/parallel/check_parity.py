@@ -90,7 +90,7 @@ def transformers_numbers(
 ) -> Numbers:
     """Compute the reference for layouts in ``dtype``."""
     numbers = reference(network, samples, judged, trained_by(dtype), by_response)
-    return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
+    return replace(numbers, gradient=by_file_name(numbers.gradient), moved=by_file_name(numbers.moved))
 
 
 def references(
@@ -123,7 +123,7 @@ def _times(share: float, deviation: Deviation) -> Deviation:
     return {name: value * share if isinstance(value, float) else value for name, value in deviation.items()}
 
 
-def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split tensors as in HF's files, which hold each expert apart; transformers joins experts in memory."""
     named = {}
     for name, tensor in tensors.items():

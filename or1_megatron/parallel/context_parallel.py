@@ -74,7 +74,7 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
-    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D].
+    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D]; values may be shorter.
 
     Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
 
@@ -83,9 +83,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale
     """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 
-    mine = torch.cat((key, value), dim=1)
+    mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
-    keys, values = gathered.index_select(0, shard.to_row_order).chunk(2, dim=1)  # [T, G, D] each
+    together = gathered.index_select(0, shard.to_row_order)
+    keys, values = together.split((key.shape[-1], value.shape[-1]), dim=-1)  # [T, G, D] each
     outputs = []
     for chunk in shard.chunks:
         q, k, v = query[chunk.query], keys[chunk.key], values[chunk.key]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from or1_megatron.errors import AgreedError
-from or1_megatron.weights.files import INDEX
+from or1_megatron.weights.files import INDEX, drafts
 
 CARRIED = (  # a model's files that do not depend on its weights
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
@@ -32,7 +32,8 @@ class HFWriter:
     """Collects tensors into safetensors shards beside the target and renames the folder into place when finished.
 
     Args:
-        source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
+        source: the HF folder whose config, tokenizer, chat template, generation config and layers that draft tokens
+            are carried along.
         target: the folder to make; an older folder there is replaced.
         shard_bytes: a new file is begun beyond this many bytes.
 
@@ -85,6 +86,9 @@ class HFWriter:
             self._finish()
 
     def _finish(self) -> None:
+        dtype = self._dtype
+        for name, tensor in drafts(self._source):
+            self.add(name, tensor)
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -100,7 +104,7 @@ class HFWriter:
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / INDEX).write_text(json.dumps(index, indent=2))
-        record_dtype(self._aside, self._dtype)
+        record_dtype(self._aside, dtype)
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)
 

@@ -19,12 +19,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from or1_megatron.parallel.delta_net import PackedDeltaNet
 from or1_megatron.parallel.experts import GroupedExperts
+from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
@@ -32,35 +36,43 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
 
+    Zero-centred norms multiply by 1 + weight, before they round.
+
     Under sequence parallelism the weight is marked, so that Megatron sums its gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        if self.zero_centred:
+            return torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(
+                x.dtype
+            )
         if x.dtype == torch.float32:
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return self.weight * normed.to(x.dtype)
 
 
-def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
-    """Return the decoder's spec: the module for each symbol of ``model.layer_pattern``. There is no final norm.
+def decoder_spec(kind: LayerKind, config: TransformerConfig) -> ModuleSpec:
+    """Return the decoder's spec: the module for each symbol of ``model.LAYER_SYMBOL``. There is no final norm.
 
     Args:
-        qk_norm: normalise each head's query and key.
-        experts: some layers are mixtures of experts.
+        config: says whether queries and keys are normed, and whether there are latents.
     """
     layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
-    layers = {"attention_layer": layer(qk_norm, False)}
-    if experts:
-        layers["moe_layer"] = layer(qk_norm, True)
+    layers = HybridStackSubmodules(
+        attention_layer=layer(config, experts=False, linear=False),
+        moe_layer=layer(config, experts=True, linear=False),
+        gdn_layer=layer(config, experts=False, linear=True),
+        mlp_layer=layer(config, experts=True, linear=True),
+    )
     # HybridStack's own final norm is always Transformer Engine's.
-    return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers))
+    return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=layers)
 
 
 def final_norm(kind: LayerKind) -> Any:
@@ -72,7 +84,7 @@ def final_norm(kind: LayerKind) -> Any:
     return RMSNorm
 
 
-def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+def _transformer_engine_layer(config: TransformerConfig, experts: bool, linear: bool) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
@@ -80,56 +92,76 @@ def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
         TERowParallelLinear,
     )
 
-    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm.
-    fused = TELayerNormColumnParallelLinear
+    # A norm and the linear after it in one module. A router needs the norm's output, so experts have a separate norm,
+    # and so have linear attention and latent attention, where two linears follow.
+    fused, column, row = TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear
+    separate = linear or config.multi_latent_attention
     return _spec(
-        fused,
-        TERowParallelLinear,
-        _transformer_engine_attention(),
-        _mlp(TEColumnParallelLinear if experts else fused, TERowParallelLinear, experts),
-        input_norm=IdentityOp,
-        head_norm=TENorm if qk_norm else IdentityOp,
+        _linear_attention(column, row)
+        if linear
+        else _attention(config, column if separate else fused, row, _transformer_engine_attention(), TENorm),
+        _mlp(column if experts else fused, row, experts),
+        input_norm=TENorm if separate else IdentityOp,
         mlp_norm=TENorm if experts else IdentityOp,
     )
 
 
-def _own_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+def _own_layer(config: TransformerConfig, experts: bool, linear: bool) -> ModuleSpec:
+    column, row = ColumnParallelLinear, RowParallelLinear
     return _spec(
-        ColumnParallelLinear,
-        RowParallelLinear,
-        PackedCausalAttention,
-        _mlp(ColumnParallelLinear, RowParallelLinear, experts),
+        _linear_attention(column, row) if linear else _attention(config, column, row, PackedCausalAttention, RMSNorm),
+        _mlp(column, row, experts),
         input_norm=RMSNorm,
-        head_norm=RMSNorm if qk_norm else IdentityOp,
         mlp_norm=RMSNorm,
     )
+
+
+def _attention(config: TransformerConfig, column: Any, row: Any, core: Any, norm: Any) -> ModuleSpec:
+    if isinstance(config, MLATransformerConfig):
+        linears = {f"linear_{name}_proj": column for name in ("q", "q_down", "q_up", "kv_down", "kv_up")}
+        submodules: Any = MLASelfAttentionSubmodules(
+            **linears,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
+            kv_layernorm=norm,
+        )
+    else:
+        head_norm = norm if config.qk_layernorm else IdentityOp
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+    module = LatentAttention if config.multi_latent_attention else SelfAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 def _mlp(column: Any, row: Any, experts: bool) -> Any:
     linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if not experts:
         return partial(MLP.as_mlp_submodule, submodules=linears)
-    return partial(MoELayer, submodules=MoESubmodules(experts=partial(GroupedExperts, submodules=linears)))
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=partial(GroupedExperts, submodules=linears),
+            shared_experts=partial(SharedExpertMLP, submodules=linears),
+        ),
+    )
 
 
-def _spec(
-    column: Any, row: Any, attention: Any, mlp: Any, *, input_norm: Any, head_norm: Any, mlp_norm: Any
-) -> ModuleSpec:
+def _linear_attention(column: Any, row: Any) -> ModuleSpec:
+    return ModuleSpec(module=PackedDeltaNet, params={"column": column, "row": row})
+
+
+def _spec(attention: ModuleSpec, mlp: Any, *, input_norm: Any, mlp_norm: Any) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=input_norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=attention,
-                    linear_proj=row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=mlp_norm,
             mlp=mlp,

@@ -19,18 +19,26 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.layers import decoder_spec, final_norm
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.parallel.weight_gradient import use_own_weight_gradient
 from or1_megatron.sizing.parallel_layouts import LayerKind
-from or1_megatron.weights.rope import rope_frequencies
-from or1_megatron.weights.table import ModelFamily
+from or1_megatron.weights.rope import rope_frequencies, rope_parameters
+from or1_megatron.weights.table import DELTA_NET_SIZES, ModelFamily, has_latents
 
+LAYER_SYMBOL = {
+    (False, False): Symbols.ATTENTION,
+    (False, True): Symbols.MOE,
+    (True, False): Symbols.GDN,
+    (True, True): Symbols.MLP,
+}
+"""By whether a layer has linear attention, and whether it has experts."""
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -39,11 +47,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate an HF config.json to Megatron's configuration."""
     use_own_weight_gradient()
-    params_dtype = TORCH_DTYPE[dtype]
+    params_dtype, latents = TORCH_DTYPE[dtype], has_latents(hf)
     _, sharper = rope_frequencies(hf)
+    kind_of_config: type[TransformerConfig] = TransformerConfig
+    if latents:
+        kind_of_config = MLATransformerConfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(
+        return kind_of_config(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             ffn_hidden_size=hf["intermediate_size"],
@@ -53,12 +64,13 @@ def transformer_config(
             # Rotated queries and keys each get the factor, so their product gets its square.
             softmax_scale=None if sharper == 1.0 else sharper**2 / math.sqrt(family.head_dim(hf)),
             normalization="RMSNorm",
+            layernorm_zero_centered_gamma=family.zero_centred,
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
-            add_qkv_bias=family.qkv_bias,
-            qk_layernorm=family.qk_norm,
+            add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
+            qk_layernorm=latents or family.has(hf, "self_attention.q_layernorm.weight"),
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
@@ -76,7 +88,8 @@ def transformer_config(
             masked_softmax_fusion=False,
             bias_activation_fusion=True,  # SwiGLU: one kernel for each direction, made by torch.compile
             bias_dropout_fusion=False,  # there is neither bias nor dropout after attention and MLP
-            apply_rope_fusion=kind == "transformer_engine",  # its kernel gets the angles of ``PackedRotary``
+            # Its kernel gets the angles of ``PackedRotary``; latent attention's makes its own.
+            apply_rope_fusion=kind == "transformer_engine" and not latents,
             persist_layer_norm=False,
             # Where two ranks are each other's next and previous stage, batched sends get swapped.
             batch_p2p_comm=False,
@@ -87,11 +100,16 @@ def transformer_config(
             recompute_num_layers=1 if parallel.recompute == "full" else None,
             deallocate_pipeline_outputs=False,
             **_experts_config(hf, family, parallel),
+            **_delta_net_config(hf, family),
+            **_latents_config(hf),
         )
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of a mixture of experts; empty for a dense model. There is no auxiliary loss."""
+    """Return the settings of a mixture of experts; empty for a dense model.
+
+    There is no auxiliary loss, and correction biases stay as they are.
+    """
     experts = family.experts(hf)
     if experts is None:
         return {}
@@ -102,6 +120,14 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         # A softmax over only the chosen experts equals the softmax over all, scaled to sum to one.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.chosen_groups,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": family.has(hf, "shared_experts.gate_weight"),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
@@ -110,18 +136,44 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
     }
 
 
-def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int]) -> str:
+def _delta_net_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the settings of a delta net, and of the gated attention in the other layers; empty without one."""
+    if family.delta_net(hf) is None:
+        return {}
+    return {"attention_output_gate": True, **{key: hf[key] for key in DELTA_NET_SIZES}}  # Megatron's names are HF's
+
+
+def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of latent attention; empty without it."""
+    if not has_latents(hf):
+        return {}
+    rope = rope_parameters(hf)
+    return {
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rope_type": "rope",  # whose place ``PackedRotary`` takes
+        # These two sharpen attention.
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+    }
+
+
+def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
-    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives the attention symbol one module with
-    both, and the experts symbol one with attention and experts. So a layer has its HF number, in checkpoints too.
+    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives each symbol of ``LAYER_SYMBOL`` one
+    module with both. So a layer has its HF number, in checkpoints too.
 
     Args:
         chunk_layers: the layers of each chunk, in the model's order.
         sparse: numbers of the layers with experts.
+        linear: numbers of the layers with linear attention.
     """
     return Symbols.PIPE.join(
-        "".join(Symbols.MOE if layer in sparse else Symbols.ATTENTION for layer in chunk) for chunk in chunk_layers
+        "".join(LAYER_SYMBOL[layer in linear, layer in sparse] for layer in chunk) for chunk in chunk_layers
     )
 
 
@@ -148,25 +200,30 @@ class PolicyModel(HybridModel):
         chunk_layers: Sequence[range],
         index: int,
     ) -> None:
-        experts = family.experts(hf)
+        experts, net = family.experts(hf), family.delta_net(hf)
         last = mesh.pipeline_rank + index * mesh.pipeline == len(chunk_layers) - 1
         super().__init__(
             config=config,
-            hybrid_stack_spec=decoder_spec(kind, family.qk_norm, experts is not None),
+            hybrid_stack_spec=decoder_spec(kind, config),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
-            hybrid_layer_pattern=layer_pattern(chunk_layers, () if experts is None else experts.layers),
+            hybrid_layer_pattern=layer_pattern(
+                chunk_layers, experts.layers if experts else (), net.layers if net else ()
+            ),
             pre_process=mesh.first_stage and index == 0,
             post_process=last,
             vp_stage=index if config.virtual_pipeline_model_parallel_size else None,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
             position_embedding_type="none",
         )
-        self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0])
+        self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0], axes=1 if has_latents(hf) else 2)
+        for module in self.modules():
+            if isinstance(module, LatentAttention):
+                module.rotary_pos_emb = self.rotary_pos_emb
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
-        self.dense = experts is None
+        self.alike = experts is None and net is None
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
@@ -174,15 +231,15 @@ class PolicyModel(HybridModel):
         hidden: Tensor = self.decoder(
             hidden_states=self.embedding(token_ids, row.position_ids[None]) if self.pre_process else None,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_pos_emb(row.position_ids),
+            rotary_pos_emb=None if self.config.multi_latent_attention else self.rotary_pos_emb(row.position_ids),
             packed_seq_params=row,
         )
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack dense layers in tensors [layers, ...], as GPTModel does; GPTModel and HybridModel load these."""
+        """Stack layers that are alike in tensors [layers, ...], as GPTModel does and HybridModel loads."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
-        if self.dense:
+        if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}
             retarget_sharded_state_dict_to_gpt_checkpoint(state, GPTCompatLayerMaps(same, {}, frozenset(), len(same)))
         return state

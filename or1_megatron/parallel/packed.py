@@ -56,9 +56,14 @@ class PackedRotary(torch.nn.Module):
     Replaces Megatron's RotaryEmbedding, whose two methods here use the row's own positions.
     """
 
-    def __init__(self, frequencies: Tensor) -> None:
-        """``frequencies``: [D/2] fp32 radians per token (``weights.rope``)."""
+    def __init__(self, frequencies: Tensor, axes: int = 2) -> None:
+        """
+        Args:
+            frequencies: [D/2] fp32 radians per token (``weights.rope``).
+            axes: of size 1 between tokens and angles; for latent attention 1, since it has no axis for batches.
+        """
         super().__init__()
+        self._axes = axes
         self.register_buffer("inverse_frequency", frequencies, persistent=False)
         self.inverse_frequency: Tensor
 
@@ -69,9 +74,9 @@ class PackedRotary(torch.nn.Module):
         return packed_seq_params.position_ids
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Map [T] positions to [T, 1, 1, D] angles, fp32."""
+        """Map [T] positions to [T, 1, 1, D] (or [T, 1, D]) angles, fp32."""
         angles = positions[:, None].float() * self.inverse_frequency[None, :].to(positions.device)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        return torch.cat((angles, angles), dim=-1).view(len(positions), *(1,) * self._axes, -1)
 
 
 class PackedCausalAttention(torch.nn.Module):

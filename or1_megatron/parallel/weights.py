@@ -73,7 +73,7 @@ class ShardedWeights:
         self._parameters = {
             named_in_model(name, model.layers, self._first_expert): parameter
             for model in models
-            for name, parameter in model.named_parameters()
+            for name, parameter in (*model.named_parameters(), *model.named_buffers())
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
@@ -145,7 +145,10 @@ class ShardedWeights:
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return (HF name, dtype, shape) of every HF tensor, in iteration order."""
-        return [(name, self._dtype, self._shapes[name]) for row in self._rows for name in row.hf]
+        return [(name, self._dtype_of(row), self._shapes[name]) for row in self._rows for name in row.hf]
+
+    def _dtype_of(self, row: Row) -> torch.dtype:
+        return torch.float32 if row.float32 else self._dtype
 
     @property
     def ranks(self) -> int:
@@ -204,9 +207,9 @@ class ShardedWeights:
             if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))
             for name, part in zip(row.hf, parts, strict=True):
-                yield name, self._to_rank_0(part, source, self._shapes[name])
+                yield name, self._to_rank_0(part, source, self._shapes[name], self._dtype_of(row))
 
-    def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
+    def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Bring a tensor from rank ``source`` to rank 0; return it there, None elsewhere."""
         if source > 0:
             if self._mesh.rank == source:
@@ -214,7 +217,7 @@ class ShardedWeights:
                 dist.send(part.contiguous(), dst=0)
                 return None
             if self._mesh.rank == 0:
-                whole = torch.empty(shape, dtype=self._dtype, device=device())
+                whole = torch.empty(shape, dtype=dtype, device=device())
                 dist.recv(whole, src=source)
                 return whole
         return part if self._mesh.rank == 0 else None

@@ -11,7 +11,7 @@ from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.engines import EngineClock
 from or1_megatron.rl.packing import SequenceCost
-from or1_megatron.sizing.conflicts import kv_tokens
+from or1_megatron.sizing.conflicts import engine_state_bytes, kv_tokens
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.weights.shape import BYTES, Shape
 
@@ -52,7 +52,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     kv_bytes = shape.kv_bytes_per_token(config.model.dtype)
     return EngineClock(
         fixed_s=rates.iteration_s + reduces * message_s(k, rates),
-        response_s=rates.request_s + reduce_token_s,
+        response_s=rates.request_s + reduce_token_s + 2 * shape.state_bytes(config.model.dtype) / bandwidth,
         weights_s=read * number / bandwidth,
         product_s=cost.linear / products,
         token_s=kv_bytes / (bandwidth / k * min(k, shape.kv_heads)),
@@ -72,6 +72,7 @@ def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
     weights = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel
     left = rates.memory_bytes * rollout.gpu_memory_fraction - weights - ENGINE_RESERVE_BYTES
     cut = min(rollout.tensor_parallel, shape.kv_heads)
+    left -= engine_state_bytes(config, shape)
     return max(0, int(left * cut / shape.kv_bytes_per_token(config.model.dtype)))
 
 

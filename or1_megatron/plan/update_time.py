@@ -61,8 +61,7 @@ class UpdateTime:
 
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
-    """Return each stage's operations: 2 per weight and token, 2 * heads * head_dim per layer and L * L."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    """Return each stage's operations: 2 per weight and token, 2 * query channels per layer and L * L."""
     works = []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
@@ -70,8 +69,8 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
         works.append(
             StageWork(
                 layer_token=2.0 * weights,
-                mlp_token=2.0 * (weights - attention * len(layers)),
-                pair=2.0 * len(layers) * shape.heads * shape.head_dim,
+                mlp_token=2.0 * (weights - sum(map(shape.attention_parameters, layers))),
+                pair=2.0 * shape.full_attention(layers) * shape.query_channels,
                 head_token=2.0 * shape.vocab * shape.hidden if last else 0.0,
                 layers=len(layers),
             )
@@ -152,7 +151,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
         reduce_s = all_reduce_s(size, parallel.tensor, rates) + messages * message_s(parallel.tensor, rates)
         total += 2 * (forward + 1) * layers * reduce_s
     if parallel.context > 1:
-        size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor
+        size = tokens * shape.key_value_channels * number / parallel.tensor
         crossing = parallel.tensor * parallel.context
         rate = link_bytes_per_s(crossing, rates) * rates.link_share
         total += (forward + 1) * layers * size * (parallel.context - 1) / parallel.context / rate

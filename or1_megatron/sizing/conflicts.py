@@ -19,6 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
+CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
+"""dtype and channels of a key's and a value's head in its linear attention on CPU."""
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
@@ -48,7 +50,13 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
     if size is None:
         return None
     cut = min(config.rollout.tensor_parallel, shape.kv_heads)
-    return size * cut // shape.kv_bytes_per_token(config.model.dtype)
+    return max(0, size - engine_state_bytes(config, shape)) * cut // shape.kv_bytes_per_token(config.model.dtype)
+
+
+def engine_state_bytes(config: Config, shape: Shape) -> int:
+    """Return what a rank of an engine keeps, beside the KV cache, of the most sequences that it samples at once."""
+    rollout = config.rollout
+    return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
@@ -77,6 +85,9 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
         divided.append(("intermediate_size", shape.intermediate))
     if experts is not None:
         divided.append(("moe_intermediate_size", experts.intermediate))
+        divided += [("shared_expert_intermediate_size", experts.shared)] * bool(experts.shared)
+    if (latents := shape.latents) is not None:
+        divided += [("q_lora_rank", latents.query), ("kv_lora_rank + qk_rope_head_dim", latents.key + latents.rotated)]
     for name, count in divided:
         if count % tensor:
             yield (
@@ -84,6 +95,12 @@ def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
                 f"tensor sizes that do: {_divisors(count)}"
             )
     yield from _expert_conflicts(parallel, experts)
+    if shape.delta_net is not None and shape.delta_net.key_heads % (tensor * parallel.context):
+        yield (
+            f"parallel.tensor * parallel.context = {tensor * parallel.context} does not divide the model's "
+            f"linear_num_key_heads = {shape.delta_net.key_heads}; products that do: "
+            f"{_divisors(shape.delta_net.key_heads)}"
+        )
     try:
         parallel.chunk_layers(shape.layers)
     except ValueError as error:
@@ -136,11 +153,21 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
     if device == "cpu":
         if rollout.kv_cache_bytes is None:
             yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"
-        if shape.head_dim not in CPU_HEAD_DIMS:
+        if (latents := shape.latents) is not None and (latents.key, latents.rotated) != (512, 64):
+            yield "vLLM computes latent attention on CPU only with kv_lora_rank = 512 and qk_rope_head_dim = 64"
+        elif latents is None and shape.head_dim not in CPU_HEAD_DIMS:
             yield (
                 f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
                 f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"
             )
+        if (net := shape.delta_net) is not None:
+            has = config.model.dtype, net.key_head_dim, net.value_head_dim
+            if has not in CPU_LINEAR_ATTENTION:
+                yield (
+                    "model.dtype, linear_key_head_dim and linear_value_head_dim are "
+                    f"{', '.join(map(str, has))}; vLLM's linear attention on CPU computes "
+                    f"{' or '.join(', '.join(map(str, known)) for known in CPU_LINEAR_ATTENTION)}"
+                )
     elif rollout.placement == "colocated" and rollout.engines * tensor > config.parallel.ranks:
         yield (
             f"rollout.engines {rollout.engines} * rollout.tensor_parallel {tensor} = {rollout.engines * tensor} GPUs, "
@@ -157,6 +184,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
     elif held is not None and held < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
+        needed += engine_state_bytes(config, shape)
         yield (
             f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "
             f"{longest}; set it to {needed} or, for speed, to a multiple of that"

@@ -23,6 +23,7 @@ from or1_megatron.sizing.kv_cache import (
     shared_kv_cache_bytes,
 )
 from or1_megatron.weights.shape import BYTES, Shape
+from or1_megatron.weights.table import DeltaNet
 from or1_verify.errors import UserError
 
 Phase = Literal["start", "rollout", "wake", "update", "handoff", "save"]
@@ -206,7 +207,15 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
     layers = len(parallel.stage_layers(shape.layers)[stage])
     total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
+    if shape.delta_net is not None:
+        total += 2 * delta_net_bytes(shape.delta_net, longest_row(config), parallel.tensor * parallel.context)
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
+
+
+def delta_net_bytes(net: DeltaNet, tokens: int, cut: int) -> int:
+    """Return the bytes that a layer's linear attention keeps of one sequence while it computes it again; ``cut``: ranks
+    that divide its heads. The fp32 numbers per token and value head were fitted (tests/parallel/test_delta_net.py)."""
+    return 4 * tokens * net.value_heads // cut * (13 * (net.key_head_dim + net.value_head_dim) + 290)
 
 
 def layer_numbers(
@@ -222,9 +231,9 @@ def layer_numbers(
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     if recompute == "full":
         return hidden
-    attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
+    attention = sum(map(shape.attention_channels, range(shape.layers))) / shape.layers / parallel.tensor
     experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + experts.shared
     mlp = 3 * width / parallel.tensor if recompute == "none" else 0.0
     return 4 * hidden + attention + mlp + (3 * hidden + 4 * shape.head_dim if own else 0)
 

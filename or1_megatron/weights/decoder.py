@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from or1_megatron.weights.layout import FusedQKV, GateUp
+from or1_megatron.weights.rope import rotary_share
 from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import HFConfig, Row
 
@@ -65,6 +66,18 @@ def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
 
 DENSE_MLP: Final = gated_mlp(HF + "mlp.", MEGATRON + "mlp.", "F")
 DENSE_LAYER: Final = (*ATTENTION, *DENSE_MLP)
+ROUTER: Final = Row((HF + "mlp.gate.weight",), ("EH",), MEGATRON + "mlp.router.weight", Cut.WHOLE)
+EXPERT: Final = gated_mlp(HF + "mlp.experts.{expert}.", MEGATRON + "mlp.experts.local_experts.{expert}.", "X")
+SHARED_EXPERT: Final = gated_mlp(HF + "mlp.shared_experts.", MEGATRON + "mlp.shared_experts.", "S")
+
+
+def mixture(sparse: Callable[[HFConfig, int], bool], *more: Row) -> tuple[Row, ...]:
+    """Return the rows of the MLPs: router, experts and ``more`` in the layers that are ``sparse``, else a dense MLP."""
+    return (
+        *(replace(row, in_layer=lambda hf, layer: not sparse(hf, layer)) for row in DENSE_MLP),
+        *(replace(row, in_layer=sparse) for row in (ROUTER, *more, *EXPERT)),
+    )
+
 
 QKV_BIAS = replace(
     QKV,
@@ -78,20 +91,22 @@ QK_NORM: Final = tuple(
 )
 
 
-def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Yield the settings that no Llama-like family computes."""
+def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
+    """Yield the settings that no Llama-like family computes, but for the keys ``computed``."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
     for key in ("attention_bias", "mlp_bias"):
-        if hf.get(key):
+        if hf.get(key) and key not in computed:
             yield f"{key} = true is not supported: its biases have no rows in the weight table; expected false"
+    if rotary_share(hf) != 1.0 and "partial_rotary_factor" not in computed:
+        yield f"partial_rotary_factor = {rotary_share(hf)} is not supported; expected 1.0: the whole head is rotated"
     if "sliding_attention" in (hf.get("layer_types") or ()):
         yield "layer_types holds 'sliding_attention', which is not supported; expected full attention in all layers"
 
 
-def switched_window_conflicts(hf: HFConfig) -> Iterator[str]:
+def switched_window_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
     """Yield conflicts where ``sliding_window`` counts only with ``use_sliding_window``."""
-    yield from decoder_conflicts(hf)
+    yield from decoder_conflicts(hf, *computed)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from or1_megatron.weights.glm4_moe import GLM4_MOE
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
+from or1_megatron.weights.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
-from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
+from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.architecture: family
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+}
 
 _NEEDED = (
     "num_hidden_layers",
@@ -53,6 +59,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not isinstance(hf, dict):
         raise ModelError(f"{path} holds the JSON of a {type(hf).__name__}; expected that of an object")
     family = _named(hf)
+    hf = {**family.defaults, **hf}
     heads = hf.get("num_attention_heads")
     if hf.get("num_key_value_heads", None if family is LLAMA else 0) is None:
         hf["num_key_value_heads"] = heads  # as transformers reads it: no groups
@@ -86,7 +93,9 @@ def family_of(hf: HFConfig) -> ModelFamily:
 def _named(hf: HFConfig) -> ModelFamily:
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        text = architecture.replace("ForConditionalGeneration", "ForCausalLM")
+        inside = "; its text model alone can be trained: docs/converting.md takes it out" if text in FAMILIES else ""
+        raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}{inside}")
     return FAMILIES[architecture]
 
 
@@ -104,3 +113,9 @@ def experts_of(hf: HFConfig) -> Experts | None:
     """Return the mixture of experts; None for a dense model and for an unknown architecture."""
     family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
     return None if family is None else family.experts(hf)
+
+
+def delta_net_of(hf: HFConfig) -> DeltaNet | None:
+    """Return the linear attention; None for a model without, and for an unknown architecture."""
+    family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
+    return None if family is None else family.delta_net(hf)

@@ -7,13 +7,15 @@ range of bytes), and the bytes (https://huggingface.co/docs/safetensors).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
@@ -80,7 +82,8 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
             raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json implies {shape}")
     # A tied model's files may hold the output layer too, and old files hold RoPE's frequencies.
     extra = {_OUTPUT} if tied(hf) else set()
-    unknown = sorted(name for name in stored.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
+    others = stored.keys() - wanted.keys() - extra
+    unknown = sorted(name for name in others if not name.endswith("inv_freq") and not is_draft(name, hf))
     if unknown:
         raise ModelError(f"{stored[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
     if tied(hf) and _OUTPUT in stored and not _same_bytes(stored[_OUTPUT][0], stored[_EMBEDDING][0]):
@@ -88,6 +91,27 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
             f"{folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set tie_word_embeddings "
             "to false if the two are meant to differ"
         )
+
+
+def is_draft(name: str, hf: HFConfig) -> bool:
+    """Return whether a tensor is of the layers behind the last one (``num_nextn_predict_layers``: multi-token
+    prediction, or named ``mtp.``), which draft tokens for engines. They are not trained, and exports hold them
+    unchanged."""
+    if name.startswith("mtp.") and "linear_conv_kernel_dim" in hf:
+        return True
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and 0 <= int(match[1]) - hf["num_hidden_layers"] < (
+        hf.get("num_nextn_predict_layers") or 0
+    )
+
+
+def drafts(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an HF folder that draft tokens (``is_draft``), by name."""
+    hf = json.loads((folder / "config.json").read_text())
+    may_have = hf.get("num_nextn_predict_layers") or "linear_conv_kernel_dim" in hf
+    for path in weight_files(folder) if may_have else ():
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys() if is_draft(name, hf))  # noqa: SIM118
 
 
 def weight_files(folder: Path) -> list[Path]:

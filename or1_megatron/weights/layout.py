@@ -53,6 +53,65 @@ class FusedQKV(Layout):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedQKV(FusedQKV):
+    """As ``FusedQKV`` with q [N * 2D, ...], where each head's query is followed by its gate of attention's output.
+
+    A group then has its queries, their gates, its key, its value: [G * (2N/G + 2) * D, ...].
+    """
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        return FusedQKV.fuse(self, (self._swapped(parts[0], hf, 2), *parts[1:]), hf)
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        twice = {**hf, "num_attention_heads": 2 * hf["num_attention_heads"]}
+        q, *others = FusedQKV.split(self, whole, twice)
+        return [self._swapped(q, hf, hf["num_attention_heads"] // hf["num_key_value_heads"]), *others]
+
+    @staticmethod
+    def _swapped(q: Tensor, hf: Mapping[str, Any], inner: int) -> Tensor:
+        """Within each group, change the order of the [a, ``inner``] blocks of D rows to [``inner``, a]."""
+        blocks = 2 * hf["num_attention_heads"] // hf["num_key_value_heads"]
+        by_group = q.reshape(hf["num_key_value_heads"], blocks // inner, inner, -1, *q.shape[1:])
+        return by_group.transpose(1, 2).reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBlocks(Layout):
+    """Rows of a gated delta net, to one block for each of its key heads: ``sections`` one below the other.
+
+    A cut along axis 0 into equal parts then gives every rank whole heads.
+    """
+
+    sections: tuple[str, ...]
+    """For each HF tensor its sections, a letter for each: k rows of keys (or queries), v rows of the values (or gates)
+    of a key head, n a row for each of its value heads; in capitals where HF has them key head by key head too."""
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        heads = hf["linear_num_key_heads"]
+        blocks = [
+            section.reshape(heads, -1, *part.shape[1:])
+            for part, rows in zip(parts, self._rows(hf), strict=True)
+            for section in part.split([heads * count for count in rows])
+        ]
+        return torch.cat(blocks, dim=1).reshape(-1, *parts[0].shape[1:])
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        heads, rest = hf["linear_num_key_heads"], whole.shape[1:]
+        counts = self._rows(hf)
+        sections = iter(whole.reshape(heads, -1, *rest).split([n for rows in counts for n in rows], dim=1))
+        return [torch.cat([next(sections).reshape(-1, *rest) for _ in rows]) for rows in counts]
+
+    def _rows(self, hf: Mapping[str, Any]) -> list[list[int]]:
+        """Return for each HF tensor how many rows a key head has in each of its sections."""
+        values = hf["linear_num_value_heads"] // hf["linear_num_key_heads"]
+        rows = {"k": hf["linear_key_head_dim"], "v": values * hf["linear_value_head_dim"], "n": values}
+        return [
+            [sum(rows[letter] for letter in section.lower())] if section.isupper() else [rows[x] for x in section]
+            for section in self.sections
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class GateUp(Layout):
     """gate [F, H], up [F, H] to [2F, H], gate first."""
 

@@ -1,6 +1,7 @@
 """Rotary position embeddings as HF configs describe them: the frequencies, and the factor that sharpens attention.
 
-Shapes: D head dimension. A position turns the pair (i, i + D/2) of a head by position * frequency[i].
+Shapes: R dimensions of a head that are turned, all or the first of them. A position turns the pair (i, i + R/2) by
+position * frequency[i].
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from or1_megatron.weights.table import HFConfig, ModelFamily
+from or1_megatron.weights.table import HFConfig, ModelFamily, has_latents
 
 _NEEDED: Final = {
     "default": (),
@@ -50,13 +51,16 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
             f"attn_factor = {rope['attn_factor']} of RoPE scaling is not supported: vLLM multiplies attention by it, "
             "and transformers ignores it; expected attention_factor"
         )
-    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if share != 1.0:
-        yield f"partial_rotary_factor = {share} is not supported; expected 1.0: the whole head is rotated"
+
+
+def rotary_share(hf: HFConfig) -> float:
+    """Return the share of each head's dimensions, from the first on, that positions turn."""
+    unset = 0.5 if hf.get("model_type") == "glm4_moe" else 1.0  # as in transformers
+    return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or unset)
 
 
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
-    """Return ([D/2] fp32 frequencies in radians per token, factor on both rotated queries and rotated keys).
+    """Return ([R/2] fp32 frequencies in radians per token, factor on both rotated queries and rotated keys).
 
     Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands
     (arXiv 2407.21783 and its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
@@ -67,8 +71,8 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
     for problem in rope_conflicts(hf):
         raise ValueError(problem)
     rope = rope_parameters(hf)
-    head_dim = ModelFamily.head_dim(hf)
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    rotated = hf["qk_rope_head_dim"] if has_latents(hf) else int(ModelFamily.head_dim(hf) * rotary_share(hf))
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     plain = 1.0 / (rope["rope_theta"] ** exponent)
     return _SCALED[rope["rope_type"]](plain, rope, hf)
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.families import delta_net_of, experts_of
 from or1_megatron.weights.rope import context_tokens
-from or1_megatron.weights.table import Experts
+from or1_megatron.weights.table import DeltaNet, Experts, ModelFamily, has_latents
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 """Bytes of one number, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Latent attention in numbers."""
+
+    query: int
+    """Latents of queries; 0 where queries are made of the hidden state."""
+    key: int
+    """Latents of keys and values."""
+    rotated: int
+    """Channels of each query and of the one key that positions turn."""
+    value: int
+    """Channels of one head's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +37,36 @@ class Shape:
     intermediate: int
     heads: int
     kv_heads: int
+    """Parts into which tensor-parallel engines can cut their KV cache: latents are one part."""
     head_dim: int
+    """Channels of a head's query and key; of its value too, without latents."""
     vocab: int
     positions: int
     tied: bool
     experts: Experts | None = None
+    latents: Latents | None = None
+    delta_net: DeltaNet | None = None
+    """Linear attention, beside which the layers with full attention have gates."""
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
         """Read the sizes. Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
-        heads = hf["num_attention_heads"]
+        latents = None
+        if has_latents(hf):
+            latents = Latents(hf["q_lora_rank"] or 0, hf["kv_lora_rank"], hf["qk_rope_head_dim"], hf["v_head_dim"])
         return cls(
             layers=hf["num_hidden_layers"],
             hidden=hf["hidden_size"],
             intermediate=hf["intermediate_size"],
-            heads=heads,
-            kv_heads=hf["num_key_value_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            heads=hf["num_attention_heads"],
+            kv_heads=hf["num_key_value_heads"] if latents is None else 1,
+            head_dim=ModelFamily.head_dim(hf),
             vocab=hf["vocab_size"],
             positions=context_tokens(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
             experts=experts_of(hf),
+            latents=latents,
+            delta_net=delta_net_of(hf),
         )
 
     @property
@@ -66,22 +89,62 @@ class Shape:
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
         """Weights of one layer, with all its experts (``whole``) or only those that compute a token."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        every, experts = attention + 2 * self.hidden, self.experts
+        every, experts = self.attention_parameters(layer) + 2 * self.hidden, self.experts
         if experts is None or layer not in experts.layers:
             return every + 3 * self.hidden * self.intermediate
-        width = (experts.count if whole else experts.chosen) * experts.intermediate
+        width = (experts.count if whole else experts.chosen) * experts.intermediate + experts.shared
         return every + 3 * self.hidden * width + self.hidden * experts.count  # the router last
 
     def _decoder(self, whole: bool) -> int:
         """Weights of all layers and the last norm."""
         return sum(self.layer_parameters(layer, whole) for layer in range(self.layers)) + self.hidden
 
+    def attention_channels(self, layer: int) -> int:
+        """Return the channels that a layer's attention computes: queries, keys, values, gates, output."""
+        if (net := self.delta_net) is not None and layer in net.layers:
+            return net.mixed + 2 * net.values + 2 * net.value_heads
+        return (2 if net is None else 3) * self.query_channels + self.key_value_channels
+
+    def full_attention(self, layers: Iterable[int] | None = None) -> int:
+        """Return how many layers, of all or of ``layers``, have full attention."""
+        linear = () if self.delta_net is None else self.delta_net.layers
+        return sum(layer not in linear for layer in (range(self.layers) if layers is None else layers))
+
+    def attention_parameters(self, layer: int) -> int:
+        """Weights of a layer's attention, and of the convolution before a delta net."""
+        if (latents := self.latents) is None:
+            net = self.delta_net
+            convolution = net.mixed * net.conv_kernel_dim if net is not None and layer in net.layers else 0
+            return self.hidden * self.attention_channels(layer) + convolution
+        queries, values = self.heads * self.head_dim, self.heads * latents.value
+        of_queries = latents.query * (self.hidden + queries) if latents.query else self.hidden * queries
+        of_latents = latents.key * (queries - self.heads * latents.rotated + values)
+        return of_queries + of_latents + self.hidden * (latents.key + latents.rotated + values)
+
+    @property
+    def query_channels(self) -> int:
+        """Query channels of one layer; the mean of query and value channels where they differ."""
+        return self.heads * (self.head_dim if self.latents is None else (self.head_dim + self.latents.value) // 2)
+
+    @property
+    def key_value_channels(self) -> int:
+        """Channels of keys and values with which a layer computes."""
+        return 2 * self.query_channels if self.latents else 2 * self.kv_heads * self.head_dim
+
     @property
     def attention_width(self) -> int:
-        """Query channels of all layers together."""
-        return self.layers * self.heads * self.head_dim
+        """Query channels of all layers with full attention together."""
+        return self.full_attention() * self.query_channels
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values of one token in all layers, unsharded."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
+        """Keys and values of one token, or their latents, in all layers, unsharded."""
+        held = self.key_value_channels if self.latents is None else self.latents.key + self.latents.rotated
+        return self.full_attention() * held * BYTES[dtype]
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return what an engine keeps of one sequence of any length in the layers with linear attention, unsharded: a
+        matrix per head in fp32, and what the convolution still needs."""
+        if (net := self.delta_net) is None:
+            return 0
+        matrices = 4 * net.values * net.key_head_dim
+        return len(net.layers) * (matrices + (net.conv_kernel_dim - 1) * net.mixed * BYTES[dtype])

@@ -10,7 +10,7 @@ in a mixture of experts, ``{expert}`` for the expert's number in the whole layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from or1_megatron.weights.layout import Layout, PaddedVocabulary
@@ -33,6 +33,8 @@ class Row:
     """Whether this layer has the row: models may mix dense layers and mixtures of experts."""
     expert: int | None = None
     """For a weight of an expert: the expert's number in its layer."""
+    float32: bool = False
+    """Whether it is in fp32, whatever the model's dtype."""
 
     @property
     def per_expert(self) -> bool:
@@ -71,6 +73,59 @@ class Experts:
     """Whether the chosen experts' weights are scaled to sum to one."""
     layers: tuple[int, ...]
     """The layers with experts; the others are dense."""
+    shared: int = 0
+    """Width of the expert that computes every token; 0 without one."""
+    sigmoid: bool = False
+    """Whether the router scores each expert by itself and adds the expert's correction bias for the choice alone."""
+    scale: float = 1.0
+    """Factor of the chosen experts' weights."""
+    groups: int | None = None
+    """The groups of experts of which a token uses only the best ``chosen_groups``; None where it may use all."""
+    chosen_groups: int | None = None
+
+
+DELTA_NET_SIZES: Final = tuple(
+    f"linear_{size}"
+    for size in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Linear attention by a gated delta net, in numbers."""
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    """Tokens that the convolution before it sees: a token and those just before."""
+    layers: tuple[int, ...]
+    """The layers with it; the others have full attention."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Letters of axes: C convolved channels, T taps, N value heads, B channels of a value head, W all value
+        channels, P rows of the projection to queries, keys, values and gates, Z to betas and alphas."""
+        return {
+            "C": self.mixed,
+            "T": self.conv_kernel_dim,
+            "N": self.value_heads,
+            "B": self.value_head_dim,
+            "W": self.values,
+            "P": self.mixed + self.values,
+            "Z": 2 * self.value_heads,
+        }
+
+    @property
+    def mixed(self) -> int:
+        """Channels of queries, keys and values, which the convolution mixes."""
+        return 2 * self.key_heads * self.key_head_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Channels of values, and of the gates of the output."""
+        return self.value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +138,14 @@ class ModelFamily:
     """The rows of a layer; the rows before and after the layers are the same in all families."""
     conflicts: Callable[[HFConfig], Iterator[str]]
     """Yields a sentence for each setting of a config that this package does not compute."""
-    qk_norm: bool = False
-    """Whether queries and keys are normed, head by head."""
-    qkv_bias: bool = False
     experts: Callable[[HFConfig], Experts | None] = lambda hf: None
     """Returns the mixture of experts; None for a dense model."""
+    delta_net: Callable[[HFConfig], DeltaNet | None] = lambda hf: None
+    """Returns the linear attention; None for a model with full attention in all layers."""
+    zero_centred: bool = False
+    """Whether norms multiply by 1 + their weight."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a key that a config lacks."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
         """Yield every row of a model, in the model's order."""
@@ -102,9 +160,14 @@ class ModelFamily:
         if not tied(hf):
             yield OUTPUT
 
+    def has(self, hf: HFConfig, parameter: str) -> bool:
+        """Return whether some layer has a Megatron parameter whose name ends so."""
+        named = [row for row in self.layers if row.megatron.endswith(parameter)]
+        return any(row.in_layer(hf, layer) for row in named for layer in range(hf["num_hidden_layers"]))
+
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
         """Return every HF tensor of a model with the shape that its config implies."""
-        size = axis_sizes(hf, self.experts(hf))
+        size = axis_sizes(hf, self.experts(hf), self.delta_net(hf))
         return {
             name: tuple(size[axis] for axis in axes)
             for row in self.rows(hf)
@@ -113,26 +176,49 @@ class ModelFamily:
 
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
+        """Return the size of a head's query and key."""
+        if has_latents(hf):
+            return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
-def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
+def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
     V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate.
+    experts also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
+    latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
+    O all heads' values. Beside a delta net (``DeltaNet.axes``) attention has G queries and their gates.
     """
     head_dim = ModelFamily.head_dim(hf)
-    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate}
+    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
+    latent = {}
+    if has_latents(hf):
+        latent = {
+            "A": hf["q_lora_rank"] or 0,
+            "L": hf["kv_lora_rank"],
+            "R": hf["kv_lora_rank"] + hf["qk_rope_head_dim"],
+            "U": hf["num_attention_heads"] * (hf["qk_nope_head_dim"] + hf["v_head_dim"]),
+            "O": hf["num_attention_heads"] * hf["v_head_dim"],
+        }
     return {
         **mixture,
+        **latent,
+        **(net.axes if net else {}),
+        "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],
         "Q": hf["num_attention_heads"] * head_dim,
+        "G": 2 * hf["num_attention_heads"] * head_dim,
         "K": hf["num_key_value_heads"] * head_dim,
         "D": head_dim,
     }
+
+
+def has_latents(hf: HFConfig) -> bool:
+    """Whether keys and values are made of latents (multi-head latent attention, arXiv 2405.04434)."""
+    return "kv_lora_rank" in hf
 
 
 def tied(hf: HFConfig) -> bool:

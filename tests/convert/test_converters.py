@@ -82,7 +82,7 @@ def test_rows_go_where_the_layouts_put_them(architecture: str, make_model: Any, 
     family = family_of(config)
     for row, made in zip(family.rows(config), megatron_tensors(family, config), strict=True):
         parts = [found[name] for name in row.hf]
-        whole = torch.full(made.shape, torch.nan, dtype=torch.bfloat16)
+        whole = torch.full(made.shape, torch.nan, dtype=parts[0].dtype)
         for part, source in zip(parts, made.sources, strict=True):
             for run in source.runs:
                 whole[run.row : run.row + run.rows] = part[run.hf_row : run.hf_row + run.rows]

@@ -58,7 +58,8 @@ def perturbed(model: Any, seed: int) -> Any:
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in other.parameters():
+        biases = [bias for name, bias in other.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*other.parameters(), *biases):
             parameter.add_(0.3 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator))
     return other
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.weights.dense import QWEN2
+from or1_megatron.parallel.check_parity import by_file_name
+from or1_megatron.weights.families import family_of
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import cut
 from or1_megatron.weights.table import Row
@@ -26,9 +27,10 @@ class Grid:
 
     def __init__(self, model: Any, tensor: int, replicas: int, pipeline: int) -> None:
         self.model = model
-        self.hf = {**model.config.to_dict(), "architectures": ["Qwen2ForCausalLM"]}
-        self.shapes = QWEN2.shapes(self.hf)
-        self.rows = list(QWEN2.rows(self.hf))
+        self.hf = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        family = family_of(self.hf)
+        self.shapes = family.shapes(self.hf)
+        self.rows = list(family.rows(self.hf))
         self.grid = RankGrid(tensor, replicas, pipeline)
         self.world = tensor * replicas * pipeline
         self._barrier = threading.Barrier(self.world)
@@ -67,7 +69,7 @@ class RankWeights:
         return self._grid.world
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(name, torch.float32, shape) for name, shape in self._grid.shapes.items()]
+        return [(name, self._grid.model.dtype, shape) for name, shape in self._grid.shapes.items()]
 
     def holdings(self) -> list[Holding]:
         grid = self._grid
@@ -80,7 +82,7 @@ class RankWeights:
         grid, size = self._grid, self._grid.grid.tensor
         row = next(row for row in grid.rows if name in row.hf)
         assert grid.stage(row) == self.stage, f"rank {self._rank} does not hold {name}"
-        state = grid.model.state_dict()
+        state = by_file_name(grid.model.state_dict())
         whole = row.layout.fuse([state[hf] for hf in row.hf], grid.hf)
         shard = cut(whole, row.cut, self.tensor_rank, size)
         for piece in pieces(row, grid.hf, grid.shapes, self.tensor_rank, size):

@@ -99,19 +99,19 @@ class Linear(torch.nn.Module):
         return (out, self.bias) if self.return_bias else out
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     wide = x.float()
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + zero_centred)).to(x.dtype)
 
 
 class LayerNormLinear(Linear):
     def __init__(
         self, *features: int, eps: float = 1e-5, normalization: str, zero_centered_gamma: bool = False, **of_linear: Any
     ) -> None:
-        assert normalization == "RMSNorm" and not zero_centered_gamma
+        assert normalization == "RMSNorm"
         assert not of_linear.pop("return_layernorm_output", False)
         super().__init__(*features, **of_linear)
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centered_gamma
 
     def _before_weight(self, in_features: int, made: Any) -> None:
         self.layer_norm_weight = torch.nn.Parameter(torch.full((in_features,), float("nan"), **made))
@@ -119,7 +119,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_bias = None
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False) -> Any:
-        return super().forward(_normed(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+        return super().forward(_normed(inp, self.layer_norm_weight, self.eps, self.zero_centred), is_first_microbatch)
 
 
 class RMSNorm(torch.nn.Module):
@@ -136,12 +136,12 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         assert (normalized_shape is None) != (hidden_size is None)
         size = normalized_shape or hidden_size
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.full((size,), float("nan"), device=device, dtype=params_dtype))  # type: ignore[arg-type]
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: Tensor) -> Tensor:
-        return _normed(inp, self.weight, self.eps)
+        return _normed(inp, self.weight, self.eps, self.zero_centred)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -182,7 +182,7 @@ class DotProductAttention(torch.nn.Module):
 
 def apply_rotary_pos_emb(
     t: Tensor,  # [T, 1, N, D]
-    freqs: Tensor,  # [T, 1, 1, D]
+    freqs: Tensor,  # [T, 1, 1, R]
     tensor_format: str = "sbhd",
     start_positions: Any = None,
     interleaved: bool = False,
@@ -191,12 +191,12 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its angle, as complex numbers in fp32."""
+    """Turn each pair (x[i], x[i + R/2]) by its angle, as complex numbers in fp32; the remaining D - R stay."""
     assert fused and (tensor_format, interleaved, cu_seqlens, cp_size) == ("sbhd", False, None, 1)
-    assert freqs.shape == (t.shape[0], 1, 1, t.shape[-1]) and freqs.dtype == torch.float32
-    half = t.shape[-1] // 2
-    turned = torch.complex(t[..., :half].float(), t[..., half:].float()) * torch.exp(1j * freqs[..., :half])
-    return torch.cat((turned.real, turned.imag), dim=-1).to(t.dtype)
+    assert freqs.shape[:3] == (t.shape[0], 1, 1) and freqs.dtype == torch.float32
+    half = freqs.shape[-1] // 2
+    turned = torch.complex(t[..., :half].float(), t[..., half : 2 * half].float()) * torch.exp(1j * freqs[..., :half])
+    return torch.cat((turned.real.to(t.dtype), turned.imag.to(t.dtype), t[..., 2 * half :]), dim=-1)
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:

@@ -24,8 +24,14 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "mistral": ("mistral", {}, ["CP2"], ["TP2"]),
     "one_kv_head": ("one_kv_head", {}, ["TP2"], ["TP2"]),
     "qwen3_moe": ("qwen3_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "DP2 EP2"]),
+    "glm4_moe": ("glm4_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "PP2"]),
+    "deepseek_v3": ("deepseek_v3", {}, ["TP2 SP", "CP2"], ["TP2 SP", "PP2"]),
+    "qwen3_next": ("qwen3_next", {}, ["TP2 SP", "CP2 EP2"], ["TP2 SP", "DP2 EP2"]),
+    "qwen3_5": ("qwen3_5", {}, ["TP2"], ["TP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
+MIXTURE = ["1", "PP2", "CP2 EP2", "TP2 SP DP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"]
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
 SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "qwen3": ("qwen3", {}, ["1", "PP2", "CP2", "TP2 PP2 SP distopt", "PP2 VPP2 one_pass"], ["PP2 VPP2"]),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, ["PP2"], ["PP2"]),
@@ -50,6 +56,11 @@ SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ],
         ["TP2 SP DP2 EP2", "PP2 DP2 EP2"],
     ),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}, MIXTURE, ["TP2 SP DP2 EP2"]),
+    "deepseek_v3": ("deepseek_v3", MOONLIGHT, MIXTURE, ["TP2 SP DP2 EP2"]),
+    "qwen3_next": ("qwen3_next", {"norm_topk_prob": False, "mlp_only_layers": []}, MIXTURE, ["PP2 DP2 EP2"]),
+    "qwen3_5": ("qwen3_5", {"tie_word_embeddings": True}, ["1", "CP2", "TP4 distopt", "PP2 VPP2"], ["TP4", "PP2 VPP2"]),
+    "qwen3_5_moe": ("qwen3_5_moe", {}, ["TP2 SP CP2 EP2 distopt"], ["TP2 SP DP2 EP2"]),
 }
 
 

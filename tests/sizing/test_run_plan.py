@@ -6,6 +6,7 @@ needs the multiples of a layout (the layout invariance tests run them).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from or1_megatron.sizing.conflicts import longest_row
 from or1_megatron.sizing.memory import ProcessMemory
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.sizing.run_plan import PlanError, plan
-from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.shape import Shape
 
 QWEN_7B = read_hf_config(named("shape")["deepseek_r1_distill_qwen_7b"])
@@ -102,6 +103,28 @@ def test_parameters_of_a_mixture() -> None:
     assert shape.parameters == 30_532_122_624 - 12_288
     assert shape.expert_parameters() == 48 * 128 * 3 * 2048 * 768
     assert shape.multiplied_weights == shape.parameters - 151_936 * 2048 - 48 * 120 * 3 * 2048 * 768
+
+
+def test_linear_attention_keeps_a_state_and_few_keys() -> None:
+    """By hand: 12 of 48 layers have full attention, with 2 key/value heads of 256. In each of the others a sequence has
+    32 matrices of 128 * 128 in fp32, and 3 tokens of 2 * 16 * 128 + 32 * 128 convolved channels in bf16. The model card
+    says 80B parameters, of which 3B work."""
+    hf = read_hf_config(named("shape")["qwen3_next_80b_a3b"])
+    shape = Shape.of(hf)
+    assert shape.kv_bytes_per_token("bfloat16") == 12 * 2 * 2 * 256 * 2
+    assert shape.state_bytes("bfloat16") == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert shape.attention_width == 12 * 16 * 256
+    exact = sum(math.prod(size) for size in family_of(hf).shapes(hf).values())
+    assert exact == pytest.approx(79.7e9, rel=1e-3) and shape.parameters == pytest.approx(exact, rel=1e-4)
+    assert 3e9 < shape.multiplied_weights < 4e9
+    tight = or1_7b(rollout={"kv_cache_bytes": 32 * shape.state_bytes("bfloat16"), "max_concurrent": 32})
+    assert any(
+        f"holds 0 tokens, fewer than one sequence of {tight.longest_sequence}" in x for x in conflicts(tight, hf)
+    )
+    (line,) = [x for x in conflicts(or1_7b(), {**hf, "linear_key_head_dim": 64}, device="cpu") if "linear_key" in x]
+    assert "are bfloat16, 64, 128; vLLM's linear attention on CPU computes bfloat16, 64, 64 or bfloat16, 128" in line
+    split = or1_7b(parallel={"ranks": 32, "tensor": 16, "context": 2, "sequence": True, "micro_batch_tokens": 36864})
+    assert any("context = 32 does not divide the model's linear_num_key_heads = 16" in x for x in conflicts(split, hf))
 
 
 def test_experts_are_spread() -> None:

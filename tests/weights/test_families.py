@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from tiny_models import FAMILIES as TINY
 
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
-from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.files import check_weight_files, is_draft
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import context_tokens, rope_frequencies
+from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.slicing import Cut, cut, join
 
 ALL = list(TINY)
@@ -33,13 +34,19 @@ BASE = {
 }
 
 
+def trained(folder: Path, hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the folder's tensors but those that draft tokens."""
+    return {at: tensor for at, tensor in load_file(folder / "model.safetensors").items() if not is_draft(at, hf)}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("tied", [False, True])
 def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(name, tie_word_embeddings=tied) if tied else tiny(name)
     hf = read_hf_config(folder)
-    saved = {at: tuple(tensor.shape) for at, tensor in load_file(folder / "model.safetensors").items()}
+    saved = {at: tuple(tensor.shape) for at, tensor in trained(folder, hf).items()}
     assert family_of(hf).shapes(hf) == saved
+    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.005  # biases, norms of heads
     check_weight_files(folder, hf)
 
 
@@ -48,7 +55,8 @@ def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny:
 def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callable[..., Path]) -> None:
     """Also with fewer key/value heads than ranks: the cut then goes through a group, and nothing is held twice."""
     folder = tiny(name)
-    hf, tensors = read_hf_config(folder), load_file(folder / "model.safetensors")
+    hf = read_hf_config(folder)
+    tensors = trained(folder, hf)
     rows = list(family_of(hf).rows(hf))
     assert len({row.megatron for row in rows}) == len(rows)
     back: dict[str, torch.Tensor] = {}
@@ -137,6 +145,8 @@ def test_llama3_bands_by_hand() -> None:
             assert a / 8 < b < a
 
 
+HYBRID = {f"linear_{key}": 4 for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+HYBRID["linear_conv_kernel_dim"] = 4
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected"),
     ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq"),
@@ -150,6 +160,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("MistralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
     ("MistralForCausalLM", {}, "sliding_window = 4096 is not supported"),
+    ("Qwen3NextForCausalLM", {}, "lacks linear_num_key_heads, linear_num_value_heads, linear_key_head_dim"),
+    ("Qwen3NextForCausalLM", {**HYBRID, "attention_bias": True}, "attention_bias = true"),
+    ("Qwen3_5ForCausalLM", {**HYBRID, "attn_output_gate": False}, "attn_output_gate = False is not supported"),
+    ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
 ]
 
 

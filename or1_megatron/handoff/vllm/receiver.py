@@ -16,7 +16,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from or1_megatron.handoff.message.shipment import unpack
 from or1_megatron.handoff.message.slices import Slice
@@ -26,7 +25,7 @@ from or1_megatron.handoff.transport.status_store import StatusStore, join_store
 from or1_megatron.handoff.vllm.direct_copy import DirectCopy
 from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, SliceLoader, trace_loaders
 from or1_megatron.handoff.vllm.parameter_check import ParameterCheck
-from or1_megatron.handoff.vllm.reload import finish_reload, put_back
+from or1_megatron.handoff.vllm.reload import begin_reload, finish_reload, put_back
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         return trace
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, without the base's device synchronisation: transports synchronise with every message."""

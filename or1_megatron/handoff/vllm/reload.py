@@ -1,12 +1,26 @@
-"""Ways to end vLLM's layerwise reload."""
+"""Ways to begin and end vLLM's layerwise reload."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Begin a layerwise reload.
+
+    On CPU vLLM 0.32 packs experts for their kernel when it makes the kernel, and later weights would lie unpacked where
+    packed ones are expected. So it makes new kernels.
+    """
+    for layer in model.modules() if current_platform.is_cpu() else ():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+    initialize_layerwise_reload(model)
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
