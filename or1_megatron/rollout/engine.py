@@ -30,9 +30,10 @@ from or1_megatron.data.template import load_tokenizer
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
-from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
+from or1_megatron.types import Completion, Float32Array, Int32Array, Request, RoutedExperts, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
+ROUTING_EXTENSION = "or1_megatron.rollout.routed_experts.RoutingExtension"
 
 # vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves.
 _CPU_STEP_TOKENS = 16384
@@ -127,7 +128,7 @@ class VllmEngine:
             scheduling_policy="priority",  # first come, first served, but for the probe
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": "slices"},  # as ``handoff.vllm.receiver`` is known to vLLM
-            worker_extension_cls=WORKER_EXTENSION,
+            worker_extension_cls=ROUTING_EXTENSION if settings.config.router_replay else WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
             **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
@@ -172,6 +173,11 @@ class VllmEngine:
                     f"({request.prompt.problem.origin}) has {len(request.prompt.token_ids)} prompt tokens; with "
                     f"max_response_tokens = {request.sampling.max_response_tokens} that is {total}, above the engine's "
                     f"max_model_tokens = {self._settings.max_model_tokens}"
+                )
+            if request.sampling.routed_experts and not self._settings.config.router_replay:
+                raise ValueError(
+                    f"engine {self._settings.index}: {_name(request)} asks for the experts of its tokens, which this "
+                    "engine does not keep; set rollout.router_replay=true"
                 )
             if not 0 <= request.seed < 1 << 64:
                 raise ValueError(
@@ -265,13 +271,23 @@ class VllmEngine:
 
     def _sort(self, outputs: Sequence[Any]) -> None:
         finished_s = time.time()
-        for output in outputs:
-            if not output.finished:
-                continue
+        ended = [output for output in outputs if output.finished]
+        routed = self._routed_experts(ended)
+        for output in ended:
             if output.request_id in self._pending:
-                self._finished.append(self._completion(output, finished_s))
+                self._finished.append(self._completion(output, finished_s, routed.get(output.request_id)))
             else:
                 self._scores[output.request_id] = output
+
+    def _routed_experts(self, ended: Sequence[Any]) -> dict[str, RoutedExperts]:
+        """Return, by request, the experts of the responses that came to their end in the latest step and want them."""
+        asked = [
+            (output.request_id, len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1)
+            for output in ended
+            if output.request_id in self._pending and self._pending[output.request_id][0].sampling.routed_experts
+        ]
+        found = self._llm.collective_rpc("routed_experts", args=(asked,))[0] if asked else []
+        return {name: experts for (name, _), experts in zip(asked, found, strict=True)}
 
     # The weight-update calls of vLLM's transfer protocol, in the order of their use.
 
@@ -341,7 +357,7 @@ class VllmEngine:
         self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
         return name
 
-    def _completion(self, output: Any, finished_s: float) -> Completion:
+    def _completion(self, output: Any, finished_s: float, routed_experts: RoutedExperts | None) -> Completion:
         request, started_s = self._pending.pop(output.request_id)
         sampled = output.outputs[0]
         reason = sampled.finish_reason
@@ -380,6 +396,7 @@ class VllmEngine:
             accepted_tokens=_accepted(drafts.histogram, len(sampled.token_ids)) if drafts else 0,
             request_digest=request_digest(request),
             entropy=float(np.mean(sampled.logprobs.ranks)),  # see ``worker.SeededSampler``
+            routed_experts=routed_experts,
         )
 
 

@@ -46,7 +46,8 @@ def request_digest(request: Request) -> bytes:
     The same on every machine and Python version.
     """
     sampling, prompt = request.sampling, request.prompt
-    asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
+    asked: tuple[object, ...] = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
+    asked += (True,) if sampling.routed_experts else ()
     return hashlib.blake2b(repr(asked).encode() + prompt.token_ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 

@@ -79,6 +79,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
         begin=begin,
         mixtures=tuple(config.repeats(stage) for stage in config.stages),
         max_staleness=config.rollout.max_staleness,
+        router_replay=config.rollout.router_replay,
         one_pass=parallel.head == "one_pass",
     )
 
