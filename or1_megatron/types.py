@@ -154,8 +154,8 @@ class Completion:
     entropy: float = math.nan
     """Mean over the tokens, in nats, of the whole distributions that they were drawn from; NaN: unknown."""
     routed_experts: RoutedExperts | None = None
-    """[p + n - 1, layers, k], where the request asked for them: of prompt and response, but for the last token, which no
-    expert has computed."""
+    """[p + n - 1, layers, k], where the request asked for them: of prompt and response, but for the last token, which
+    no expert has computed."""
 
     @property
     def truncated(self) -> bool:

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from or1_megatron.parallel.context_parallel import ContextShard, attend, context_shard
+from or1_megatron.parallel.router_replay import RowExperts
 
 
 @dataclass
@@ -32,6 +33,8 @@ class PackedRow(PackedSeqParams):
     """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
     """This rank's part of the row; None if it holds the whole row."""
+    experts: RowExperts | None = None
+    """The experts that compute the tokens; None: the policy chooses."""
 
 
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1) -> PackedRow:

@@ -23,8 +23,9 @@ from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, clip_and_step, learning_rate
+from or1_megatron.parallel.router_replay import rerouted
 from or1_megatron.parallel.schedule import forward_backward
-from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.types import Batch, MicroBatch, RoutedExperts, TokenScores, UpdateReport
 
 
 class MegatronPolicy:
@@ -41,7 +42,9 @@ class MegatronPolicy:
         self.dtype = TORCH_DTYPE[model.dtype]
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
-        self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
+        self.hf, self.networks, self.weights, self.part = network.hf, network.chunks, network.weights, network.part
+        self.parts = _of_every_rank(mesh, self.part)
+        """``part`` of every rank."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
@@ -60,20 +63,38 @@ class MegatronPolicy:
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
 
-    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``network.score_rows``; collective."""
-        self.host.require("score", "parameters")
-        return score_rows(self.mesh, self.chunks, rows, temperature)
+    def score(
+        self, rows: Sequence[MicroBatch], temperature: float, experts: Sequence[RoutedExperts] | None = None
+    ) -> list[list[RowScores]] | None:
+        """Score like ``network.score_rows``; collective.
 
-    def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
+        Args:
+            experts: ``part.cut`` of the rows: the experts that compute their tokens; None: the policy's own choice.
+        """
+        self.host.require("score", "parameters")
+        return score_rows(self.mesh, self.chunks, rows_on_device(self.mesh, rows, self.part, experts), temperature)
+
+    def update(
+        self,
+        rows: Sequence[MicroBatch],
+        objective: Objective,
+        token_count: int,
+        experts: Sequence[RoutedExperts] | None = None,
+    ) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
 
-        ``token_count``: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
+        Args:
+            token_count: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
+            experts: as in ``score``.
         """
-        return self.update_and_score(rows, objective, token_count)[0]
+        return self.update_and_score(rows, objective, token_count, experts)[0]
 
     def update_and_score(
-        self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
+        self,
+        rows: Sequence[MicroBatch],
+        objective: Objective,
+        token_count: int,
+        experts: Sequence[RoutedExperts] | None = None,
     ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
         """Update; return also the scores of its forward pass, in the form of ``score``."""
         self.host.require("update", "parameters", "gradients", "optimizer")
@@ -82,8 +103,10 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums = self._total([sums for sums, _ in outputs])
+        there = rows_on_device(self.mesh, rows, self.part, experts)
+        outputs = forward_backward(self.chunks, there, objective, self._one_pass)
+        routing = rerouted((row.row.experts for row in there), self.part)
+        sums = self._total([sums for sums, _ in outputs], routing)
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -102,18 +125,25 @@ class MegatronPolicy:
         )
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
-    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks; collective.
+    def _total(
+        self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the objective's sums over all micro-batches of all data-parallel ranks, and those that every rank has
+        a part of (``of_rank``); collective.
 
         Names that start with ``max_`` are maxima, the rest sums.
         """
-        mesh = self.mesh
-        counts = mesh.last_stage and mesh.tensor_rank == 0
+        counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        everyone: list[Any] = [local] * mesh.world
-        if mesh.world > 1:
-            dist.all_gather_object(everyone, local, group=mesh.control)
-        return _folded(everyone)
+        return _folded(_of_every_rank(self.mesh, {**local, **of_rank}))
+
+
+def _of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
+    """Return what every rank passes; collective."""
+    everyone: list[Any] = [mine] * mesh.world
+    if mesh.world > 1:
+        dist.all_gather_object(everyone, mine, group=mesh.control)
+    return everyone
 
 
 def _data_parallel(
@@ -189,7 +219,7 @@ class WholePolicy:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Return the scores of the batch's samples, on every rank; collective."""
-        scored = [self._policy.score(batch.ranks[self._mesh.data_rank], temperature)]
+        scored = [self._policy.score(*self._mine(batch, temperature))]
         if self._mesh.world > 1:
             dist.broadcast_object_list(scored, src=0, group=self._mesh.control)
         assert scored[0] is not None
@@ -197,7 +227,12 @@ class WholePolicy:
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """Take an optimizer step; collective."""
-        return self._policy.update(batch.ranks[self._mesh.data_rank], objective, batch.token_count)
+        return self._policy.update(*self._mine(batch, objective, batch.token_count))
+
+    def _mine(self, batch: Batch, *arguments: Any) -> tuple[Any, ...]:
+        """Return this rank's micro-batches, the arguments and its routed experts, as the policy takes them."""
+        rows, part = batch.ranks[self._mesh.data_rank], self._policy.part
+        return rows, *arguments, None if part is None else part.cut(rows)
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:

@@ -44,7 +44,7 @@ class RoutingCache:
         kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in groups]
         try:
             self._group = next(index for index, kind in enumerate(kinds) if kind in _WHOLE)
-            bind_routed_experts_capturer(runner.model, self)  # type: ignore[arg-type]  # it calls ``capture`` alone
+            bind_routed_experts_capturer(runner.model, self)  # which calls ``capture`` alone
         except (StopIteration, ValueError) as error:
             raise ValueError(
                 "rollout.router_replay = true, but this engine cannot return the experts of its tokens: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
-from or1_megatron.types import Batch, TokenScores, UpdateReport
+from or1_megatron.parallel.router_replay import ExpertsPart
+from or1_megatron.types import Batch, RoutedExperts, TokenScores, UpdateReport
 
 
 def policy_verbs(
@@ -45,8 +46,9 @@ def policy_verbs(
 class PolicyDriver:
     """Rank 0's handle on the policy; a subclass with ``hand_off`` is an ``interfaces.Policy``."""
 
-    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
-        self._lockstep, self._saver = lockstep, saver
+    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, parts: Sequence[ExpertsPart] = ()) -> None:
+        """``parts``: of every rank, ``MegatronPolicy.parts``."""
+        self._lockstep, self._saver, self._parts = lockstep, saver, parts
 
     def take_devices(self) -> None:
         """Prepare the ranks to compute: a policy that shares its devices with engines takes them here."""
@@ -59,14 +61,26 @@ class PolicyDriver:
 
     def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
         self.take_devices()
-        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
+        scored = self._call(verb, batch, temperature)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         self.take_devices()
         report: UpdateReport
-        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
+        report, scored = self._call("update", batch, objective, batch.token_count)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
+
+    def _call(self, verb: str, batch: Batch, *shared: Any) -> Any:
+        """Relay a verb on a batch: replicas get their micro-batches, and each rank its own part of routed experts."""
+        if batch.samples[0].routed_experts is None:
+            return self._lockstep.call(verb, *shared, per_replica=batch.ranks)
+        without = [[replace(row, routed_experts=None) for row in rows] for rows in batch.ranks]
+
+        def of_rank(rank: int) -> list[RoutedExperts] | None:
+            part = self._parts[rank]
+            return part.cut(batch.ranks[part.data_rank])
+
+        return self._lockstep.call(verb, *shared, per_replica=without, per_rank=of_rank)
 
     def restart_optimizer(self) -> None:
         self._lockstep.call("restart_optimizer")

@@ -220,7 +220,9 @@ def serve_policy(
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
-    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing)
+    synced = SyncedPolicy(
+        lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing, policy.parts
+    )
     rollouts.revive_with(
         synced.revive,
         lambda why: faults.write(Fault("manager", "the RolloutManager", why)),

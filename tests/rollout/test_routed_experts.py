@@ -1,7 +1,7 @@
 """The experts that an engine returns against those that transformers' routers choose for the same tokens, in fp32.
 
-Requests share prefixes, prompts are read in chunks, requests are preempted, and a text is read anew after a reset of the
-prefix cache, as after a handoff. Not tried: GPUs, where the same tensors are written within CUDA graphs.
+Requests share prefixes, prompts are read in chunks, requests are preempted, and texts are read anew after a reset of
+the prefix cache, as after a handoff. Not tried: GPUs, where the same tensors are written within CUDA graphs.
 """
 
 from __future__ import annotations
