@@ -25,6 +25,8 @@ BoolArray = NDArray[np.bool_]
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 """[tokens, layers with experts, k]: numbers of the experts that computed each token, in the smaller type that holds
 them."""
+OwnExperts = tuple[RoutedExperts, BoolArray]
+"""The experts of one rank's t tokens of a row, in its layers, and [t] which of the tokens are counted."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -249,6 +251,7 @@ class MicroBatch:
     log_prob_gradients: Float32Array | None = None  # [T], both set by ``rl.objectives.scored``
     entropy_gradients: Float32Array | None = None  # [T]
     routed_experts: tuple[RoutedExperts, ...] | None = None  # [S] arrays, ``Sample.routed_experts``
+    own_experts: OwnExperts | None = None  # what one rank gets of these
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Makes the quickstart's base model: a Qwen2 from scratch, warmed up on demonstrations of mixed habits. With ``--experts``
-it is a Qwen3-MoE, as in examples/quickstart_moe.
+"""Makes the quickstart's base model: a Qwen2 from scratch, warmed up on demonstrations of mixed habits. With
+``--experts`` it is a Qwen3-MoE, as in examples/quickstart_moe.
 
 The supervised steps go through the very policy that reinforcement learning trains: Megatron under torchrun, with
 cross-entropy in the place of the clipped loss.
@@ -157,7 +157,9 @@ def main() -> None:
     torch.distributed.barrier()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
-    drawn = demonstrations(arguments.seed, round(CAREFUL_FIRST * arguments.steps) * BATCH_DEMONSTRATIONS, arguments.one_wording)
+    drawn = demonstrations(
+        arguments.seed, round(CAREFUL_FIRST * arguments.steps) * BATCH_DEMONSTRATIONS, arguments.one_wording
+    )
     loss = warm_up(policy, samples(scratch, drawn), arguments.steps)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:

@@ -81,33 +81,25 @@ class Lockstep:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
-    def call(
-        self,
-        verb: str,
-        *shared: Any,
-        per_replica: Sequence[Any] | None = None,
-        per_rank: Callable[[int], Any] | None = None,
-    ) -> Any:
+    def call(self, verb: str, *shared: Any, per_replica: Sequence[Any] | None = None) -> Any:
         """Execute a verb on all ranks; returns rank 0's result.
 
         Args:
             shared: arguments that are sent to every rank (small).
             per_replica: one payload for each data-parallel index; each rank receives only its replica's payload, as the
                 verb's first argument.
-            per_rank: makes each rank's own last argument, when it is sent.
 
         Raises:
             RuntimeError: the ranks have no such verb, as ``score_reference`` without ``algorithm.kl.reference``.
         """
         if verb not in self._verbs:
             raise RuntimeError(f"this run's ranks have no verb '{verb}'; they have {', '.join(self._verbs)}")
-        which = per_replica is not None, per_rank is not None
-        self._announce((verb, *which))
+        self._announce((verb, per_replica is not None))
         with self._watched(verb):
-            return self._verbs[verb](*self._arguments(shared, per_replica, per_rank, *which))
+            return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
-    def _announce(self, header: tuple[str, bool, bool]) -> None:
-        """Publish (verb, whether replicas get payloads, whether ranks do): few bytes, since the store keeps them."""
+    def _announce(self, header: tuple[str, bool]) -> None:
+        """Publish (verb, whether replicas get payloads): only a few bytes, since the store keeps them."""
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -119,7 +111,7 @@ class Lockstep:
             self._store.set(f"left/{self._mesh.rank}", "1")
             return
         with suppress(dist.DistError):  # the store is gone: the other ranks end by themselves
-            self._announce((STOP, False, False))
+            self._announce((STOP, False))
             for rank in range(1, self._mesh.world):
                 self._store.wait([f"left/{rank}"], datetime.timedelta(seconds=_LEAVE_S))
 
@@ -136,14 +128,14 @@ class Lockstep:
         """
         while True:
             self._heart.says("waiting for a verb")
-            verb, *which = unpack(self._next_header())
+            verb, has_payload = unpack(self._next_header())
             if verb == STOP:
                 self.close()
                 return
             self._heart.says(f"in '{verb}'")
             try:
                 with self._watched(verb):
-                    self._verbs[verb](*self._arguments((), None, None, *which))
+                    self._verbs[verb](*self._arguments((), None, has_payload))
             except AgreedError as error:
                 log.info("'%s': %s", verb, error)
 
@@ -204,30 +196,13 @@ class Lockstep:
         self._note(why)
         os._exit(1)
 
-    def _arguments(
-        self,
-        shared: tuple[Any, ...],
-        per_replica: Sequence[Any] | None,
-        per_rank: Callable[[int], Any] | None,
-        of_replica: bool,
-        of_rank: bool,
-    ) -> list[Any]:
-        """Return the verb's arguments on this rank, from what rank 0 passes to ``call``."""
+    def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
+        """Return the verb's arguments on this rank, from rank 0's ``shared`` and ``per_replica``."""
         packed = [pack(shared)]
         if self._mesh.world > 1:
             dist.broadcast_object_list(packed, src=0, group=self._mesh.control)
-        first = [self._distribute(per_replica)] if of_replica else []
-        return [*first, *unpack(packed[0]), *([self._deliver(per_rank)] if of_rank else [])]
-
-    def _deliver(self, per_rank: Callable[[int], Any] | None) -> Any:
-        """Bring each rank's own argument from rank 0 to it."""
-        packed: list[Any] = [None]
-        if per_rank is None:
-            dist.recv_object_list(packed, 0, self._mesh.control)
-            return unpack(packed[0])
-        for rank in range(1, self._mesh.world):
-            dist.send_object_list([pack(per_rank(rank))], rank, self._mesh.control)
-        return per_rank(0)
+        verb_arguments = unpack(packed[0])
+        return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""

@@ -18,11 +18,11 @@ from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
-from or1_megatron.parallel.router_replay import ExpertsPart, experts_part, replay_in
+from or1_megatron.parallel.router_replay import replay_in
 from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
 from or1_megatron.sizing.parallel_layouts import choose_layers
-from or1_megatron.types import Float32Array, MicroBatch, RoutedExperts
+from or1_megatron.types import Float32Array, MicroBatch
 from or1_megatron.weights.families import family_of, read_hf_config
 
 
@@ -35,8 +35,6 @@ class Network:
     chunks: list[PolicyModel]
     """More than one if the pipeline is interleaved."""
     weights: ShardedWeights
-    part: ExpertsPart | None
-    """Which routed experts this rank computes with; None for a dense model."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:
@@ -54,30 +52,16 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
         PolicyModel(hf, family, config, mesh, kind, chunk_layers, index).to(device())
         for index in range(parallel.virtual_pipeline)
     ]
+    replay_in(chunks)
     weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
     weights.mark_cut_parameters()
     weights.load_hf(HFTensors(model.hf, hf))
-    mixture, part = family.experts(hf), None
-    if mixture is not None:
-        replay_in(chunks)
-        part = experts_part(mesh, mixture, (n for chunk in chunks for n in chunk.layers), parallel.sequence)
-    return Network(hf, config, chunks, weights, part)
+    return Network(hf, config, chunks, weights)
 
 
-def rows_on_device(
-    mesh: Mesh, rows: Sequence[MicroBatch], part: ExpertsPart | None, experts: Sequence[RoutedExperts] | None
-) -> list[DeviceRow]:
-    """Move this rank's part of each micro-batch to its device.
-
-    Args:
-        experts: ``part.cut`` of the rows; None: the policy chooses.
-    """
-    there = [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
-    if experts is not None:
-        assert part is not None, "a dense model was given experts"
-        for row, mine, on_device in zip(rows, experts, there, strict=True):
-            on_device.row.experts = part.on_device(row, mine, device())
-    return there
+def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
+    """Move this rank's part of each micro-batch to its device."""
+    return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
 
 
 RowScores = tuple[Float32Array, Float32Array]
@@ -101,9 +85,9 @@ def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]]
 
 
 def score_rows(
-    mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temperature: float
+    mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
 ) -> list[list[RowScores]] | None:
     """Score this data-parallel rank's micro-batches; return ``gather_scores`` of all replicas."""
     for chunk in chunks:
         chunk.eval()
-    return gather_scores(mesh, forward(chunks, rows, temperature))
+    return gather_scores(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))

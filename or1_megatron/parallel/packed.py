@@ -19,7 +19,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from or1_megatron.parallel.context_parallel import ContextShard, attend, context_shard
-from or1_megatron.parallel.router_replay import RowExperts
 
 
 @dataclass
@@ -33,8 +32,11 @@ class PackedRow(PackedSeqParams):
     """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
     """This rank's part of the row; None if it holds the whole row."""
-    experts: RowExperts | None = None
-    """The experts that compute the tokens; None: the policy chooses."""
+    experts: Tensor | None = None
+    """[t, L, k] and, below, [t] bool: ``types.OwnExperts``; None: the policy chooses."""
+    counted: Tensor | None = None
+    rerouted: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, once it has computed the row: how many counted tokens the policy would have sent to other experts."""
 
 
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1) -> PackedRow:

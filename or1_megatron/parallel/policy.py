@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, clip_and_step, learning_rate
-from or1_megatron.parallel.router_replay import rerouted
+from or1_megatron.parallel.router_replay import ExpertsPart, rerouted
 from or1_megatron.parallel.schedule import forward_backward
-from or1_megatron.types import Batch, MicroBatch, RoutedExperts, TokenScores, UpdateReport
+from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.weights.families import experts_of
 
 
 class MegatronPolicy:
@@ -42,9 +44,11 @@ class MegatronPolicy:
         self.dtype = TORCH_DTYPE[model.dtype]
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
-        self.hf, self.networks, self.weights, self.part = network.hf, network.chunks, network.weights, network.part
-        self.parts = _of_every_rank(mesh, self.part)
-        """``part`` of every rank."""
+        self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
+        self.parts = _of_every_rank(mesh, self._part(parallel))
+        """Which part of routed experts each rank computes with; None for a dense model."""
+        self.whole_batch: Batch | None = None
+        """On rank 0, for the next verb: the batch whose routed experts are brought to all ranks."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
@@ -63,38 +67,20 @@ class MegatronPolicy:
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
 
-    def score(
-        self, rows: Sequence[MicroBatch], temperature: float, experts: Sequence[RoutedExperts] | None = None
-    ) -> list[list[RowScores]] | None:
-        """Score like ``network.score_rows``; collective.
-
-        Args:
-            experts: ``part.cut`` of the rows: the experts that compute their tokens; None: the policy's own choice.
-        """
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
+        """Score like ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
-        return score_rows(self.mesh, self.chunks, rows_on_device(self.mesh, rows, self.part, experts), temperature)
+        return score_rows(self.mesh, self.chunks, rows, temperature)
 
-    def update(
-        self,
-        rows: Sequence[MicroBatch],
-        objective: Objective,
-        token_count: int,
-        experts: Sequence[RoutedExperts] | None = None,
-    ) -> UpdateReport:
+    def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
 
-        Args:
-            token_count: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
-            experts: as in ``score``.
+        ``token_count``: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
         """
-        return self.update_and_score(rows, objective, token_count, experts)[0]
+        return self.update_and_score(rows, objective, token_count)[0]
 
     def update_and_score(
-        self,
-        rows: Sequence[MicroBatch],
-        objective: Objective,
-        token_count: int,
-        experts: Sequence[RoutedExperts] | None = None,
+        self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
     ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
         """Update; return also the scores of its forward pass, in the form of ``score``."""
         self.host.require("update", "parameters", "gradients", "optimizer")
@@ -103,9 +89,9 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        there = rows_on_device(self.mesh, rows, self.part, experts)
+        there = rows_on_device(self.mesh, rows)
         outputs = forward_backward(self.chunks, there, objective, self._one_pass)
-        routing = rerouted((row.row.experts for row in there), self.part)
+        routing = rerouted((row.row for row in there), self.parts[self.mesh.rank])
         sums = self._total([sums for sums, _ in outputs], routing)
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
@@ -125,11 +111,20 @@ class MegatronPolicy:
         )
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
+    def _part(self, parallel: ParallelConfig) -> ExpertsPart | None:
+        mesh, experts = self.mesh, experts_of(self.hf)
+        if experts is None:
+            return None
+        here = [layer for network in self.networks for layer in network.layers if layer in experts.layers]
+        sequence = (mesh.tensor_rank, mesh.tensor) if parallel.sequence else (0, 1)
+        layers = tuple(experts.layers.index(layer) for layer in here)
+        return ExpertsPart(mesh.data_rank, (mesh.context_rank, mesh.context), sequence, layers, experts)
+
     def _total(
         self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks, and those that every rank has
-        a part of (``of_rank``); collective.
+        """Return the objective's sums over all micro-batches of all data-parallel ranks, and sums of which every rank
+        has a part; collective.
 
         Names that start with ``max_`` are maxima, the rest sums.
         """
@@ -139,7 +134,6 @@ class MegatronPolicy:
 
 
 def _of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
-    """Return what every rank passes; collective."""
     everyone: list[Any] = [mine] * mesh.world
     if mesh.world > 1:
         dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -219,7 +213,7 @@ class WholePolicy:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Return the scores of the batch's samples, on every rank; collective."""
-        scored = [self._policy.score(*self._mine(batch, temperature))]
+        scored = [self._policy.score(self._mine(batch), temperature)]
         if self._mesh.world > 1:
             dist.broadcast_object_list(scored, src=0, group=self._mesh.control)
         assert scored[0] is not None
@@ -227,12 +221,13 @@ class WholePolicy:
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """Take an optimizer step; collective."""
-        return self._policy.update(*self._mine(batch, objective, batch.token_count))
+        return self._policy.update(self._mine(batch), objective, batch.token_count)
 
-    def _mine(self, batch: Batch, *arguments: Any) -> tuple[Any, ...]:
-        """Return this rank's micro-batches, the arguments and its routed experts, as the policy takes them."""
-        rows, part = batch.ranks[self._mesh.data_rank], self._policy.part
-        return rows, *arguments, None if part is None else part.cut(rows)
+    def _mine(self, batch: Batch) -> Sequence[MicroBatch]:
+        rows, part = batch.ranks[self._mesh.data_rank], self._policy.parts[self._mesh.rank]
+        if batch.samples[0].routed_experts is None or part is None:
+            return rows
+        return [replace(row, own_experts=part.cut(row)) for row in rows]
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:

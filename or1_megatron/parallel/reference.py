@@ -7,9 +7,9 @@ from pathlib import Path
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.network import RowScores, build_network, rows_on_device, score_rows
+from or1_megatron.parallel.network import RowScores, build_network, score_rows
 from or1_megatron.parallel.offload import HostCopy, distinct_storages
-from or1_megatron.types import MicroBatch, RoutedExperts
+from or1_megatron.types import MicroBatch
 
 
 class FrozenReference:
@@ -24,21 +24,18 @@ class FrozenReference:
 
     def __init__(self, folder: Path, dtype: str, parallel: ParallelConfig, mesh: Mesh, offload: bool) -> None:
         network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), parallel, mesh)
-        self._mesh, self.chunks, self._part = mesh, network.chunks, network.part
+        self._mesh, self.chunks = mesh, network.chunks
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         self._host = HostCopy() if offload else None
         self._leave()
 
-    def score(
-        self, rows: Sequence[MicroBatch], temperature: float, experts: Sequence[RoutedExperts] | None = None
-    ) -> list[list[RowScores]] | None:
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """Score like ``MegatronPolicy.score``; collective."""
         if self._host is not None:
             self._host.give_back()
         try:
-            there = rows_on_device(self._mesh, rows, self._part, experts)
-            return score_rows(self._mesh, self.chunks, there, temperature)
+            return score_rows(self._mesh, self.chunks, rows, temperature)
         finally:
             self._leave()
 

@@ -18,7 +18,7 @@ Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +149,7 @@ def _fill(
     advantages = np.zeros(row_tokens, dtype=np.float32)
     weights = None if samples[0].weight is None else np.zeros(row_tokens, dtype=np.float32)
     given = [name for name in LOG_PROBS if getattr(samples[0], name) is not None]
-    log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in given}
+    log_probs: dict[str, Any] = {name: np.zeros(row_tokens, dtype=np.float32) for name in given}
     bounds, lengths = [0], []
     routed: list[RoutedExperts] = []
     for i in members:

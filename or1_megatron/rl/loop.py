@@ -69,9 +69,7 @@ class Loop:
         self.ports = ports
         self.schedule = StageSchedule(config.stages, config.stage_count)
         self.evaluations = Evaluations(config.evaluation, self.schedule)
-        self.supply = Supply(
-            ports.stream, ports.rollouts, config.algorithm.advantage, config.seed, config.router_replay
-        )
+        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety.max_skipped_in_a_row, ports.policy, self._alarm, config.one_pass)

@@ -60,7 +60,6 @@ class LoopConfig:
     mixtures: tuple[tuple[int, ...], ...] = ()
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
-    router_replay: bool = False
     one_pass: bool = False
     """The policy's head is one-pass: it has no whole sequences (``objectives.scored.needs_scores``)."""
 

@@ -46,17 +46,8 @@ class _PendingStep:
 class Supply:
     """The rollouts of the current step and, where staleness is allowed, of later steps ("ahead")."""
 
-    def __init__(
-        self,
-        stream: ProblemStream,
-        rollouts: Rollouts,
-        advantage: AdvantageConfig,
-        seed: int,
-        router_replay: bool = False,
-    ) -> None:
-        """``router_replay``: responses come with their tokens' experts."""
+    def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
-        self._router_replay = router_replay
         self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
         self._asked: deque[_PendingStep] = deque()  # the oldest first
         self.rejected_share = 0.0
@@ -88,7 +79,7 @@ class Supply:
 
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
         """Start the rollout of step ``step`` (from 0), whose prompts were taken last."""
-        sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens, self._router_replay)
+        sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         rule = None
         if len(prompts) > stage.prompts_per_step:
             rule = RefillRule(stage.prompts_per_step, self._keeps, self.rejected_share)

@@ -174,11 +174,6 @@ class VllmEngine:
                     f"max_response_tokens = {request.sampling.max_response_tokens} that is {total}, above the engine's "
                     f"max_model_tokens = {self._settings.max_model_tokens}"
                 )
-            if request.sampling.routed_experts and not self._settings.config.router_replay:
-                raise ValueError(
-                    f"engine {self._settings.index}: {_name(request)} asks for the experts of its tokens, which this "
-                    "engine does not keep; set rollout.router_replay=true"
-                )
             if not 0 <= request.seed < 1 << 64:
                 raise ValueError(
                     f"engine {self._settings.index}: {_name(request)} has the seed {request.seed}; expected an integer "

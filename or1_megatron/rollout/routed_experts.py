@@ -52,14 +52,13 @@ class RoutingCache:
             ) from error
         routers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         self._place = {layer: place for place, layer in enumerate(sorted(module.layer_id for module in routers))}
-        self._runner = runner
-        self._table = runner.input_batch.block_table[self._group]
-        slots = runner.kv_cache_config.num_blocks * groups[self._group].kv_cache_spec.block_size
-        chosen = runner.model_config.get_num_experts_per_tok()
-        self._small = runner.model_config.get_num_experts() <= 256
-        dtype = torch.uint8 if self._small else torch.int16
+        self._runner, self._table = runner, runner.input_batch.block_table[self._group]
+        self._block_tokens = groups[self._group].kv_cache_spec.block_size
+        size = len(self._place), runner.model_config.get_num_experts_per_tok()
+        dtype = torch.uint8 if runner.model_config.get_num_experts() <= 256 else torch.int16
         # The last row takes what a batch is padded with, whose slot is -1.
-        self._held = torch.zeros(slots + 1, len(self._place), chosen, dtype=dtype, device=runner.device)
+        slots = runner.kv_cache_config.num_blocks * self._block_tokens + 1
+        self._held = torch.zeros(slots, *size, dtype=dtype, device=runner.device)
 
     def capture(self, layer: int, chosen: Tensor) -> None:
         """Keep the experts ``chosen`` [B, k] of the batch's tokens in a layer of the model."""
@@ -70,10 +69,9 @@ class RoutingCache:
         """Return the experts [tokens, L, k] of a request's first tokens; it may have ended in the latest step."""
         inside = next(known for known in self._runner.requests if known.rpartition("-")[0] == name)
         blocks = torch.tensor(self._runner.requests[inside].block_ids[self._group])
-        size = self._runner.kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
-        slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:tokens]
+        slots = (blocks[:, None] * self._block_tokens + torch.arange(self._block_tokens)).flatten()[:tokens]
         found: RoutedExperts = self._held[slots.to(self._held.device)].cpu().numpy()
-        return found if self._small else found.view(np.uint16)
+        return found if found.dtype == np.uint8 else found.view(np.uint16)
 
 
 class RoutingExtension(WorkerExtension):
@@ -87,16 +85,14 @@ class RoutingExtension(WorkerExtension):
         return [cache.read(*request) for request in requests] if self.rank == 0 else None
 
 
-def _make_with_kv_cache() -> None:
+_initialize = GPUModelRunner.initialize_kv_cache  # the CPU's runner calls it, too
+
+
+def _with_routing_cache(self: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
     """Make a runner's ``routing_cache`` when its KV cache has been made, before CUDA graphs are captured."""
-    initialize = GPUModelRunner.initialize_kv_cache  # the CPU's runner calls it
-
-    def initialize_kv_cache(self: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
-        initialize(self, config, is_profiling, **options)
-        if not is_profiling:
-            self.routing_cache = RoutingCache(self)
-
-    GPUModelRunner.initialize_kv_cache = initialize_kv_cache
+    _initialize(self, config, is_profiling, **options)
+    if not is_profiling:
+        self.routing_cache = RoutingCache(self)
 
 
-_make_with_kv_cache()
+GPUModelRunner.initialize_kv_cache = _with_routing_cache

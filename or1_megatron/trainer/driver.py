@@ -16,8 +16,8 @@ from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
-from or1_megatron.parallel.router_replay import ExpertsPart
-from or1_megatron.types import Batch, RoutedExperts, TokenScores, UpdateReport
+from or1_megatron.parallel.router_replay import bring_experts
+from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
 def policy_verbs(
@@ -29,9 +29,22 @@ def policy_verbs(
         saver: this rank's part of saving.
         reference: this rank's part of the frozen reference, where there is one.
     """
+
+    def of_rows(method: Verb) -> Verb:
+        """Let each rank get its part of the rows' routed experts first, where they have any."""
+
+        def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
+            if routed:
+                own = bring_experts(policy.mesh, policy.parts, policy.whole_batch)
+                policy.whole_batch = None
+                rows = [replace(row, own_experts=experts) for row, experts in zip(rows, own, strict=True)]
+            return method(rows, *arguments)
+
+        return verb
+
     verbs: dict[str, Verb] = {
-        "score": policy.score,
-        "update": policy.update_and_score,
+        "score": of_rows(policy.score),
+        "update": of_rows(policy.update_and_score),
         "restart_optimizer": partial(restart_optimizer, policy),
         "check_replicas": partial(check_replicas, policy),
         "offload": policy.host.offload,
@@ -40,15 +53,14 @@ def policy_verbs(
         "load": partial(load, policy),
         "export_hf": partial(export_hf, policy),
     }
-    return verbs if reference is None else {**verbs, "score_reference": reference.score}
+    return verbs if reference is None else {**verbs, "score_reference": of_rows(reference.score)}
 
 
 class PolicyDriver:
     """Rank 0's handle on the policy; a subclass with ``hand_off`` is an ``interfaces.Policy``."""
 
-    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, parts: Sequence[ExpertsPart] = ()) -> None:
-        """``parts``: of every rank, ``MegatronPolicy.parts``."""
-        self._lockstep, self._saver, self._parts = lockstep, saver, parts
+    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
+        self._lockstep, self._saver = lockstep, saver
 
     def take_devices(self) -> None:
         """Prepare the ranks to compute: a policy that shares its devices with engines takes them here."""
@@ -70,17 +82,12 @@ class PolicyDriver:
         report, scored = self._call("update", batch, objective, batch.token_count)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
 
-    def _call(self, verb: str, batch: Batch, *shared: Any) -> Any:
-        """Relay a verb on a batch: replicas get their micro-batches, and each rank its own part of routed experts."""
-        if batch.samples[0].routed_experts is None:
-            return self._lockstep.call(verb, *shared, per_replica=batch.ranks)
-        without = [[replace(row, routed_experts=None) for row in rows] for rows in batch.ranks]
-
-        def of_rank(rank: int) -> list[RoutedExperts] | None:
-            part = self._parts[rank]
-            return part.cut(batch.ranks[part.data_rank])
-
-        return self._lockstep.call(verb, *shared, per_replica=without, per_rank=of_rank)
+    def _call(self, verb: str, batch: Batch, *arguments: Any) -> Any:
+        routed = batch.samples[0].routed_experts is not None
+        if routed:
+            self._saver.policy.whole_batch = batch
+        rows = [[replace(row, routed_experts=None) for row in rows] for rows in batch.ranks]
+        return self._lockstep.call(verb, routed, *arguments, per_replica=rows)
 
     def restart_optimizer(self) -> None:
         self._lockstep.call("restart_optimizer")

@@ -79,7 +79,6 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
         begin=begin,
         mixtures=tuple(config.repeats(stage) for stage in config.stages),
         max_staleness=config.rollout.max_staleness,
-        router_replay=config.rollout.router_replay,
         one_pass=parallel.head == "one_pass",
     )
 
@@ -220,9 +219,7 @@ def serve_policy(
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
-    synced = SyncedPolicy(
-        lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing, policy.parts
-    )
+    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing)
     rollouts.revive_with(
         synced.revive,
         lambda why: faults.write(Fault("manager", "the RolloutManager", why)),

@@ -19,7 +19,6 @@ from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.router_replay import ExpertsPart
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
@@ -85,7 +84,6 @@ class SyncedPolicy(PolicyDriver):
         probe: Probe,
         layout: BatchLayout,
         sharing: DeviceSharing,
-        parts: Sequence[ExpertsPart] = (),
     ) -> None:
         """
         Args:
@@ -93,9 +91,8 @@ class SyncedPolicy(PolicyDriver):
             engines: controls the engines of ``pool``.
             layout: for the probe's batch.
             sharing: the trainer has the devices now, and engines that sleep are asleep.
-            parts: of every rank, ``MegatronPolicy.parts``.
         """
-        super().__init__(lockstep, saver, parts)
+        super().__init__(lockstep, saver)
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
         self._known = list(pool.handles)  # handles that the RolloutManager has
         self._sharing = sharing
