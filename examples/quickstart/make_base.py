@@ -166,7 +166,7 @@ def main() -> None:
         if arguments.experts:  # half the size
             AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.bfloat16).save_pretrained(arguments.out)
         record = {
-            "command": "examples/quickstart/make_base.sh",
+            "command": f"examples/quickstart{'_moe' if arguments.experts else ''}/make_base.sh",
             "seed": arguments.seed,
             "steps": arguments.steps,
             "one_wording": arguments.one_wording,

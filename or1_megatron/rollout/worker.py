@@ -17,7 +17,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler as VllmSampler
 
 from or1_megatron.handoff.vllm import receiver
-from or1_megatron.handoff.vllm.reload import put_back
+from or1_megatron.handoff.vllm.reload import pack_experts_anew, put_back
 from or1_megatron.kernels.sampling import sample
 from or1_megatron.rollout.engine import hold_less, wait_without_spinning
 from or1_megatron.rollout.request_plan import row_keys
@@ -26,6 +26,7 @@ from or1_megatron.rollout.speculation import check_drafts
 receiver.register()
 wait_without_spinning()
 hold_less()
+pack_experts_anew()
 
 
 class SeededSampler(VllmSampler):

@@ -24,9 +24,9 @@ SPARSE, CHOSEN = (0, 2, 3), 2
 PLAIN, ASKED = (Sampling(1.0, 1.0, 30, routed_experts=asked) for asked in (False, True))
 
 
-def pool_of(folder: Path, **changes: Any) -> EnginePool:
+def pool_of(folder: Path, name: str, **changes: Any) -> EnginePool:
     config = rollout_config(engines=1, router_replay=True, **changes)
-    return EnginePool(config, folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-moe", on_cpu=True)
+    return EnginePool(config, folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-{name}", on_cpu=True)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def mixture(tiny_model: TinyModel, tiny: Callable[..., Path], ray_cluster: None)
     folder = tiny("qwen3_moe", vocab_size=len(WORDS), head_dim=32, pad_token_id=0, eos_token_id=END, bos_token_id=None)
     for file in tiny_model.folder.glob("*token*"):
         shutil.copy(file, folder)
-    pool = pool_of(folder, engine_args={"max_num_batched_tokens": 64})
+    pool = pool_of(folder, "mixture", engine_args={"max_num_batched_tokens": 64})
     pool.wait_ready()
     yield pool.handles[0], AutoModelForCausalLM.from_pretrained(folder).eval()
     pool.close()
@@ -88,7 +88,7 @@ def test_experts_come_only_where_they_are_asked(mixture: tuple[Any, Any], tiny_m
     """An evaluation does not ask; what was sampled without experts is sampled anew. A dense engine is refused."""
     assert all(completion.routed_experts is None for completion in decode(mixture[0], requests(PLAIN)))
     assert request_digest(requests(PLAIN)[0]) != request_digest(requests(ASKED)[0])
-    pool = pool_of(tiny_model.folder)
+    pool = pool_of(tiny_model.folder, "dense")
     with pytest.raises(EngineError, match=r"router_replay = true, but this engine cannot return the experts"):
         pool.wait_ready()
     pool.close()

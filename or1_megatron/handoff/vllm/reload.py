@@ -5,8 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+
+def pack_experts_anew() -> None:
+    """On CPU, make vLLM pack a layer's experts each time they are loaded: of itself it does so only the first time, and
+    would compute with experts in another order of numbers after a handoff (vLLM 0.32)."""
+    if not current_platform.is_cpu():
+        return
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def process_anew(self: Any, layer: Any) -> None:
+        self.moe_kernel = None
+        process(self, layer)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
