@@ -83,11 +83,12 @@ class PolicyDriver:
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
 
     def _call(self, verb: str, batch: Batch, *arguments: Any) -> Any:
-        routed = batch.samples[0].routed_experts is not None
-        if routed:
-            self._saver.policy.whole_batch = batch
+        routed = any(row.routed_experts is not None for rows in batch.ranks for row in rows)
+        if not routed:
+            return self._lockstep.call(verb, False, *arguments, per_replica=batch.ranks)
+        self._saver.policy.whole_batch = batch
         rows = [[replace(row, routed_experts=None) for row in rows] for rows in batch.ranks]
-        return self._lockstep.call(verb, routed, *arguments, per_replica=rows)
+        return self._lockstep.call(verb, True, *arguments, per_replica=rows)
 
     def restart_optimizer(self) -> None:
         self._lockstep.call("restart_optimizer")
