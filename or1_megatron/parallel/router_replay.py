@@ -55,9 +55,7 @@ class ExpertsPart:
         in_turn = (positions[:, None] * self.mixture.chosen + np.arange(self.mixture.chosen)) % self.mixture.count
         smallest = np.uint8 if self.mixture.count <= 256 else np.uint16
         found: RoutedExperts = np.repeat(in_turn[:, None].astype(smallest), len(self.layers), axis=1)
-        for start, experts in zip(
-            row.cu_seqlens.tolist(), row.routed_experts, strict=False
-        ):  # the row's padding has none
+        for start, experts in zip(row.cu_seqlens.tolist(), row.routed_experts, strict=False):  # padding has none
             mine = (positions >= start) & (positions < start + len(experts))
             found[mine] = experts[np.ix_(positions[mine] - start, self.layers)]
         return found, row.loss_mask[positions]
