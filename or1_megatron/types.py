@@ -22,6 +22,11 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+"""[tokens, layers with experts, k]: numbers of the experts that computed each token, in the smaller type that holds
+them."""
+OwnExperts = tuple[RoutedExperts, BoolArray]
+"""The experts of one rank's t tokens of a row, in its layers, and [t] which of the tokens are counted."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -47,6 +52,8 @@ class Sampling:
     temperature: float
     top_p: float
     max_response_tokens: int
+    routed_experts: bool = False
+    """Return ``Completion.routed_experts``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,9 @@ class Completion:
     """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
     entropy: float = math.nan
     """Mean over the tokens, in nats, of the whole distributions that they were drawn from; NaN: unknown."""
+    routed_experts: RoutedExperts | None = None
+    """[p + n - 1, layers, k], where the request asked for them: of prompt and response, but for the last token, which
+    no expert has computed."""
 
     @property
     def truncated(self) -> bool:
@@ -210,6 +220,7 @@ class Sample:
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
     weight: float | None = None
     """Loss weight of each response token, by the aggregation (``rl.aggregation``). None: 1."""
+    routed_experts: RoutedExperts | None = None  # as in ``Completion``; None: the policy chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,8 @@ class MicroBatch:
     weights: Float32Array | None = None  # [T], ``Sample.weight``; None: all 1
     log_prob_gradients: Float32Array | None = None  # [T], both set by ``rl.objectives.scored``
     entropy_gradients: Float32Array | None = None  # [T]
+    routed_experts: tuple[RoutedExperts, ...] | None = None  # [S] arrays, ``Sample.routed_experts``
+    own_experts: OwnExperts | None = None  # what one rank gets of these
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Makes the quickstart's base model: a Qwen2 from scratch, warmed up on demonstrations of mixed habits.
+"""Makes the quickstart's base model: a Qwen2 from scratch, warmed up on demonstrations of mixed habits. With
+``--experts`` it is a Qwen3-MoE, as in examples/quickstart_moe.
 
 The supervised steps go through the very policy that reinforcement learning trains: Megatron under torchrun, with
 cross-entropy in the place of the clipped loss.
@@ -24,7 +25,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import TokenInputs
@@ -42,7 +49,7 @@ from tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 SEED = 0
 STEPS = 3600
 BATCH_DEMONSTRATIONS = 128
-CAREFUL_FIRST_STEPS = 2400
+CAREFUL_FIRST = 2 / 3  # of the steps
 MAX_RESPONSE_TOKENS = 97
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
@@ -64,26 +71,37 @@ class CrossEntropy:
         return loss, {"loss": loss.detach(), "entropy": entropies.detach().sum()}
 
 
-def create_model(folder: Path, seed: int) -> None:
-    """A randomly initialised Qwen2 of 0.8M parameters with the tokenizer, as an HF folder."""
+def create_model(folder: Path, seed: int, experts: int) -> None:
+    """A randomly initialised model of 0.8M parameters with the tokenizer, as an HF folder; two experts of a layer
+    compute a token."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MODEL_MAX_LENGTH,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    common = {
+        "vocab_size": len(tokenizer),
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MODEL_MAX_LENGTH,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config: PretrainedConfig = Qwen2Config(hidden_size=128, **common)
+    if experts:
+        config = Qwen3MoeConfig(
+            hidden_size=96,
+            head_dim=32,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            norm_topk_prob=True,
+            **common,
+        )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 def samples(folder: Path, drawn: Iterable[Demonstration]) -> Iterator[Sample]:
@@ -125,6 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the HF folder to make")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--experts", type=int, default=0, help="in each layer of a mixture; 0: a dense model")
     parser.add_argument("--one-wording", action="store_true", help="careful steps in one order and one wording")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -134,19 +153,24 @@ def main() -> None:
     mesh = build_mesh(parallel, arguments.seed)
     scratch = Path(tempfile.gettempdir()) / f"or1_base_{os.environ.get('TORCHELASTIC_RUN_ID', 'single')}"
     if mesh.rank == 0:
-        create_model(scratch, arguments.seed)
+        create_model(scratch, arguments.seed, arguments.experts)
     torch.distributed.barrier()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
-    drawn = demonstrations(arguments.seed, CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS, arguments.one_wording)
+    drawn = demonstrations(
+        arguments.seed, round(CAREFUL_FIRST * arguments.steps) * BATCH_DEMONSTRATIONS, arguments.one_wording
+    )
     loss = warm_up(policy, samples(scratch, drawn), arguments.steps)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
+        if arguments.experts:  # half the size
+            AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.bfloat16).save_pretrained(arguments.out)
         record = {
-            "command": "examples/quickstart/make_base.sh",
+            "command": f"examples/quickstart{'_moe' if arguments.experts else ''}/make_base.sh",
             "seed": arguments.seed,
             "steps": arguments.steps,
             "one_wording": arguments.one_wording,
+            **({"experts": arguments.experts} if arguments.experts else {}),
             "loss_per_token": loss,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         }

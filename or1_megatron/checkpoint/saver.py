@@ -93,7 +93,7 @@ class CheckpointSaver:
         timeout_s: float = 1800.0,
         before_complete: Callable[[], None] = lambda: None,
     ) -> None:
-        self._policy, self._mesh, self._before_complete = policy, policy.mesh, before_complete
+        self.policy, self._mesh, self._before_complete = policy, policy.mesh, before_complete
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
         self.responses = b""
         """On rank 0: the finished responses that the next checkpoint gets."""
@@ -121,10 +121,10 @@ class CheckpointSaver:
         """
         problem = self._ended()
         if self._mesh.rank == 0 and problem is None:
-            problem = _prepare(folder, self._policy)
+            problem = _prepare(folder, self.policy)
         raise_together(self._mesh, problem)
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        steps = self._policy.sgd_steps
+        steps = self.policy.sgd_steps
         job = _PendingSave(folder, self._copied(), random_state(), steps, loop_json, self.responses)
         self.responses = b""
         self._outcome = None
@@ -181,7 +181,7 @@ class CheckpointSaver:
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
         """Return this rank's slices, copied to the buffers; in a synchronous save, the live tensors."""
         if self._written_here is None:
-            self._written_here = [shard for shard in local_shards(self._policy) if shard.is_written_here]
+            self._written_here = [shard for shard in local_shards(self.policy) if shard.is_written_here]
         live = [
             (part, part.of(tensor))
             for shard in self._written_here

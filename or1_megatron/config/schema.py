@@ -173,6 +173,9 @@ class RolloutConfig(Section):
     max_staleness: NonNegative = 0
     """N: how many steps older than the trained weights those that sampled a token may be. The N next steps are asked
     while this one is sampled and trains. Unit: rollout steps."""
+    router_replay: bool = False
+    """Compute each token of the training data with the experts that the engine chose for it, in all passes of policy
+    and reference (R3, arXiv 2510.11370). For mixtures of experts."""
 
 
 class AskedModelConfig(Section):

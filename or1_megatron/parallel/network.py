@@ -18,6 +18,7 @@ from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
+from or1_megatron.parallel.router_replay import replay_in
 from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
 from or1_megatron.sizing.parallel_layouts import choose_layers
@@ -51,6 +52,7 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
         PolicyModel(hf, family, config, mesh, kind, chunk_layers, index).to(device())
         for index in range(parallel.virtual_pipeline)
     ]
+    replay_in(chunks)
     weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
     weights.mark_cut_parameters()
     weights.load_hf(HFTensors(model.hf, hf))

@@ -32,6 +32,11 @@ class PackedRow(PackedSeqParams):
     """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
     """This rank's part of the row; None if it holds the whole row."""
+    experts: Tensor | None = None
+    """[t, L, k] and, below, [t] bool: ``types.OwnExperts``; None: the policy chooses."""
+    counted: Tensor | None = None
+    rerouted: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, once it has computed the row: how many counted tokens the policy would have sent to other experts."""
 
 
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1) -> PackedRow:

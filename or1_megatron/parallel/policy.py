@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, clip_and_step, learning_rate
+from or1_megatron.parallel.router_replay import ExpertsPart, rerouted
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.weights.families import experts_of
 
 
 class MegatronPolicy:
@@ -42,6 +45,10 @@ class MegatronPolicy:
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
+        self.parts = _of_every_rank(mesh, self._part(parallel))
+        """Which part of routed experts each rank computes with; None for a dense model."""
+        self.whole_batch: Batch | None = None
+        """On rank 0, for the next verb: the batch whose routed experts are brought to all ranks."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
@@ -82,8 +89,10 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums = self._total([sums for sums, _ in outputs])
+        there = rows_on_device(self.mesh, rows)
+        outputs = forward_backward(self.chunks, there, objective, self._one_pass)
+        routing = rerouted((row.row for row in there), self.parts[self.mesh.rank])
+        sums = self._total([sums for sums, _ in outputs], routing)
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -102,18 +111,33 @@ class MegatronPolicy:
         )
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
-    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks; collective.
+    def _part(self, parallel: ParallelConfig) -> ExpertsPart | None:
+        mesh, experts = self.mesh, experts_of(self.hf)
+        if experts is None:
+            return None
+        here = [layer for network in self.networks for layer in network.layers if layer in experts.layers]
+        sequence = (mesh.tensor_rank, mesh.tensor) if parallel.sequence else (0, 1)
+        layers = tuple(experts.layers.index(layer) for layer in here)
+        return ExpertsPart(mesh.data_rank, (mesh.context_rank, mesh.context), sequence, layers, experts)
+
+    def _total(
+        self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the objective's sums over all micro-batches of all data-parallel ranks, and sums of which every rank
+        has a part; collective.
 
         Names that start with ``max_`` are maxima, the rest sums.
         """
-        mesh = self.mesh
-        counts = mesh.last_stage and mesh.tensor_rank == 0
+        counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        everyone: list[Any] = [local] * mesh.world
-        if mesh.world > 1:
-            dist.all_gather_object(everyone, local, group=mesh.control)
-        return _folded(everyone)
+        return _folded(_of_every_rank(self.mesh, {**local, **of_rank}))
+
+
+def _of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
+    everyone: list[Any] = [mine] * mesh.world
+    if mesh.world > 1:
+        dist.all_gather_object(everyone, mine, group=mesh.control)
+    return everyone
 
 
 def _data_parallel(
@@ -189,7 +213,7 @@ class WholePolicy:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Return the scores of the batch's samples, on every rank; collective."""
-        scored = [self._policy.score(batch.ranks[self._mesh.data_rank], temperature)]
+        scored = [self._policy.score(self._mine(batch), temperature)]
         if self._mesh.world > 1:
             dist.broadcast_object_list(scored, src=0, group=self._mesh.control)
         assert scored[0] is not None
@@ -197,7 +221,13 @@ class WholePolicy:
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """Take an optimizer step; collective."""
-        return self._policy.update(batch.ranks[self._mesh.data_rank], objective, batch.token_count)
+        return self._policy.update(self._mine(batch), objective, batch.token_count)
+
+    def _mine(self, batch: Batch) -> Sequence[MicroBatch]:
+        rows, part = batch.ranks[self._mesh.data_rank], self._policy.parts[self._mesh.rank]
+        if batch.samples[0].routed_experts is None or part is None:
+            return rows
+        return [replace(row, own_experts=part.cut(row)) for row in rows]
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:

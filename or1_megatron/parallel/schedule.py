@@ -61,6 +61,8 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
         context_rank,
         context,
     )
+    if micro_batch.own_experts is not None:
+        row.experts, row.counted = (torch.from_numpy(array).to(device) for array in micro_batch.own_experts)
     counted_in_row = torch.from_numpy(micro_batch.loss_mask).nonzero(as_tuple=True)[0]
     held = torch.arange(micro_batch.token_ids.size) if row.shard is None else row.shard.held.cpu()
     counted = torch.from_numpy(micro_batch.loss_mask)[held].nonzero(as_tuple=True)[0]

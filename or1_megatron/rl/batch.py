@@ -18,7 +18,7 @@ Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from or1_megatron.types import (
     Batch,
     Float32Array,
     MicroBatch,
+    RoutedExperts,
     Sample,
 )
 
@@ -50,6 +51,7 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
             advantage=float(advantage),
             loss_mask=np.ones(completion.token_ids.size, dtype=np.bool_),
             engine_log_probs=completion.log_probs,
+            routed_experts=completion.routed_experts,
         )
         for completion, advantage in zip(group.group.completions, group.advantages, strict=True)
     ]
@@ -117,7 +119,7 @@ def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchL
         raise ValueError(
             f"pack: the {len(samples)} samples hold no counted token: there is nothing to divide the loss by"
         )
-    for name in (*LOG_PROBS, "weight"):
+    for name in (*LOG_PROBS, "weight", "routed_experts"):
         having = sum(getattr(sample, name) is not None for sample in samples)
         if having not in (0, len(samples)):
             raise ValueError(f"pack: {having} of {len(samples)} samples have {name}; expected all or none")
@@ -147,8 +149,9 @@ def _fill(
     advantages = np.zeros(row_tokens, dtype=np.float32)
     weights = None if samples[0].weight is None else np.zeros(row_tokens, dtype=np.float32)
     given = [name for name in LOG_PROBS if getattr(samples[0], name) is not None]
-    log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in given}
+    log_probs: dict[str, Any] = {name: np.zeros(row_tokens, dtype=np.float32) for name in given}
     bounds, lengths = [0], []
+    routed: list[RoutedExperts] = []
     for i in members:
         sample, start = samples[i], bounds[-1]
         first = start + sample.prompt_ids.size  # of the response
@@ -163,6 +166,8 @@ def _fill(
         if weights is not None:
             weights[predicting] = sample.weight
         lengths.append(end - start)
+        if sample.routed_experts is not None:
+            routed.append(sample.routed_experts)
         bounds.append(start + -(-(end - start) // sequence_alignment) * sequence_alignment)
         position_ids[start : bounds[-1]] = np.arange(bounds[-1] - start)
     if bounds[-1] < row_tokens:
@@ -178,5 +183,6 @@ def _fill(
         sample_index=np.array(members, dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
         weights=weights,
+        routed_experts=None if samples[0].routed_experts is None else tuple(routed),
         **log_probs,
     )

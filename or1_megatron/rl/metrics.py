@@ -118,6 +118,9 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         "verify/retries": report.verifier_retries,
         "rollout/response_tokens": report.response_tokens,
     }
+    routed = [completion.routed_experts for completion in completions]
+    if routed[0] is not None:
+        metrics["routing/bytes"] = sum(experts.nbytes for experts in routed if experts is not None)
     entropies = np.array([completion.entropy for completion in completions])
     if not np.isnan(entropies).any():
         metrics["rollout/entropy"] = np.average(entropies, weights=lengths)
@@ -220,6 +223,7 @@ _MEANS: Mapping[str, str] = {
     "entropy/full": "entropy",
     "correction/weight": "weight",
     "correction/cut_fraction": "weight_cut",
+    "routing/rerouted": "rerouted",
 }
 """For each metric, the objective's sum of which it is the mean over tokens; objectives have some of them."""
 

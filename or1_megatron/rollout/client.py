@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -135,6 +135,8 @@ class RolloutsClient:
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
+        if self._config.router_replay and not urgent:  # evaluations do not need them
+            sampling = replace(sampling, routed_experts=True)
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
         batch = pack(arguments | {"rule": rule, "urgent": urgent})
         self._progress = (0, len(prompts) * group_size)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,15 +32,17 @@ from or1_megatron.data.template import load_tokenizer
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
-from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
+from or1_megatron.types import Completion, Float32Array, Int32Array, Request, RoutedExperts, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
+ROUTING_EXTENSION = "or1_megatron.rollout.routed_experts.RoutingExtension"
 
 # vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves.
 _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
 _FREE_AT_START = 0.05  # of the device's memory
 _POLL_S = 0.001
+_ROW_BYTES = 12  # token, log-prob and entropy of a token in fp32
 
 
 def wait_without_spinning() -> None:
@@ -99,7 +101,7 @@ class _InFlight:
 
     request: Request
     started_s: float
-    table: bytearray = field(default_factory=bytearray)  # of ``worker.SeededSampler``, 12 bytes per token
+    table: bytearray = field(default_factory=bytearray)  # of ``worker.SeededSampler``, ``_ROW_BYTES`` per token
     versions: list[VersionSpan] = field(default_factory=list)
     version: str | None = None  # of the weights that made the last token
 
@@ -136,7 +138,7 @@ class VllmEngine:
             scheduling_policy="priority",  # first come, first served, but for the probe
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": "slices"},  # as ``handoff.vllm.receiver`` is known to vLLM
-            worker_extension_cls=WORKER_EXTENSION,
+            worker_extension_cls=ROUTING_EXTENSION if settings.config.router_replay else WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
             **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
@@ -262,6 +264,7 @@ class VllmEngine:
     def _iterate(self) -> None:
         iteration = self._engine.engine_core.get_output()
         version, now_s = iteration.weight_version, time.time()
+        ended: dict[str, Any] = {}
         for output in iteration.outputs:
             flying = self._pending.get(output.request_id)
             if flying is None:
@@ -269,11 +272,24 @@ class VllmEngine:
                 continue
             if flying.version != version:
                 flying.version = version
-                flying.versions.append(VersionSpan(int(version), len(flying.table) // 12))
+                flying.versions.append(VersionSpan(int(version), len(flying.table) // _ROW_BYTES))
             if output.new_logprobs is not None:
                 flying.table += output.new_logprobs.logprobs.tobytes()
             if output.finish_reason is not None:
-                self._finished.append(self._completion(self._pending.pop(output.request_id), output, now_s))
+                ended[output.request_id] = output
+        routed = self._routed_experts({name: self._pending[name] for name in ended})
+        for name, output in ended.items():
+            self._finished.append(self._completion(self._pending.pop(name), output, now_s, routed.get(name)))
+
+    def _routed_experts(self, ended: Mapping[str, _InFlight]) -> dict[str, RoutedExperts]:
+        """Return, by request, the experts of the responses that came to their end in the latest step and want them."""
+        asked = [
+            (name, len(made.request.prompt.token_ids) + len(made.table) // _ROW_BYTES - 1)
+            for name, made in ended.items()
+            if made.request.sampling.routed_experts
+        ]
+        found = self._llm.collective_rpc("routed_experts", args=(asked,))[0] if asked else []
+        return {name: experts for (name, _), experts in zip(asked, found, strict=True)}
 
     # The weight-update calls of vLLM's transfer protocol, in the order of their use.
 
@@ -343,7 +359,7 @@ class VllmEngine:
         self._engine.engine_core.add_request(process(name, prompt, params, tasks, priority=priority))
         return name
 
-    def _completion(self, made: _InFlight, output: Any, finished_s: float) -> Completion:
+    def _completion(self, made: _InFlight, output: Any, finished_s: float, routed: RoutedExperts | None) -> Completion:
         request, reason = made.request, str(output.finish_reason)
         if reason not in ("stop", "length"):
             raise RuntimeError(
@@ -380,6 +396,7 @@ class VllmEngine:
             accepted_tokens=_accepted(drafts.histogram, len(token_ids)) if drafts else 0,
             request_digest=request_digest(request),
             entropy=float(np.mean(entropies, dtype=np.float64)),
+            routed_experts=routed,
         )
 
 

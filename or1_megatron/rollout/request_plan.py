@@ -47,7 +47,8 @@ def request_digest(request: Request) -> bytes:
     """
     sampling, prompt = request.sampling, request.prompt
     asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
-    return hashlib.blake2b(repr(asked).encode() + prompt.token_ids.astype("<i4").tobytes(), digest_size=16).digest()
+    text = repr(asked) + ("routed experts" if sampling.routed_experts else "")
+    return hashlib.blake2b(text.encode() + prompt.token_ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 
 def plan_requests(

@@ -128,6 +128,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("correction/weight_max", "", "largest of these weights"),
     Metric("correction/cut_fraction", "fraction", "tokens whose weight was truncated or masked"),
     Metric("correction/effective_sample_size", "fraction", "(sum w)^2 over n sum w^2 of the n tokens, after the cut"),
+    Metric(
+        "routing/rerouted",
+        "fraction",
+        "tokens x layers with experts that the policy would have sent to other experts (rollout.router_replay)",
+    ),
+    Metric("routing/bytes", "bytes", "of the experts that came with this step's responses (rollout.router_replay)"),
     Metric("policy/approx_kl", "nats/token", "k3 estimate of KL(sampling policy || policy); 0 when on-policy"),
     Metric("policy/grad_norm", "", "gradient norm before clipping, mean over the SGD steps that were not skipped"),
     Metric("policy/learning_rate", "", "of the step's last SGD step"),

@@ -149,6 +149,8 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
 def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[str]:
     rollout = config.rollout
     tensor = rollout.tensor_parallel
+    if rollout.router_replay and shape.experts is None:
+        yield "rollout.router_replay = true, but the model has no experts to choose from; set it to false"
     yield from head_conflicts("rollout.tensor_parallel", tensor, shape)
     if device == "cpu":
         if rollout.kv_cache_bytes is None:

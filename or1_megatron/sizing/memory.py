@@ -305,15 +305,29 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
     stages = config.stages if config.run.stage is None else config.stages[config.run.stage - 1 : config.run.stage]
     responses = max(stage.prompts_per_step * stage.group_size for stage in stages)
-    yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES, "responses": responses * _LOOP_RESPONSE_BYTES})
+    routed = 2 * routed_bytes(config, shape)  # as received, and while the message that they come in is read
+    parts = {"base": _LOOP_BYTES, "responses": responses * _LOOP_RESPONSE_BYTES, "routed experts": routed}
+    yield ProcessMemory(LOOP, 1, parts)
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
-    manager = {"base": _MANAGER_BYTES, "responses": responses * _MANAGER_RESPONSE_BYTES}
+    manager = {"base": _MANAGER_BYTES, "responses": responses * _MANAGER_RESPONSE_BYTES, "routed experts": routed}
     yield ProcessMemory("rollout manager", 1, manager)
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
     yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
+
+
+def routed_bytes(config: Config, shape: Shape) -> int:
+    """Return the most that the routed experts of one step's responses take; 0 without ``rollout.router_replay``."""
+    if not config.rollout.router_replay or shape.experts is None:
+        return 0
+    experts = shape.experts
+    of_token = len(experts.layers) * experts.chosen * (1 if experts.count <= 256 else 2)
+    return of_token * max(
+        stage.prompts_per_step * stage.group_size * (config.data.max_prompt_tokens + stage.max_response_tokens)
+        for stage in config.stages
+    )
 
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:

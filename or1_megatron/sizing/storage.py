@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.memory import ProcessMemory, gib, offloaded_bytes
+from or1_megatron.sizing.memory import ProcessMemory, gib, offloaded_bytes, routed_bytes
 from or1_megatron.weights.shape import BYTES, Shape
 
 _PROCESS_BYTES: Final = 4 << 30
@@ -71,5 +71,6 @@ def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemor
         "copies for checkpoints": ranks * 2 * copy if config.checkpoint.asynchronous else 0,
         "processes": 2 * ranks * _PROCESS_BYTES,
         "verified programs": config.verify.node_memory_bytes or 0,
+        "routed experts": 4 * routed_bytes(config, shape),  # of the loop and the manager, if both are here
     }
     return ProcessMemory("host of a node", 1, parts)

@@ -25,12 +25,13 @@ from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
+from or1_megatron.parallel.router_replay import bring_experts
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.engine_pool import EnginePool
-from or1_megatron.types import Batch, Float32Array, HandoffReport, Sample, TokenScores, UpdateReport
+from or1_megatron.types import Batch, Float32Array, HandoffReport, MicroBatch, Sample, TokenScores, UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,22 @@ def rank_verbs(
         sender: of the handoff; None: there are no engines.
         reference: of the frozen reference, where there is one.
     """
+
+    def of_rows(method: Verb) -> Verb:
+        """Let each rank get its part of the rows' routed experts first, where they have any."""
+
+        def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
+            if routed:
+                own = bring_experts(policy.mesh, policy.parts, policy.whole_batch)
+                policy.whole_batch = None
+                rows = [replace(row, own_experts=experts) for row, experts in zip(rows, own, strict=True)]
+            return method(rows, *arguments)
+
+        return verb
+
     verbs: dict[str, Verb] = {
-        "score": policy.score,
-        "update": policy.update_and_score,
+        "score": of_rows(policy.score),
+        "update": of_rows(policy.update_and_score),
         "restart_optimizer": partial(restart_optimizer, policy),
         "check_replicas": partial(check_replicas, policy),
         "offload": policy.host.offload,
@@ -83,7 +97,7 @@ def rank_verbs(
     }
     if sender is not None:
         verbs |= {"send": sender.send, "leave_engines": sender.close}
-    return verbs if reference is None else {**verbs, "score_reference": reference.score}
+    return verbs if reference is None else {**verbs, "score_reference": of_rows(reference.score)}
 
 
 class SyncedPolicy:
@@ -141,14 +155,22 @@ class SyncedPolicy:
 
     def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
         self.take_devices()
-        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
+        scored = self._call(verb, batch, temperature)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         self.take_devices()
         report: UpdateReport
-        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
+        report, scored = self._call("update", batch, objective, batch.token_count)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
+
+    def _call(self, verb: str, batch: Batch, *arguments: Any) -> Any:
+        routed = any(row.routed_experts is not None for rows in batch.ranks for row in rows)
+        if not routed:
+            return self._lockstep.call(verb, False, *arguments, per_replica=batch.ranks)
+        self._saver.policy.whole_batch = batch
+        rows = [[replace(row, routed_experts=None) for row in rows] for rows in batch.ranks]
+        return self._lockstep.call(verb, True, *arguments, per_replica=rows)
 
     def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         self._saver.responses = responses  # rank 0 writes them: they need not go to all ranks

@@ -151,14 +151,16 @@ def holdings(
         expert_rank: returns the expert-parallel rank that holds a row; None for a row that belongs to no expert.
     """
     held: list[Holding] = []
+    cut_alike: dict[Any, list[tuple[int, Box, list[int]]]] = {}  # in all layers and experts: (HF tensor, box, ranks)
     for row in rows:
-        holders: dict[tuple[str, Box], list[int]] = {}
-        for tensor_rank in range(grid.tensor):
-            for piece in pieces(row, hf, shapes, tensor_rank, grid.tensor):
-                holders.setdefault((piece.name, piece.box), []).extend(
-                    grid.ranks(stage(row), tensor_rank, expert_rank(row))
-                )
-        order = {name: index for index, name in enumerate(row.hf)}
-        for name, box in sorted(holders, key=lambda key: (order[key[0]], key[1])):
-            held.append(Holding(name, box, tuple(sorted(holders[name, box]))))
+        kind = row.layout, row.cut, tuple(shapes[name] for name in row.hf)
+        if kind not in cut_alike:
+            holders: dict[tuple[int, Box], list[int]] = {}
+            for tensor_rank in range(grid.tensor):
+                for piece in pieces(row, hf, shapes, tensor_rank, grid.tensor):
+                    holders.setdefault((row.hf.index(piece.name), piece.box), []).append(tensor_rank)
+            cut_alike[kind] = [(*key, holders[key]) for key in sorted(holders)]
+        ranks = [grid.ranks(stage(row), tensor_rank, expert_rank(row)) for tensor_rank in range(grid.tensor)]
+        for index, box, tensor_ranks in cut_alike[kind]:
+            held.append(Holding(row.hf[index], box, tuple(sorted(n for rank in tensor_ranks for n in ranks[rank]))))
     return held

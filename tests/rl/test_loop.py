@@ -195,6 +195,8 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     seen = {re.sub("/(one|two)/", f"/{ANY_SET}/", re.sub("@[248]$", "@<k>", name)) for r in rows.values() for name in r}
     assert seen == {name for name in known if "best@" not in name and "<source>" not in name} - {
         "rollout/entropy",  # of engines
+        "routing/bytes",  # of engines that return experts
+        "routing/rerouted",
         "speculation/acceptance",  # of engines that draft
         "speculation/tokens_per_pass",
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from or1_megatron.sizing.memory import (
     needed,
     phase_bytes,
     process_memory,
+    routed_bytes,
     stage_weights,
 )
 from or1_megatron.sizing.run_plan import Plan, plan
@@ -274,6 +276,20 @@ def test_the_host_of_a_node() -> None:
     assert found["offloaded state"] == pytest.approx(LARGE.parameters * (2 + 12 / 16), rel=1e-4)
     assert found["copies for checkpoints"] == pytest.approx(8 * 2 * 14 * LARGE.parameters / 128, rel=1e-4)
     assert found["processes"] == 16 * 4 * GIB
+
+
+def test_the_routed_experts_of_a_step() -> None:
+    """Worked by hand for Qwen3-235B-A22B: 94 layers * 8 experts of 1 byte are 752 bytes per token. 160 * 32 responses
+    of 2,048 + 24,576 tokens at most, the second stage's, are 102.5 GB, held four times; nothing without router replay,
+    or of a dense model."""
+    config = load_config(named("recipe")["or1_235b"], ["rollout.router_replay=true"])
+    shape = Shape.of(read_hf_config(named("shape")["qwen3_235b_a22b"]))
+    assert routed_bytes(config, shape) == 160 * 32 * 26_624 * 752 == 102_508_789_760
+    assert shape.experts is not None
+    assert node_memory(config, shape, 8).parts["routed experts"] == 4 * routed_bytes(config, shape)
+    many = replace(shape, experts=replace(shape.experts, count=257))
+    assert routed_bytes(config, many) == 2 * routed_bytes(config, shape)
+    assert routed_bytes(RECIPE, LARGE) == routed_bytes(load_config(named("recipe")["or1_235b"], []), shape) == 0
 
 
 def test_room_of_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ STAGE = {"name": "s", "steps": 60, "max_response_tokens": 64, "prompts_per_step"
          ["stage '2'", "micro_batch_tokens = 20000", "2048 + max_response_tokens 32768", "34816"]),
         ({"rollout": {"engines": 1, "tensor_parallel": 8}}, ["tensor_parallel = 8", "num_attention_heads = 28"]),
         ({"rollout": {"engines": 4, "tensor_parallel": 14}}, ["tensor_parallel = 14 neither divides", "= 4"]),
+        ({"rollout": {"router_replay": True}}, ["router_replay = true, but the model has no experts"]),
         ({"rollout": {"engines": 64}}, ["64 * rollout.tensor_parallel 1 = 64 GPUs", "share the 32"]),
         ({"rollout": {"kv_cache_bytes": 57344 * 1000}}, ["holds 1000 tokens", "34816", str(57344 * 34816)]),
         ({"evaluate": {"every_steps": 10}}, ["every_steps = 10, but evaluate.data is empty"]),

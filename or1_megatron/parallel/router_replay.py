@@ -1,0 +1,133 @@
+"""Router replay (R3, arXiv 2510.11370): tokens are computed by the experts that the engine chose for them.
+
+Only the choice is replayed. The weights of the chosen experts are the policy's own, from its router's logits, and their
+gradient goes through them. Megatron's ``RouterReplay`` is not used: it is switched for all layers of a process at once
+between forward and backward passes, which a pipeline's schedule mixes. Our object takes its place behind the same call,
+and finds the experts in the row that the layer computes.
+
+Shapes: t tokens of a row on this rank (T / CP, and T / CP / TP under sequence parallelism), L layers with experts
+(of the model, or of one rank), k experts of a token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from or1_megatron.parallel.context_parallel import held_positions
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.packed import PackedRow
+from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.types import Batch, MicroBatch, OwnExperts, RoutedExperts
+from or1_megatron.weights.table import Experts
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """Which part of a batch's routed experts one rank computes with."""
+
+    data_rank: int
+    context: tuple[int, int]  # (rank, ranks), as of sequence parallelism
+    sequence: tuple[int, int]
+    layers: tuple[int, ...]
+    """Numbers of this rank's layers among the model's layers with experts."""
+    mixture: Experts
+
+    def cut(self, row: MicroBatch) -> OwnExperts:
+        """Return this rank's part of a row of its data-parallel rank.
+
+        Tokens that no engine has computed get any experts, in turn: padding, and the last token of each sequence.
+        Nothing that counts depends on them.
+        """
+        assert row.routed_experts is not None
+        positions = np.arange(row.token_ids.size)
+        if self.context[1] > 1:
+            positions = held_positions(row.cu_seqlens.tolist(), *self.context).numpy()
+        positions = positions.reshape(self.sequence[1], -1)[self.sequence[0]]
+        in_turn = (positions[:, None] * self.mixture.chosen + np.arange(self.mixture.chosen)) % self.mixture.count
+        smallest = np.uint8 if self.mixture.count <= 256 else np.uint16
+        found: RoutedExperts = np.repeat(in_turn[:, None].astype(smallest), len(self.layers), axis=1)
+        for start, experts in zip(row.cu_seqlens.tolist(), row.routed_experts, strict=False):  # padding has none
+            mine = (positions >= start) & (positions < start + len(experts))
+            found[mine] = experts[np.ix_(positions[mine] - start, self.layers)]
+        return found, row.loss_mask[positions]
+
+
+def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None) -> list[OwnExperts]:
+    """Return this rank's part of each row's experts; collective.
+
+    Args:
+        parts: of every rank.
+        batch: on rank 0, which sends each rank its part alone, one after another.
+    """
+    if mesh.rank > 0:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, 0, mesh.control)
+        return list(unpack(received[0]))
+    assert batch is not None
+    for rank, part in enumerate(parts[1:], start=1):
+        dist.send_object_list([pack([part.cut(row) for row in batch.ranks[part.data_rank]])], rank, mesh.control)
+    return [parts[0].cut(row) for row in batch.ranks[parts[0].data_rank]]
+
+
+def replay_in(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let this rank's layers with experts, in the order of ``ExpertsPart.layers``, compute with a row's experts."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]  # type: ignore[union-attr]
+    for index, layer in enumerate(layers):
+        replay = _Replay(index)
+        layer.mlp.router.router_replay = replay
+        layer.register_forward_pre_hook(replay.begin, with_kwargs=True)
+
+
+class _Replay:
+    """A router's choice. Megatron's routing calls ``get_replay_topk`` where it would choose."""
+
+    layer_number: int | None = None  # Megatron sets it
+
+    def __init__(self, index: int) -> None:
+        self._index, self._again = index, False
+        self._row: PackedRow | None = None
+        self._waiting: deque[PackedRow] = deque()
+
+    def begin(self, layer: Any, args: Any, named: Mapping[str, Any]) -> None:
+        """Take the row that a layer is about to compute; a layer that is recomputed as a whole comes here again."""
+        self._row, self._again = named["packed_seq_params"], layer.training and layer.mlp.moe_layer_recompute
+
+    def get_replay_topk(
+        self, scores: Tensor, chosen: int, groups: Any, chosen_groups: Any, own_choice: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``scores`` [t, E] and numbers of the experts that compute the tokens, [t, k] each.
+
+        Where experts alone are recomputed, a second call for each row comes in the backward pass, when the layer may
+        have computed further rows; rows go backward in the order in which they went forward.
+        """
+        row = self._row
+        assert row is not None
+        if self._again and torch.is_grad_enabled():
+            row = self._waiting.popleft()
+        elif self._again:
+            self._waiting.append(row)
+        if row.experts is None:
+            found: tuple[Tensor, Tensor] = own_choice(scores, chosen, groups, chosen_groups)
+            return found
+        experts = row.experts[:, self._index].long()
+        with torch.no_grad():
+            own = own_choice(scores, chosen, groups, chosen_groups)[1]
+            others = (own.sort(dim=1).values != experts.sort(dim=1).values).any(dim=1)
+            row.rerouted[self._index] = (others & row.counted).sum()
+        return scores.gather(1, experts), experts
+
+
+def rerouted(rows: Iterable[PackedRow], part: ExpertsPart | None) -> dict[str, float]:
+    """Return this rank's part of the sum ``rerouted``: counted tokens x layers whose experts the policy would have
+    chosen otherwise, over the model's layers with experts; {} if no experts were given."""
+    counts = [count for row in rows for count in row.rerouted.values()]
+    return {"rerouted": float(torch.stack(counts).sum()) / len(part.mixture.layers)} if counts and part else {}

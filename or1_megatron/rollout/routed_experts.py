@@ -1,0 +1,97 @@
+"""The experts that computed each token, kept in vLLM's workers beside the token's keys and values.
+
+A token's experts are written where its keys and values are, when these are computed. So requests with the same prefix
+share them, a preempted request gets them anew, a drafted token that is rejected leaves none behind, and after a handoff
+all tokens of a response have the experts that the new weights choose as they read it again. vLLM's own return of routed
+experts needs its V2 model runner, which does not run on CPU.
+
+vLLM imports this module in every worker, before the model is made, if ``RoutingExtension`` is the engine's extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from or1_megatron.rollout.worker import WorkerExtension
+from or1_megatron.types import RoutedExperts
+
+_WHOLE: Final = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SINK_FULL_ATTENTION)
+"""Kinds of caches that keep every token until its request ends."""
+
+
+class RoutingCache:
+    """The experts of every token in the KV cache: [slots + 1, L, k] on the worker's device, of L layers with experts.
+
+    vLLM's routers call ``capture``, within CUDA graphs too: it reads and writes tensors that stay where they are.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        """``runner``: vLLM's model runner, with its model and KV cache.
+
+        Raises:
+            ValueError: vLLM cannot say which experts the model's tokens go to, or no cache keeps all tokens.
+        """
+        groups = runner.kv_cache_config.kv_cache_groups
+        kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in groups]
+        try:
+            self._group = next(index for index, kind in enumerate(kinds) if kind in _WHOLE)
+            bind_routed_experts_capturer(runner.model, self)  # which calls ``capture`` alone
+        except (StopIteration, ValueError) as error:
+            raise ValueError(
+                "rollout.router_replay = true, but this engine cannot return the experts of its tokens: "
+                f"{error or 'no KV cache of this model keeps all tokens'}"
+            ) from error
+        routers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+        self._place = {layer: place for place, layer in enumerate(sorted(module.layer_id for module in routers))}
+        self._runner, self._table = runner, runner.input_batch.block_table[self._group]
+        self._block_tokens = groups[self._group].kv_cache_spec.block_size
+        size = len(self._place), runner.model_config.get_num_experts_per_tok()
+        dtype = torch.uint8 if runner.model_config.get_num_experts() <= 256 else torch.int16
+        # The last row takes what a batch is padded with, whose slot is -1.
+        slots = runner.kv_cache_config.num_blocks * self._block_tokens + 1
+        self._held = torch.zeros(slots, *size, dtype=dtype, device=runner.device)
+
+    def capture(self, layer: int, chosen: Tensor) -> None:
+        """Keep the experts ``chosen`` [B, k] of the batch's tokens in a layer of the model."""
+        slots = self._table.slot_mapping.gpu[: len(chosen)]
+        self._held[slots, self._place[layer]] = chosen.to(self._held.dtype)
+
+    def read(self, name: str, tokens: int) -> RoutedExperts:
+        """Return the experts [tokens, L, k] of a request's first tokens; it may have ended in the latest step."""
+        blocks = torch.tensor(self._runner.requests[name].block_ids[self._group])
+        slots = (blocks[:, None] * self._block_tokens + torch.arange(self._block_tokens)).flatten()[:tokens]
+        found: RoutedExperts = self._held[slots.to(self._held.device)].cpu().numpy()
+        return found if found.dtype == np.uint8 else found.view(np.uint16)
+
+
+class RoutingExtension(WorkerExtension):
+    """The extension of workers that keep the experts of their tokens."""
+
+    rank: int  # vLLM's, of the worker
+
+    def routed_experts(self, requests: Sequence[tuple[str, int]]) -> list[RoutedExperts] | None:
+        """Return ``RoutingCache.read`` of (name, tokens) of each request, on the engine's first rank."""
+        cache: RoutingCache = self.model_runner.routing_cache
+        return [cache.read(*request) for request in requests] if self.rank == 0 else None
+
+
+_initialize = GPUModelRunner.initialize_kv_cache  # the CPU's runner calls it, too
+
+
+def _with_routing_cache(self: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
+    """Make a runner's ``routing_cache`` when its KV cache has been made, before CUDA graphs are captured."""
+    _initialize(self, config, is_profiling, **options)
+    if not is_profiling:
+        self.routing_cache = RoutingCache(self)
+
+
+GPUModelRunner.initialize_kv_cache = _with_routing_cache
