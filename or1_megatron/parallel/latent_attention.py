@@ -18,6 +18,11 @@ from torch import Tensor
 class LatentAttention(MLASelfAttention):
     """Queries, keys and values made of low-rank latents (arXiv 2405.04434). Its rotary module is the model's."""
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Take what the spec names: Megatron would norm what queries without latents are made of."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents of queries, and those of keys and values with the keys' rotated part.
 
