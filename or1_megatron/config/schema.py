@@ -30,6 +30,7 @@ from or1_megatron.config.base import (
     PositiveFloat,
     Section,
 )
+from or1_megatron.config.lora import LoraConfig as LoraConfig
 from or1_megatron.config.parallel import ParallelConfig
 from or1_megatron.config.stages import (
     EvaluationConfig,
@@ -92,6 +93,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of parameters. bfloat16 keeps fp32 master weights and fp32 gradient reduction. Recipe: bfloat16
     with fp32 master weights and gradient reduction in every released model (docs/recipe.md, section 4)."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights (docs/lora.md). Unset: all weights. Recipe: all weights."""
 
 
 class SourceConfig(ProblemSetConfig):

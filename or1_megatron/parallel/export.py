@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,13 +34,21 @@ class HFWriter:
     Args:
         source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
         target: the folder to make; an older folder there is replaced.
+        adapters: writes the adapters to a new folder, ``adapter`` in the target.
         shard_bytes: a new file is begun beyond this many bytes.
 
     Its methods raise ExportError when something cannot be written; what they wrote is deleted then.
     """
 
-    def __init__(self, source: Path, target: Path, shard_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        adapters: Callable[[Path], None] | None = None,
+        shard_bytes: int = 4 << 30,
+    ) -> None:
         self._source, self._target, self._shard_bytes = source, target, shard_bytes
+        self._adapters = adapters
         self._aside = target.with_name(target.name + ".partial")
         shutil.rmtree(self._aside, ignore_errors=True)
         self._pending: dict[str, Tensor] = {}
@@ -101,6 +109,8 @@ class HFWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / INDEX).write_text(json.dumps(index, indent=2))
         record_dtype(self._aside, self._dtype)
+        if self._adapters is not None:
+            self._adapters(self._aside / "adapter")
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)
 

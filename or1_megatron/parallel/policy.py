@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,15 @@ class MegatronPolicy:
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
+        self.adapters = network.adapters
+        self.trained = network.weights if network.adapters is None else network.adapters.weights
+        """What is trained, saved and loaded: all weights, or the adapters alone."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
-        self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
-        """Parameters of the whole model, over all ranks."""
+        self.parameter_count, self.trained_count = (
+            sum(math.prod(shape) for _, _, shape in weights.metadata()) for weights in (self.weights, self.trained)
+        )
+        """Parameters of the whole model, over all ranks, and those that are trained."""
         self.chunks = [
             _data_parallel(network, parallel, mesh, first_chunk=index == 0)
             for index, network in enumerate(self.networks)
@@ -57,13 +63,19 @@ class MegatronPolicy:
         self.optimizer = build_optimizer(self.chunks, optimizer, parallel, self.dtype)
         self.host = Offload(self.chunks, self.optimizer)
         """Moves this rank's state off its device and back."""
-        self.weights.readable = self.host.readable
+        self.weights.readable = self.trained.readable = self.host.readable
         self.sgd_steps = 0
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """Score like ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
+
+    def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
+        """Score like ``score``, with the adapters switched off: by the model from which the run started."""
+        assert self.adapters is not None
+        with self.adapters.off():
+            return self.score(rows, temperature)
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
@@ -135,7 +147,7 @@ def _data_parallel(
     layout = None
     if parallel.distributed_optimizer:
         layout = DistributedOptimizer.compute_full_param_layout(
-            list(network.parameters()),
+            [parameter for parameter in network.parameters() if parameter.requires_grad],
             bucket if first_chunk and mesh.first_stage else None,
             parallel_state.get_data_parallel_group(with_context_parallel=True).size(),
             config,
@@ -203,6 +215,8 @@ class WholePolicy:
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """Write the policy's weights as an HF folder (aside, then renamed); other files are copied from the source model.
 
+    With LoRA the adapters are merged into these weights; by themselves they are in its folder ``adapter``.
+
     Collective over all ranks; rank 0 writes.
 
     Raises:
@@ -210,7 +224,10 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
-    writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
+    adapters = policy.adapters
+    tensors = {} if adapters is None else adapters.gathered()
+    beside = None if adapters is None else partial(adapters.write, tensors=tensors)
+    writer = HFWriter(policy.hf_folder, folder, beside) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # also after a failure: the other ranks send all tensors
         if writer is not None and problem is None:

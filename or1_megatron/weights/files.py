@@ -6,6 +6,7 @@ range of bytes), and the bytes (https://huggingface.co/docs/safetensors).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
+_SAMPLED_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
 """Names the file of each tensor."""
@@ -121,6 +123,20 @@ def weight_files(folder: Path) -> list[Path]:
     if not paths:
         raise ModelError(f"{folder} lacks model.safetensors or its index; expected the weights so{what_holds(folder)}")
     return paths
+
+
+def base_digest(folder: Path) -> str:
+    """Return a digest of a folder's tensors: names, dtypes, shapes, and the first 4 KiB of each, so that it takes a
+    moment even for a large model. It is the same however the tensors are spread over files."""
+    found: dict[str, bytes] = {}
+    for path in weight_files(folder):
+        header = read_header(path)
+        with path.open("rb") as file:
+            for name, tensor in header.tensors.items():
+                file.seek(header.size_bytes + tensor.begin)
+                begins = file.read(min(_SAMPLED_BYTES, tensor.end - tensor.begin))
+                found[name] = f"{name} {tensor.dtype} {tensor.shape}".encode() + begins
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
