@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from or1_megatron.checkpoint.saver import COMMON, RANDOM
-from or1_megatron.checkpoint.shard_files import read_shards
+from or1_megatron.checkpoint.shard_files import StateMismatch, read_shards
 from or1_megatron.checkpoint.sharded_state import local_shards, set_optimizer_step
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.run_folder import LOOP_STATE
@@ -29,9 +29,13 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
     loop's state.
 
     Raises:
-        StateMismatch: the checkpoint is of another model.
+        StateMismatch: the checkpoint is of another model, or its adapters are of another base.
     """
     common = torch.load(folder / COMMON)
+    ours = None if policy.adapters is None else policy.adapters.base
+    if (base := common.get("base")) != ours and (base is None or ours is None or base["digest"] != ours["digest"]):
+        held, wanted = ("all weights" if one is None else f"adapters of {one['folder']}" for one in (base, ours))
+        raise StateMismatch(f"{folder} holds {held}; this run trains {wanted}, whose weights are others")
     read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])
     set_optimizer_step(policy, int(common["optimizer_step"]))

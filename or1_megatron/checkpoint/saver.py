@@ -110,7 +110,7 @@ class CheckpointSaver:
     # -- called by the loop --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
-        """Copy parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
+        """Copy trained parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
 
         ``folder`` appears whole or not at all, before ``finish`` returns seconds. There is one set of buffers, so this
         first waits for a save that is still being written.
@@ -123,7 +123,12 @@ class CheckpointSaver:
         if self._mesh.rank == 0 and problem is None:
             problem = _prepare(folder, self._policy)
         raise_together(self._mesh, problem)
-        common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
+        common: dict[str, Any] = {
+            "sgd_steps": self._policy.sgd_steps,
+            "optimizer_step": optimizer_step(self._policy),
+        }
+        if self._policy.adapters is not None:
+            common["base"] = self._policy.adapters.base
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
         job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
         self.responses = b""
@@ -263,7 +268,7 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
 def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
     """Make an empty folder and check that its disk has room for the checkpoint; return the error, if any."""
     per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: weight, moments, in bf16 a master
-    needed, aside = policy.parameter_count * per_parameter, _aside(folder)  # at least
+    needed, aside = policy.trained_count * per_parameter, _aside(folder)  # at least
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

@@ -382,6 +382,13 @@ class Config(Section):
         return offload == "always" or (offload == "auto" and self.rollout.placement == "colocated")
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether the KL penalty's reference has weights of its own: with LoRA the run's own start has none."""
+        reference = self.algorithm.kl.reference
+        own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
+        return reference is not None and not (own_start and self.model.lora is not None)
+
+    @property
     def total_steps(self) -> int:
         """The most rollout steps up to the end of this run, steps before its first stage included."""
         return sum(stage.steps for stage in self.stages[: self.run.stage])

@@ -63,7 +63,9 @@ class GroupedProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         trained = ctx.needs_input_grad[2:]
-        gradients = [WeightGradient(weight) if wanted else None for weight, wanted in zip(weights, trained, strict=True)]
+        gradients = [
+            WeightGradient(weight) if wanted else None for weight, wanted in zip(weights, trained, strict=True)
+        ]
         for of_weight, inputs, outputs in zip(gradients, x.split(ctx.counts), grad.split(ctx.counts), strict=True):
             if len(inputs) and of_weight is not None:
                 add_weight_gradient(inputs, outputs, of_weight.sum)

@@ -35,6 +35,7 @@ from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.weights import ShardedWeights
 from or1_megatron.weights.adapter_folder import AdapterFolder, write_adapters
 from or1_megatron.weights.adapters import AdaptedRow, AdapterTable
+from or1_megatron.weights.files import base_digest
 from or1_megatron.weights.slicing import Cut, cut
 from or1_megatron.weights.table import ModelFamily
 
@@ -64,11 +65,13 @@ class Adapter(torch.nn.Module):
         for factor in (self.lora_A, self.lora_B):
             factor.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]  # False: of experts
         copied: Any = self.lora_B if self._by_columns else self.lora_A
-        copied.sequence_parallel = linear.config.sequence_parallel
+        config: Any = linear.config
+        copied.sequence_parallel = config.sequence_parallel
 
     def by_part(self, b: Tensor) -> Tensor:
         """Return B [out, r] as [out, n * r]: a row is zero but where its own HF tensor's A lies."""
-        return b if self._alone else (self.mask.to(b)[:, :, None] * b[:, None]).flatten(1)
+        mask: Any = self.mask
+        return b if self._alone else (mask.to(b)[:, :, None] * b[:, None]).flatten(1)
 
     def add_to(self, linear: torch.nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> Any:
         """Add the adapters' output to that of a dense linear: a forward hook of the linear."""
@@ -77,7 +80,8 @@ class Adapter(torch.nn.Module):
         (x, *_), (y, bias) = inputs, outputs
         config: Any = linear.config
         if hasattr(linear, "layer_norm_weight"):  # Transformer Engine's linear that norms its input
-            gain = linear.layer_norm_weight + (1 if config.layernorm_zero_centered_gamma else 0)
+            gain: Any = linear.layer_norm_weight
+            gain = gain + 1 if config.layernorm_zero_centered_gamma else gain
             x = torch.nn.functional.rms_norm(x, gain.shape, gain, config.layernorm_epsilon)
         if self._by_columns:
             added = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
@@ -134,7 +138,9 @@ class Adapters:
         mesh: Mesh,
         chunk_layers: Sequence[range],
     ) -> None:
-        self._hf_folder, self._lora = hf_folder, lora
+        self._hf_folder, self._alpha = hf_folder, lora.alpha
+        self.base = {"folder": str(hf_folder), "digest": base_digest(hf_folder)}
+        """The model whose adapters these are; checkpoints hold it."""
         self.table = table = AdapterTable(family, hf, lora.rank, lora.targets)
         linears = {id(m.weight): m for chunk in chunks for m in chunk.modules() if hasattr(m, "weight")}
         held = {row.megatron: linears.get(id(weight)) for row, weight in base.local_rows()}
@@ -158,11 +164,9 @@ class Adapters:
         self.weights = ShardedWeights(chunks, table, hf, mesh, chunk_layers)
         """The adapters, under their HF names."""
         self.weights.mark_cut_parameters()
-        own = lora.adapter
+        start = lora.adapter
         self.weights.load_hf(
-            NewAdapters(table.shapes(hf))
-            if own is None
-            else AdapterFolder(own, hf_folder, hf, lora.rank, lora.alpha, table)
+            NewAdapters(table.shapes(hf)) if start is None else AdapterFolder(start, hf_folder, hf, table, lora.alpha)
         )
 
     @contextmanager
@@ -178,13 +182,11 @@ class Adapters:
 
     def gathered(self) -> dict[str, Tensor]:
         """Gather the tensors of a file of adapters on rank 0's host; empty on other ranks. Collective."""
-        return {
-            name: tensor.cpu() for name, tensor in self.weights if tensor is not None and name in self.table.names
-        }
+        return {name: tensor.cpu() for name, tensor in self.weights if tensor is not None and name in self.table.names}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write what ``gathered`` returns as a folder in peft's format. Raises OSError, SafetensorError."""
-        write_adapters(folder, tensors, self._hf_folder, self._lora.rank, self._lora.alpha, self.table)
+        write_adapters(folder, tensors, self._hf_folder, self.table, self._alpha)
 
 
 class NewAdapters:

@@ -71,12 +71,6 @@ class MegatronPolicy:
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
-    def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``score``, with the adapters switched off: by the model from which the run started."""
-        assert self.adapters is not None
-        with self.adapters.off():
-            return self.score(rows, temperature)
-
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
 

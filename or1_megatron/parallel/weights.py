@@ -157,7 +157,7 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def _values(self, row: Row, place: tuple[slice, ...], name: str | None) -> Tensor:
-        """Return this rank's values of a row, with its adapters merged in: a rectangle of HF tensor ``name``, or all."""
+        """Return this rank's values of a row, adapters merged in: a rectangle of the HF tensor ``name``, or all."""
         values = self.readable(self._parameters[row.megatron].detach())
         adapter = self.adapters.get(row.megatron)
         part = None if name is None else row.hf.index(name)
@@ -189,8 +189,10 @@ class ShardedWeights:
         return None if row.expert is None else row.expert // self._local_experts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a rectangle of an HF tensor: a view of this rank's parameter, or a new tensor where adapters are merged
-        in. KeyError if this rank lacks it."""
+        """Return a rectangle of an HF tensor, a view of this rank's parameter unless adapters are merged in.
+
+        Raises KeyError if this rank lacks it.
+        """
         if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
         row, place = self._found[name, box]

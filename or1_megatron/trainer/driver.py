@@ -14,14 +14,12 @@ from or1_megatron.checkpoint.sharded_state import restart_optimizer
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
-from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.reference import Reference
 from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.types import Batch, TokenScores, UpdateReport
 
 
-def policy_verbs(
-    policy: MegatronPolicy, saver: CheckpointSaver, reference: FrozenReference | None = None
-) -> dict[str, Verb]:
+def policy_verbs(policy: MegatronPolicy, saver: CheckpointSaver, reference: Reference | None = None) -> dict[str, Verb]:
     """Return what every rank can do with its part of the policy, by verb.
 
     Args:

@@ -27,7 +27,7 @@ from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.reference import AdaptersOff, FrozenReference, Reference
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.loop import Loop
@@ -62,7 +62,8 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
     if torch.cuda.is_available():
         card = hardware_of(torch.cuda.get_device_name())
         peak = None if card is None else card.bf16_flops.value
-        hardware = TrainerGpus(parallel.ranks, peak, policy.parameter_count)
+        # Frozen weights have no gradient: 4 operations for each of them and each token instead of 6.
+        hardware = TrainerGpus(parallel.ranks, peak, (2 * policy.parameter_count + policy.trained_count) // 3)
     return LoopConfig(
         seed=config.run.seed,
         stages=config.stages,
@@ -96,11 +97,14 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         stop_process_group()
 
 
-def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
-    """Load this rank's part of the KL penalty's reference, where the configuration names one; collective."""
+def frozen_reference(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Reference | None:
+    """Return this rank's part of the KL penalty's reference, where the configuration names one; loads it if it has
+    weights of its own; collective."""
     folder = config.algorithm.kl.reference
     if folder is None:
         return None
+    if not config.loads_reference:
+        return AdaptersOff(policy)
     return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
 
 
@@ -108,7 +112,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
-        reference = frozen_reference(config, mesh)
+        reference = frozen_reference(config, mesh, policy)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
         verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
@@ -206,7 +210,7 @@ def serve_policy(
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return the policy of all ranks, with its handoff to the engines, once the engines are ready."""
-    reference = frozen_reference(config, mesh)
+    reference = frozen_reference(config, mesh, policy)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
     stack.enter_context(saver)

@@ -18,7 +18,7 @@ from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.reference import Reference
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
@@ -54,7 +54,7 @@ class DeviceSharing:
 
 
 def rank_verbs(
-    policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, reference: FrozenReference | None
+    policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, reference: Reference | None
 ) -> dict[str, Verb]:
     """Return what every rank can do under lockstep: the policy's verbs, and the handoff's."""
     return {**policy_verbs(policy, saver, reference), "send": sender.send, "leave_engines": sender.close}

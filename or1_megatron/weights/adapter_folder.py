@@ -28,16 +28,14 @@ _BASE: Final = "base_digest"
 _NAMED: Final = 4
 
 
-def write_adapters(
-    folder: Path, tensors: Mapping[str, Tensor], base: Path, rank: int, alpha: float, table: AdapterTable
-) -> None:
+def write_adapters(folder: Path, tensors: Mapping[str, Tensor], base: Path, table: AdapterTable, alpha: float) -> None:
     """Write the adapters of the model in ``base`` to a new folder. Raises OSError, SafetensorError."""
     folder.mkdir()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": rank,
+        "r": table.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "target_modules": list(table.targets),
         "lora_dropout": 0.0,
@@ -60,7 +58,7 @@ class AdapterFolder:
             all that differs.
     """
 
-    def __init__(self, folder: Path, base: Path, hf: HFConfig, rank: int, alpha: float, table: AdapterTable) -> None:
+    def __init__(self, folder: Path, base: Path, hf: HFConfig, table: AdapterTable, alpha: float) -> None:
         self._shapes = table.shapes(hf)
         try:
             config = json.loads((folder / _CONFIG).read_text())
@@ -69,18 +67,16 @@ class AdapterFolder:
             raise ModelError(
                 f"model.lora.adapter = {folder} is no folder of adapters ({error}); expected {_CONFIG} and {_TENSORS}"
             ) from error
-        if wrong := list(self._differences(config, base, rank, alpha, table)):
+        if wrong := list(self._differences(config, base, table, alpha)):
             raise ModelError(f"model.lora.adapter = {folder} does not fit this run: {'; '.join(wrong)}")
 
-    def _differences(
-        self, config: Mapping[str, Any], base: Path, rank: int, alpha: float, table: AdapterTable
-    ) -> Iterator[str]:
-        for key, ours in (("peft_type", "LORA"), ("r", rank), ("lora_alpha", alpha)):
+    def _differences(self, config: Mapping[str, Any], base: Path, table: AdapterTable, alpha: float) -> Iterator[str]:
+        for key, ours in (("peft_type", "LORA"), ("r", table.rank), ("lora_alpha", alpha)):
             if config.get(key) != ours:
                 yield f"{_CONFIG} says {key} = {config.get(key)}; expected {ours}"
-        if (digest := (self._file.metadata() or {}).get(_BASE)) not in (None, base_digest(base)):
+        if (self._file.metadata() or {}).get(_BASE) not in (None, base_digest(base)):
             yield f"its adapters are of another base than {base} (it was {config.get('base_model_name_or_path')})"
-        held = {name.removeprefix(_PREFIX): name for name in self._file.keys()}
+        held = {name.removeprefix(_PREFIX): name for name in sorted(self._file.keys())}
         for names, what in ((table.names - held.keys(), "it lacks"), (held.keys() - table.names, "it has also")):
             if names:
                 yield f"{what} {', '.join(sorted(names)[:_NAMED])} ({len(names)} of {len(table.names)} tensors)"

@@ -62,34 +62,34 @@ class AdapterTable:
     """
 
     def __init__(self, family: ModelFamily, hf: HFConfig, rank: int, targets: Collection[str]) -> None:
-        self._family, self._rank = family, rank
+        self._family, self.rank = family, rank
         linears = [row for row in family.rows(hf) if _is_linear(row)]
         modules = {_module(name) for row in linears for name in row.hf}
         last = sorted({module.rpartition(".")[2] for module in modules})
         self.targets: tuple[str, ...] = tuple(targets) or tuple(last)
         """As in peft's ``target_modules``."""
         if wrong := [t for t in self.targets if not any(_ends(module, t) for module in modules)]:
-            nearest = {name: None for t in wrong for name in get_close_matches(t.rpartition(".")[2], last, 2)}
+            nearest = [name for t in wrong for name in get_close_matches(t.rpartition(".")[2], last, 2)]
             raise ModelError(
-                f"model.lora.targets: no linear of this {family.architecture} is named {', '.join(wrong)}; expected ends "
-                f"of names, such as {' or '.join(nearest) or 'those of its linears'} (it has {', '.join(last)})"
+                f"model.lora.targets: no linear of a {family.architecture} ends in {', '.join(wrong)}; "
+                f"{f'did you mean {", ".join(nearest)}? ' if nearest else ''}It has {', '.join(last)}"
             )
         self.adapted = [row for row in map(self._adapted, linears) if row.parts]
         base = family.shapes(hf)
         self._shapes: dict[str, tuple[int, ...]] = {}
         for row in self.adapted:
             outputs, inputs = ([base[name][axis] for name in row.linear.hf] for axis in (0, 1))
-            self._shapes |= {name: (rank, inputs[0]) for name in row.a.hf}
+            self._shapes |= dict.fromkeys(row.a.hf, (rank, inputs[0]))
             self._shapes |= {name: (out, rank) for name, out in zip(row.b.hf, outputs, strict=True)}
-        self.names = frozenset(name for row in self.adapted for part in row.parts for name in _names(row.linear.hf[part]))
+        self.names = frozenset(
+            name for row in self.adapted for part in row.parts for name in _names(row.linear.hf[part])
+        )
         """The tensors of a file of adapters."""
         self.sizes: Counter[tuple[int, bool, bool]] = Counter()
-        """How many numbers the adapters have, by (layer, whether of routed experts, whether tensor parallelism cuts)."""
-        for adapted in self.adapted:
-            layer = int(adapted.linear.megatron.split(".")[2])
-            for row in (adapted.a, adapted.b):
-                key = layer, row.expert is not None, row.cut is not Cut.WHOLE
-                self.sizes[key] += sum(math.prod(self._shapes[name]) for name in row.hf)
+        """How many numbers the adapters have, by (layer, whether of experts, whether cut by tensor parallelism)."""
+        for factor in self.rows(hf):
+            key = int(factor.megatron.split(".")[2]), factor.expert is not None, factor.cut is not Cut.WHOLE
+            self.sizes[key] += sum(math.prod(self._shapes[name]) for name in factor.hf)
 
     def _adapted(self, row: Row) -> AdaptedRow:
         module = row.megatron.removesuffix(_WEIGHT) + ".adapter."
