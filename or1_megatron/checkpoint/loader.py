@@ -32,10 +32,10 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
         StateMismatch: the checkpoint is of another model, or its adapters are of another base.
     """
     common = torch.load(folder / COMMON)
-    ours = None if policy.adapters is None else policy.adapters.base
-    if (base := common.get("base")) != ours and (base is None or ours is None or base["digest"] != ours["digest"]):
-        held, wanted = ("all weights" if one is None else f"adapters of {one['folder']}" for one in (base, ours))
-        raise StateMismatch(f"{folder} holds {held}; this run trains {wanted}, whose weights are others")
+    base = common.get("base", {})
+    if base.get("digest") != policy.base.get("digest"):
+        held, ours = (f"adapters of {of['folder']}" if of else "all weights" for of in (base, policy.base))
+        raise StateMismatch(f"{folder} holds {held}; this run trains {ours}, whose weights are others")
     read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])
     set_optimizer_step(policy, int(common["optimizer_step"]))

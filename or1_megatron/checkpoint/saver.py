@@ -123,12 +123,8 @@ class CheckpointSaver:
         if self._mesh.rank == 0 and problem is None:
             problem = _prepare(folder, self._policy)
         raise_together(self._mesh, problem)
-        common: dict[str, Any] = {
-            "sgd_steps": self._policy.sgd_steps,
-            "optimizer_step": optimizer_step(self._policy),
-        }
-        if self._policy.adapters is not None:
-            common["base"] = self._policy.adapters.base
+        policy = self._policy
+        common = {"sgd_steps": policy.sgd_steps, "optimizer_step": optimizer_step(policy), "base": policy.base}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
         job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
         self.responses = b""

@@ -34,21 +34,13 @@ class HFWriter:
     Args:
         source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
         target: the folder to make; an older folder there is replaced.
-        adapters: writes the adapters to a new folder, ``adapter`` in the target.
         shard_bytes: a new file is begun beyond this many bytes.
 
     Its methods raise ExportError when something cannot be written; what they wrote is deleted then.
     """
 
-    def __init__(
-        self,
-        source: Path,
-        target: Path,
-        adapters: Callable[[Path], None] | None = None,
-        shard_bytes: int = 4 << 30,
-    ) -> None:
+    def __init__(self, source: Path, target: Path, shard_bytes: int = 4 << 30) -> None:
         self._source, self._target, self._shard_bytes = source, target, shard_bytes
-        self._adapters = adapters
         self._aside = target.with_name(target.name + ".partial")
         shutil.rmtree(self._aside, ignore_errors=True)
         self._pending: dict[str, Tensor] = {}
@@ -87,12 +79,15 @@ class HFWriter:
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self) -> None:
-        """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder."""
-        with self._writing():
-            self._finish()
+    def finish(self, adapters: Callable[[Path], None] | None = None) -> None:
+        """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder.
 
-    def _finish(self) -> None:
+        ``adapters``: writes the adapters to a new folder.
+        """
+        with self._writing():
+            self._finish(adapters)
+
+    def _finish(self, adapters: Callable[[Path], None] | None) -> None:
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -109,8 +104,8 @@ class HFWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / INDEX).write_text(json.dumps(index, indent=2))
         record_dtype(self._aside, self._dtype)
-        if self._adapters is not None:
-            self._adapters(self._aside / "adapter")
+        if adapters is not None:
+            adapters(self._aside / "adapter")
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)
 

@@ -56,10 +56,9 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     ]
     weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
     weights.mark_cut_parameters()
-    weights.load_hf(HFTensors(model.hf, hf))
-    adapters = (
-        None if model.lora is None else Adapters(model.hf, model.lora, hf, family, chunks, weights, mesh, chunk_layers)
-    )
+    weights.load_hf(HFTensors(model.hf, hf).get)
+    lora = model.lora is not None
+    adapters = Adapters(model, hf, chunks, weights, mesh, chunk_layers) if lora else None
     return Network(hf, config, chunks, weights, adapters)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import raise_together
+from or1_megatron.parallel.lora import Adapter
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
@@ -46,6 +46,8 @@ class MegatronPolicy:
         self.adapters = network.adapters
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
+        self.base: Mapping[str, str] = {} if network.adapters is None else network.adapters.base
+        """With adapters: folder and digest of the model that they are for."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count, self.trained_count = (
@@ -70,6 +72,14 @@ class MegatronPolicy:
         """Score like ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
+
+    def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
+        """Score like ``score``, but without the adapters: the model that the run began from needs no other weights."""
+        Adapter.enabled = False
+        try:
+            return self.score(rows, temperature)
+        finally:
+            Adapter.enabled = True
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
@@ -218,10 +228,8 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
-    adapters = policy.adapters
-    tensors = {} if adapters is None else adapters.gathered()
-    beside = None if adapters is None else partial(adapters.write, tensors=tensors)
-    writer = HFWriter(policy.hf_folder, folder, beside) if policy.mesh.rank == 0 else None
+    adapters = None if policy.adapters is None else policy.adapters.writer()
+    writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # also after a failure: the other ranks send all tensors
         if writer is not None and problem is None:
@@ -232,7 +240,7 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
                 problem = error
     if writer is not None and problem is None:
         try:
-            writer.finish()
+            writer.finish(adapters)
         except ExportError as error:
             problem = error
     raise_together(policy.mesh, problem)

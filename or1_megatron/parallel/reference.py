@@ -1,7 +1,4 @@
-"""The frozen reference of the KL penalty: a model from an HF folder that only scores, at the policy's layout.
-
-With LoRA the policy's own start needs no second set of weights: it is the policy with its adapters switched off.
-"""
+"""The frozen reference of the KL penalty: a model from an HF folder that only scores, at the policy's layout."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.network import RowScores, build_network, score_rows
 from or1_megatron.parallel.offload import HostCopy, distinct_storages
-from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.types import MicroBatch
 
 
@@ -46,19 +42,3 @@ class FrozenReference:
     def _leave(self) -> None:
         if self._host is not None:
             self._host.take(distinct_storages(p.data for chunk in self.chunks for p in chunk.parameters()))
-
-
-class AdaptersOff:
-    """One rank's part of the reference that lies under the policy's adapters."""
-
-    def __init__(self, policy: MegatronPolicy) -> None:
-        self._policy = policy
-
-    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``MegatronPolicy.score``; collective."""
-        assert self._policy.adapters is not None
-        with self._policy.adapters.off():
-            return self._policy.score(rows, temperature)
-
-
-Reference = FrozenReference | AdaptersOff

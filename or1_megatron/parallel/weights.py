@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from or1_megatron.parallel.lora import Adapter
 
 _GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
-
-
-class TensorSource(Protocol):
-    """Gives HF tensors by name."""
-
-    def get(self, name: str) -> Tensor: ...
 
 
 class HFTensors:
@@ -88,8 +82,8 @@ class ShardedWeights:
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
-        self.adapters: Mapping[str, Adapter] = {}
-        """By the Megatron name of a weight on this rank: its adapters, which what is read from here has in it."""
+        self.adapters: dict[str, Adapter] = {}
+        """By the Megatron name of a weight: its adapters, which are merged into what is read."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -129,10 +123,10 @@ class ShardedWeights:
                 parameter.partition_stride = 1  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def load_hf(self, tensors: TensorSource) -> None:
-        """Fill the shards from HF tensors."""
+    def load_hf(self, tensor: Callable[[str], Tensor]) -> None:
+        """Fill the shards from HF tensors, which ``tensor`` gives by name."""
         for row, parameter in self.local_rows():
-            whole = row.layout.fuse([tensors.get(name) for name in row.hf], self._hf)
+            whole = row.layout.fuse([tensor(name) for name in row.hf], self._hf)
             shard = cut(whole, row.cut, self._mesh.tensor_rank, self._mesh.tensor)
             assert shard.shape == parameter.shape, f"{row.megatron}: {tuple(shard.shape)}, {tuple(parameter.shape)}"
             parameter.copy_(shard)
@@ -149,20 +143,19 @@ class ShardedWeights:
             dist.broadcast(self._parameters[name], src=source, group=parallel_state.get_embedding_group())
 
     def _whole(self, row: Row) -> Tensor:
-        part = self._values(row, (slice(None), slice(None)), None).to(device())
+        part = self._values(row, (slice(None), slice(None))).to(device())
         if row.cut is Cut.WHOLE or self._mesh.tensor == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self._mesh.tensor)]
         dist.all_gather(parts, part, group=parallel_state.get_tensor_model_parallel_group())
         return join(parts, row.cut)
 
-    def _values(self, row: Row, place: tuple[slice, ...], name: str | None) -> Tensor:
-        """Return this rank's values of a row, adapters merged in: a rectangle of the HF tensor ``name``, or all."""
-        values = self.readable(self._parameters[row.megatron].detach())
+    def _values(self, row: Row, place: tuple[slice, ...]) -> Tensor:
+        """Return a rectangle of this rank's part of a row, adapters merged in."""
+        whole = self.readable(self._parameters[row.megatron].detach())
+        values = whole[place[: whole.dim()]]
         adapter = self.adapters.get(row.megatron)
-        part = None if name is None else row.hf.index(name)
-        values = values[place[: values.dim()]]
-        return values if adapter is None else adapter.merged(values, place, part, self.readable)
+        return values if adapter is None else adapter.merged(values, place, self.readable)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return (HF name, dtype, shape) of every HF tensor, in iteration order."""
@@ -196,7 +189,7 @@ class ShardedWeights:
         if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
         row, place = self._found[name, box]
-        return self._values(row, place, name)
+        return self._values(row, place)
 
     def _find(self, name: str, box: Box) -> tuple[Row, tuple[slice, ...]]:
         if self._held is None:

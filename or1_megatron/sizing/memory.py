@@ -302,19 +302,13 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
     ranks, buckets = config.parallel.ranks // config.parallel.pipeline, _bucket_bytes(config, shape)
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
-        embedding = (
-            0
-            if shape.adapters
-            else weights.copied
-            if stage
-            else _cut(shape.vocab * shape.hidden, config.parallel.tensor)
-        )
+        embedding = weights.copied if stage else _cut(shape.vocab * shape.hidden, config.parallel.tensor)
         parts = {
             STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             "activations": activation_bytes(config, shape, stage, "cpu"),
             # The whole, before it is accumulated. A tied model's last stage was seen to hold as much for a moment.
-            "embedding's gradient": BYTES[config.model.dtype] * embedding,
+            "embedding's gradient": 0 if shape.adapters else BYTES[config.model.dtype] * embedding,
             "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
         }
@@ -367,9 +361,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
     """Return the bytes of a rank's copy in the saver: replicas divide weights and optimizer."""
     parallel = config.parallel
     replicas = parallel.data * parallel.context
-    dense, experts = weights.trained
-    copied = 0 if weights.adapters else weights.copied
-    saved = _cut(dense - copied, replicas) + _cut(experts, replicas // parallel.expert)
+    dense, experts = weights.adapters or (weights.dense - weights.copied, weights.experts)
+    saved = _cut(dense, replicas) + _cut(experts, replicas // parallel.expert)
     return saved * (12 if config.model.dtype == "float32" else 14)
 
 

@@ -14,17 +14,18 @@ from or1_megatron.checkpoint.sharded_state import restart_optimizer
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
-from or1_megatron.parallel.reference import Reference
 from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.types import Batch, TokenScores, UpdateReport
 
 
-def policy_verbs(policy: MegatronPolicy, saver: CheckpointSaver, reference: Reference | None = None) -> dict[str, Verb]:
+def policy_verbs(
+    policy: MegatronPolicy, saver: CheckpointSaver, score_reference: Verb | None = None
+) -> dict[str, Verb]:
     """Return what every rank can do with its part of the policy, by verb.
 
     Args:
         saver: this rank's part of saving.
-        reference: this rank's part of the frozen reference, where there is one.
+        score_reference: scores this rank's rows by the frozen reference, where there is one.
     """
     verbs: dict[str, Verb] = {
         "score": policy.score,
@@ -37,7 +38,7 @@ def policy_verbs(policy: MegatronPolicy, saver: CheckpointSaver, reference: Refe
         "load": partial(load, policy),
         "export_hf": partial(export_hf, policy),
     }
-    return verbs if reference is None else {**verbs, "score_reference": reference.score}
+    return verbs if score_reference is None else {**verbs, "score_reference": score_reference}
 
 
 class PolicyDriver:

@@ -32,7 +32,6 @@ from or1_megatron.sizing.kv_cache import with_gpu_memory
 from or1_megatron.sizing.memory import NotEnoughMemory, memory_short
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.weights.adapter_folder import AdapterFolder
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
@@ -139,14 +138,9 @@ def lacking(config: Config) -> list[str]:
         try:
             if model is not None:
                 check_weight_files(model, read_hf_config(model))
-        except ModelError as error:
-            reasons.append(str(error))
-    lora = config.model.lora
-    if not reasons and lora is not None and lora.adapter is not None:
-        try:
-            hf = read_hf_config(config.model.hf)
-            table = AdapterTable(family_of(hf), hf, lora.rank, lora.targets)
-            AdapterFolder(lora.adapter, config.model.hf, hf, table, lora.alpha)
+            if model is config.model.hf and (lora := config.model.lora) is not None and lora.adapter is not None:
+                hf = read_hf_config(model)
+                AdapterTable(family_of(hf), hf, lora.rank, lora.targets).read(lora.adapter, model, lora.alpha)
         except ModelError as error:
             reasons.append(str(error))
     return reasons

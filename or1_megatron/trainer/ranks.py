@@ -24,10 +24,10 @@ from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import AdaptersOff, FrozenReference, Reference
+from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.loop import Loop
@@ -97,25 +97,30 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         stop_process_group()
 
 
-def frozen_reference(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Reference | None:
-    """Return this rank's part of the KL penalty's reference, where the configuration names one; loads it if it has
-    weights of its own; collective."""
+def reference_scorer(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Verb | None:
+    """Return what scores by this rank's part of the KL penalty's reference, where the configuration names one.
+
+    Loads it if it has weights of its own; collective.
+    """
     folder = config.algorithm.kl.reference
     if folder is None:
         return None
     if not config.loads_reference:
-        return AdaptersOff(policy)
-    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
+        return policy.score_base
+    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config)).score
 
 
 def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
-        reference = frozen_reference(config, mesh, policy)
+        score_reference = reference_scorer(config, mesh, policy)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
+        verbs, faults = (
+            rank_verbs(policy, sender, saver, score_reference),
+            FaultRecord(RunFolder(config.run.folder).root),
+        )
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
             lockstep.serve()
@@ -210,14 +215,16 @@ def serve_policy(
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return the policy of all ranks, with its handoff to the engines, once the engines are ready."""
-    reference = frozen_reference(config, mesh, policy)
+    score_reference = reference_scorer(config, mesh, policy)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
     stack.enter_context(saver)
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
+    lockstep = Lockstep(
+        mesh, rank_verbs(policy, sender, saver, score_reference), timeout_s, heart, faults.failed("rank 0")
+    )
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))

@@ -18,7 +18,6 @@ from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import Reference
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
@@ -54,10 +53,10 @@ class DeviceSharing:
 
 
 def rank_verbs(
-    policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, reference: Reference | None
+    policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, score_reference: Verb | None
 ) -> dict[str, Verb]:
     """Return what every rank can do under lockstep: the policy's verbs, and the handoff's."""
-    return {**policy_verbs(policy, saver, reference), "send": sender.send, "leave_engines": sender.close}
+    return {**policy_verbs(policy, saver, score_reference), "send": sender.send, "leave_engines": sender.close}
 
 
 class SyncedPolicy(PolicyDriver):

@@ -20,7 +20,6 @@ from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
-_SAMPLED_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
 """Names the file of each tensor."""
@@ -126,17 +125,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_digest(folder: Path) -> str:
-    """Return a digest of a folder's tensors: names, dtypes, shapes, and the first 4 KiB of each, so that it takes a
-    moment even for a large model. It is the same however the tensors are spread over files."""
-    found: dict[str, bytes] = {}
+    """Return a digest of a folder's tensors: name, dtype, shape and first row of each, which takes only a moment."""
+    digest = hashlib.sha256()
     for path in weight_files(folder):
-        header = read_header(path)
-        with path.open("rb") as file:
-            for name, tensor in header.tensors.items():
-                file.seek(header.size_bytes + tensor.begin)
-                begins = file.read(min(_SAMPLED_BYTES, tensor.end - tensor.begin))
-                found[name] = f"{name} {tensor.dtype} {tensor.shape}".encode() + begins
-    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                first = file.get_slice(name)[:1]
+                digest.update(f"{name} {first.dtype} {file.get_slice(name).get_shape()}".encode())
+                digest.update(first.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

@@ -11,23 +11,39 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import ROOT
 
 HELD_OUT = "runs/quickstart_data/heldout.jsonl"
 
+LORA = "model.lora.rank=16", "model.lora.alpha=32", "optimizer.lr=2.0e-3"
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def quickstart(run: Path, *keys: str) -> dict[str, Any]:
+    """Run it; return its summary."""
+    keys = (f"run.dir={run}", "track.console=plain", *keys)
+    keys += ("cluster.check_memory=false",)  # other programs may hold what it runs in
+    command = [str(ROOT / "examples/quickstart/run.sh"), *(f"--set={key}" for key in keys)]
+    subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT)
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def test_quickstart_learns_with_lora(tmp_path: Path) -> None:
+    assert quickstart(tmp_path / "run", *LORA)["accuracy_after"] >= 0.9
 
 
 def test_quickstart_learns_and_exports(tmp_path: Path) -> None:
     """From 25-50% to at least 75% and by at least 35 points; the export answers greedily as the engine does."""
     run = tmp_path / "run"
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [str(ROOT / "examples/quickstart/run.sh"), "--set", f"run.dir={run}", "--set", "track.console=plain"]
-    command += ["--set", "cluster.check_memory=false"]  # other programs may hold what it runs in
-    subprocess.run(command, check=True, env=environment, cwd=ROOT)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = quickstart(run)
     assert 0.25 <= summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] >= max(0.75, summary["accuracy_before"] + 0.35)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -42,7 +58,7 @@ def test_quickstart_learns_and_exports(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
     ).stdout
     found = re.search(r"same answer ([0-9.]+)%", agreement)
     assert found and float(found.group(1)) >= 99.0, agreement
