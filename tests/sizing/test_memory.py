@@ -181,8 +181,8 @@ def test_what_is_not_held_at_one_time() -> None:
 
 
 def test_with_lora_adapters_alone_have_gradients_and_optimizer() -> None:
-    """Half a B at TP 2 in bf16, by hand, and a reference that is model.hf and takes nothing. At rank 8 each of a layer's
-    seven linears has one factor on every rank (A of q, k, v, gate, up; B of o, down), and half of the other."""
+    """Half a B at TP 2 in bf16, by hand; the reference is model.hf and takes nothing. Each of a layer's seven linears
+    has one factor on every rank (A of q, k, v, gate and up, B of o and down), and half of the other."""
     keys = ("model.dtype=bfloat16", "parallel.pipeline=1", "parallel.tensor=2", "model.lora.rank=8")
     config = quickstart(*keys, "algorithm.kl.reference=examples/quickstart/base_model")
     rank = plan(config, HALF_B, None, "cuda").memory[0].parts
