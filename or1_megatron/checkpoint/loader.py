@@ -35,7 +35,7 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
     base = common.get("base", {})
     if base.get("digest") != policy.base.get("digest"):
         held, ours = (f"adapters of {of['folder']}" if of else "all weights" for of in (base, policy.base))
-        raise StateMismatch(f"{folder} holds {held}; this run trains {ours}, whose weights are others")
+        raise StateMismatch(f"{folder} holds {held}, and this run trains {ours}: expected the same base")
     read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])
     set_optimizer_step(policy, int(common["optimizer_step"]))
