@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from or1_megatron.checkpoint.saver import COMMON, RANDOM
-from or1_megatron.checkpoint.shard_files import read_shards
+from or1_megatron.checkpoint.shard_files import StateMismatch, read_shards
 from or1_megatron.checkpoint.sharded_state import local_shards, set_steps
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.run_folder import LOOP_STATE
@@ -29,11 +29,15 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
     loop's state.
 
     Raises:
-        StateMismatch: the checkpoint is of another model.
+        StateMismatch: the checkpoint is of another model, or its adapters are of another base.
     """
-    steps = int(torch.load(folder / COMMON)["sgd_steps"])
+    common = torch.load(folder / COMMON)
+    base = common.get("base", {})
+    if base.get("digest") != policy.base.get("digest"):
+        held, ours = (f"adapters of {of['folder']}" if of else "all weights" for of in (base, policy.base))
+        raise StateMismatch(f"{folder} holds {held}, and this run trains {ours}: expected the same base")
     read_shards(folder, local_shards(policy))
-    set_steps(policy, steps)
+    set_steps(policy, int(common["sgd_steps"]))
     states = torch.load(folder / RANDOM, weights_only=False)
     if len(states) == policy.mesh.world:
         restore_random_state(states[policy.mesh.rank])

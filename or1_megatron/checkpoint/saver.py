@@ -71,7 +71,7 @@ class _PendingSave:
     folder: Path
     slices: Sequence[tuple[TensorSlice, Tensor]]
     random: Mapping[str, Any]
-    sgd_steps: int
+    common: Mapping[str, Any]
     loop_json: str
     responses: bytes
 
@@ -110,7 +110,7 @@ class CheckpointSaver:
     # -- called by the loop --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
-        """Copy parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
+        """Copy trained parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
 
         ``folder`` appears whole or not at all, before ``finish`` returns seconds. There is one set of buffers, so this
         first waits for a save that is still being written.
@@ -124,8 +124,8 @@ class CheckpointSaver:
             problem = _prepare(folder, self.policy)
         raise_together(self._mesh, problem)
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        steps = self.policy.sgd_steps
-        job = _PendingSave(folder, self._copied(), random_state(), steps, loop_json, self.responses)
+        common = {"sgd_steps": self.policy.sgd_steps, "base": self.policy.base}
+        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
         self.responses = b""
         self._outcome = None
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
@@ -249,7 +249,7 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     done = [part for part in parts if isinstance(part, _RankFile)]
     aside = _aside(job.folder)
     write_metadata(aside, [written for part in done for written in part.slices])
-    for name, content in ((COMMON, {"sgd_steps": job.sgd_steps}), (RANDOM, [dict(part.random) for part in done])):
+    for name, content in ((COMMON, job.common), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so
         torch.save(content, buffer)
         (aside / name).write_bytes(buffer.getvalue())
@@ -263,7 +263,7 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
 def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
     """Make an empty folder and check that its disk has room for the checkpoint; return the error, if any."""
     per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: weight, moments, in bf16 a master
-    needed, aside = policy.parameter_count * per_parameter, _aside(folder)  # at least
+    needed, aside = policy.trained_count * per_parameter, _aside(folder)  # at least
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

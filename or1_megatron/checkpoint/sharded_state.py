@@ -28,8 +28,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from or1_megatron.checkpoint.shard_files import LocalShard, TensorSlice
+from or1_megatron.parallel.lora import Adapters
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.weights.decoder import unfused_name
+from or1_megatron.weights.holdings import box_shape
+from or1_megatron.weights.slicing import Cut
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -135,11 +138,14 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 
 
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
-    """Return the place of every parameter of this rank, from Megatron's ``sharded_state_dict``.
+    """Return the place of every trained parameter of this rank, from Megatron's ``sharded_state_dict``, which knows no
+    adapters: those have their names and places from the weight table.
 
     Names do not depend on the kind of layers, so that a checkpoint of one kind loads into the other.
     Transformer Engine's ``_extra_state`` is left out: without fp8 it is empty.
     """
+    if policy.adapters is not None:
+        return dict(_adapter_places(policy, policy.adapters))
     places: dict[Parameter, _Place] = {}
     for network in policy.networks:
         for entry in network.sharded_state_dict(metadata={}).values():
@@ -156,6 +162,33 @@ def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
     ]
     assert not missing, f"Megatron's sharded_state_dict lacks {missing}"
     return places
+
+
+def _adapter_places(policy: MegatronPolicy, adapters: Adapters) -> Iterator[tuple[Parameter, _Place]]:
+    shapes = adapters.table.shapes(policy.hf)
+    for row, tensor in adapters.weights.local_rows():
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        shards = tuple(
+            ShardedTensor(
+                key=piece.name,
+                data=blank[tuple(slice(*ends) for ends in piece.place)],
+                dtype=tensor.dtype,
+                local_shape=box_shape(piece.box),
+                global_shape=shapes[piece.name],
+                global_offset=tuple(start for start, _ in piece.box),
+                axis_fragmentations=None,
+            )
+            for piece in adapters.weights.pieces_of(row)
+            if piece.name in adapters.table.names
+        )
+        is_spread = not getattr(tensor, "allreduce", True)
+        replica = (
+            0,
+            policy.mesh.tensor_rank if row.cut is Cut.WHOLE else 0,
+            parallel_state.get_expert_data_parallel_rank() if is_spread else 0,
+        )
+        assert isinstance(tensor, Parameter)
+        yield tensor, _Place(row.megatron, shards, replica, tensor.numel(), is_spread)
 
 
 class _Writers:

@@ -30,6 +30,7 @@ from or1_megatron.config.base import (
     PositiveFloat,
     Section,
 )
+from or1_megatron.config.lora import LoraConfig as LoraConfig
 from or1_megatron.config.parallel import ParallelConfig
 from or1_megatron.config.stages import (
     EvaluationConfig,
@@ -92,6 +93,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of parameters. bfloat16 keeps fp32 master weights and fp32 gradient reduction. Recipe: bfloat16
     with fp32 master weights and gradient reduction in every released model (docs/recipe.md, section 4)."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights (docs/lora.md). Unset: all weights. Recipe: all weights."""
 
 
 class SourceConfig(ProblemSetConfig):
@@ -380,6 +383,13 @@ class Config(Section):
         """Whether the trainer's state leaves its GPUs while engines work."""
         offload = self.parallel.offload
         return offload == "always" or (offload == "auto" and self.rollout.placement == "colocated")
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the KL penalty's reference has weights of its own: with LoRA the run's own start has none."""
+        reference = self.algorithm.kl.reference
+        own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
+        return reference is not None and not (own_start and self.model.lora is not None)
 
     @property
     def total_steps(self) -> int:

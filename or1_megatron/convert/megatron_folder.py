@@ -91,7 +91,13 @@ class MegatronCheckpoint:
             if key in self.tensors:
                 self._check_shape(key, tensor.whole[1:])
                 return key, tensor.index[1:]
-        raise ConvertError(f"{self.folder} lacks {tensor.keys[0]}: it is of another model, or not whole")
+        adapters = any(".lora_A." in key for key in self.tensors)
+        why = (
+            "holds LoRA's adapters alone: take an export of the run"
+            if adapters
+            else "is of another model, or not whole"
+        )
+        raise ConvertError(f"{self.folder} lacks {tensor.keys[0]}: it {why}")
 
     def _check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
         shape = tuple(self.tensors[key].size)

@@ -6,6 +6,7 @@ class calls each expert as a module and splits, activates and joins the tokens o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,14 +32,24 @@ class GroupedExperts(SequentialMLP):
         """
         counts = tokens_per_expert.tolist()
         first, second = (
-            [getattr(expert, name).weight for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
+            [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
-        gate_and_up = _GroupedProducts.apply(permuted_local_hidden_states, counts, *first)
+        gate_and_up = _through(first, permuted_local_hidden_states, counts)
         hidden = weighted_bias_swiglu_impl(gate_and_up, None, permuted_probs.unsqueeze(-1))
-        return _GroupedProducts.apply(hidden, counts, *second), None
+        return _through(second, hidden, counts), None
 
 
-class _GroupedProducts(torch.autograd.Function):
+def _through(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:
+    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out]."""
+    out: Tensor = GroupedProducts.apply(x, counts, *(linear.weight for linear in linears))
+    adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter") and linear.adapter.enabled]
+    if adapters:
+        inner = GroupedProducts.apply(x, counts, *(adapter.lora_A for adapter in adapters)) * adapters[0].scale
+        out = out + GroupedProducts.apply(inner, counts, *(adapter.by_part(adapter.lora_B) for adapter in adapters))
+    return out
+
+
+class GroupedProducts(torch.autograd.Function):
     """x W^T with another W for each run of rows. The weights' gradients go to their main_grad."""
 
     @staticmethod
@@ -51,12 +62,15 @@ class _GroupedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gradients = [WeightGradient(weight) for weight in weights]
+        trained = ctx.needs_input_grad[2:]
+        gradients = [
+            WeightGradient(weight) if wanted else None for weight, wanted in zip(weights, trained, strict=True)
+        ]
         for of_weight, inputs, outputs in zip(gradients, x.split(ctx.counts), grad.split(ctx.counts), strict=True):
-            if len(inputs):
+            if len(inputs) and of_weight is not None:
                 add_weight_gradient(inputs, outputs, of_weight.sum)
         of_x = _products(grad.contiguous(), ctx.counts, weights)
-        return of_x, None, *(gradient.for_autograd() for gradient in gradients)
+        return of_x, None, *(None if gradient is None else gradient.for_autograd() for gradient in gradients)
 
 
 def _products(x: Tensor, counts: list[int], factors: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,12 +80,15 @@ class HFWriter:
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self) -> None:
-        """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder."""
-        with self._writing():
-            self._finish()
+    def finish(self, adapters: Callable[[Path], None] | None = None) -> None:
+        """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder.
 
-    def _finish(self) -> None:
+        ``adapters``: writes the adapters to a new folder.
+        """
+        with self._writing():
+            self._finish(adapters)
+
+    def _finish(self, adapters: Callable[[Path], None] | None) -> None:
         dtype = self._dtype
         for name, tensor in drafts(self._source):
             self.add(name, tensor)
@@ -105,6 +108,8 @@ class HFWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / INDEX).write_text(json.dumps(index, indent=2))
         record_dtype(self._aside, dtype)
+        if adapters is not None:
+            adapters(self._aside / "adapter")
         shutil.rmtree(self._target, ignore_errors=True)
         self._aside.rename(self._target)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
+from or1_megatron.parallel.lora import Adapters
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.router_replay import replay_in
@@ -35,6 +36,8 @@ class Network:
     chunks: list[PolicyModel]
     """More than one if the pipeline is interleaved."""
     weights: ShardedWeights
+    adapters: Adapters | None
+    """With them only they are trained."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:
@@ -55,8 +58,10 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     replay_in(chunks)
     weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
     weights.mark_cut_parameters()
-    weights.load_hf(HFTensors(model.hf, hf))
-    return Network(hf, config, chunks, weights)
+    weights.load_hf(HFTensors(model.hf, hf).get)
+    lora = model.lora is not None
+    adapters = Adapters(model, hf, chunks, weights, mesh, chunk_layers) if lora else None
+    return Network(hf, config, chunks, weights, adapters)
 
 
 def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:

@@ -109,8 +109,8 @@ def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> lis
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
-    """Gather all parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
-    return {name: tensor.float().cpu().clone() for name, tensor in policy.weights if tensor is not None}
+    """Gather all trained parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
+    return {name: tensor.float().cpu().clone() for name, tensor in policy.trained if tensor is not None}
 
 
 def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

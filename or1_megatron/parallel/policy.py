@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import raise_together
+from or1_megatron.parallel.lora import Adapter
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
@@ -49,10 +50,17 @@ class MegatronPolicy:
         """Which part of routed experts each rank computes with; None for a dense model."""
         self.whole_batch: Batch | None = None
         """On rank 0, for the next verb: the batch whose routed experts are brought to all ranks."""
+        self.adapters = network.adapters
+        self.trained = network.weights if network.adapters is None else network.adapters.weights
+        """What is trained, saved and loaded: all weights, or the adapters alone."""
+        self.base: Mapping[str, str] = {} if network.adapters is None else network.adapters.base
+        """With adapters: folder and digest of the model that they are for."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
-        self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
-        """Parameters of the whole model, over all ranks."""
+        self.parameter_count, self.trained_count = (
+            sum(math.prod(shape) for _, _, shape in weights.metadata()) for weights in (self.weights, self.trained)
+        )
+        """Parameters of the whole model, over all ranks, and those that are trained."""
         self.chunks = [
             _data_parallel(network, parallel, mesh, first_chunk=index == 0)
             for index, network in enumerate(self.networks)
@@ -64,13 +72,21 @@ class MegatronPolicy:
         self.optimizer = build_optimizer(self.chunks, optimizer, parallel, self.dtype)
         self.host = Offload(self.chunks, self.optimizer)
         """Moves this rank's state off its device and back."""
-        self.weights.readable = self.host.readable
+        self.weights.readable = self.trained.readable = self.host.readable
         self.sgd_steps = 0
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """Score like ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
+
+    def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
+        """Score like ``score``, but without the adapters: the model that the run began from needs no other weights."""
+        Adapter.enabled = False
+        try:
+            return self.score(rows, temperature)
+        finally:
+            Adapter.enabled = True
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
@@ -159,7 +175,7 @@ def _data_parallel(
     layout = None
     if parallel.distributed_optimizer:
         layout = DistributedOptimizer.compute_full_param_layout(
-            list(network.parameters()),
+            [parameter for parameter in network.parameters() if parameter.requires_grad],
             bucket if first_chunk and mesh.first_stage else None,
             parallel_state.get_data_parallel_group(with_context_parallel=True).size(),
             config,
@@ -233,6 +249,8 @@ class WholePolicy:
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """Write the policy's weights as an HF folder (aside, then renamed); other files are copied from the source model.
 
+    With LoRA the adapters are merged into these weights; by themselves they are in its folder ``adapter``.
+
     Collective over all ranks; rank 0 writes.
 
     Raises:
@@ -240,6 +258,7 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
+    adapters = None if policy.adapters is None else policy.adapters.writer()
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # also after a failure: the other ranks send all tensors
@@ -251,7 +270,7 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
                 problem = error
     if writer is not None and problem is None:
         try:
-            writer.finish()
+            writer.finish(adapters)
         except ExportError as error:
             problem = error
     raise_together(policy.mesh, problem)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,16 @@ from torch import Tensor
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
+from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.decoder import unfused_name
 from or1_megatron.weights.families import ModelError
 from or1_megatron.weights.files import check_weight_files, weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
 from or1_megatron.weights.table import ModelFamily, Row
+
+if TYPE_CHECKING:
+    from or1_megatron.parallel.lora import Adapter
 
 _GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
@@ -56,7 +60,7 @@ class ShardedWeights:
     def __init__(
         self,
         models: Sequence[PolicyModel],
-        family: ModelFamily,
+        family: ModelFamily | AdapterTable,
         hf: Mapping[str, Any],
         mesh: Mesh,
         chunk_layers: Sequence[range],
@@ -64,6 +68,7 @@ class ShardedWeights:
         """
         Args:
             models: the chunks on this rank.
+            family: has the rows, of the model's own weights or of its adapters.
             chunk_layers: the layers of all chunks, in the model's order (``ParallelConfig.chunk_layers``).
         """
         self._hf, self._mesh = hf, mesh
@@ -77,6 +82,8 @@ class ShardedWeights:
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
+        self.adapters: dict[str, Adapter] = {}
+        """By the Megatron name of a weight: its adapters, which are merged into what is read."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -84,7 +91,7 @@ class ShardedWeights:
         }
         self._shapes = family.shapes(hf)
         self._held: dict[str, list[tuple[Row, Piece]]] | None = None
-        self._found: dict[tuple[str, Box], tuple[Tensor, tuple[slice, ...]]] = {}
+        self._found: dict[tuple[str, Box], tuple[Row, tuple[slice, ...]]] = {}
 
     def _stage(self, row: Row) -> int:
         """Return the pipeline stage that holds a row."""
@@ -116,10 +123,10 @@ class ShardedWeights:
                 parameter.partition_stride = 1  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def load_hf(self, tensors: HFTensors) -> None:
-        """Fill the shards from HF tensors."""
+    def load_hf(self, tensor: Callable[[str], Tensor]) -> None:
+        """Fill the shards from HF tensors, which ``tensor`` gives by name."""
         for row, parameter in self.local_rows():
-            whole = row.layout.fuse([tensors.get(name) for name in row.hf], self._hf)
+            whole = row.layout.fuse([tensor(name) for name in row.hf], self._hf)
             shard = cut(whole, row.cut, self._mesh.tensor_rank, self._mesh.tensor)
             assert shard.shape == parameter.shape, f"{row.megatron}: {tuple(shard.shape)}, {tuple(parameter.shape)}"
             parameter.copy_(shard)
@@ -135,13 +142,20 @@ class ShardedWeights:
             source = parallel_state.get_pipeline_model_parallel_first_rank()
             dist.broadcast(self._parameters[name], src=source, group=parallel_state.get_embedding_group())
 
-    def _whole(self, parameter: Tensor, row: Row) -> Tensor:
-        parameter = self.readable(parameter).to(device())
+    def _whole(self, row: Row) -> Tensor:
+        part = self._values(row, (slice(None), slice(None))).to(device())
         if row.cut is Cut.WHOLE or self._mesh.tensor == 1:
-            return parameter.detach()
-        parts = [torch.empty_like(parameter) for _ in range(self._mesh.tensor)]
-        dist.all_gather(parts, parameter.detach(), group=parallel_state.get_tensor_model_parallel_group())
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._mesh.tensor)]
+        dist.all_gather(parts, part, group=parallel_state.get_tensor_model_parallel_group())
         return join(parts, row.cut)
+
+    def _values(self, row: Row, place: tuple[slice, ...]) -> Tensor:
+        """Return a rectangle of this rank's part of a row, adapters merged in."""
+        whole = self.readable(self._parameters[row.megatron].detach())
+        values = whole[place[: whole.dim()]]
+        adapter = self.adapters.get(row.megatron)
+        return values if adapter is None else adapter.merged(values, place, self.readable)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return (HF name, dtype, shape) of every HF tensor, in iteration order."""
@@ -171,13 +185,16 @@ class ShardedWeights:
         return None if row.expert is None else row.expert // self._local_experts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a rectangle of an HF tensor, as a view of this rank's parameter; KeyError if this rank lacks it."""
+        """Return a rectangle of an HF tensor, a view of this rank's parameter unless adapters are merged in.
+
+        Raises KeyError if this rank lacks it.
+        """
         if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
-        parameter, place = self._found[name, box]
-        return self.readable(parameter.detach())[place]
+        row, place = self._found[name, box]
+        return self._values(row, place)
 
-    def _find(self, name: str, box: Box) -> tuple[Tensor, tuple[slice, ...]]:
+    def _find(self, name: str, box: Box) -> tuple[Row, tuple[slice, ...]]:
         if self._held is None:
             self._held = self._pieces_by_name()
         for row, piece in self._held.get(name, ()):
@@ -186,15 +203,19 @@ class ShardedWeights:
                     slice(start - low + there, stop - low + there)
                     for (start, stop), (low, _), (there, _) in zip(box, piece.box, piece.place, strict=True)
                 )
-                return self._parameters[row.megatron], place
+                return row, place
         raise KeyError(f"rank {self._mesh.rank} does not hold '{name}' at {box}")
 
     def _pieces_by_name(self) -> dict[str, list[tuple[Row, Piece]]]:
         held: dict[str, list[tuple[Row, Piece]]] = {}
         for row, _ in self.local_rows():
-            for piece in pieces(row, self._hf, self._shapes, self._mesh.tensor_rank, self._mesh.tensor):
+            for piece in self.pieces_of(row):
                 held.setdefault(piece.name, []).append((row, piece))
         return held
+
+    def pieces_of(self, row: Row) -> list[Piece]:
+        """Return the pieces of HF tensors in this rank's shard of a row."""
+        return pieces(row, self._hf, self._shapes, self._mesh.tensor_rank, self._mesh.tensor)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -202,7 +223,7 @@ class ShardedWeights:
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
-            whole = self._whole(self._parameters[row.megatron], row) if holds else None
+            whole = self._whole(row) if holds else None
             parts: list[Tensor | None] = [None] * len(row.hf)
             if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))

@@ -65,7 +65,8 @@ def _layout_rows(planned: Plan) -> Iterator[Row]:
     extras += f", experts over {parallel.expert} ranks" if parallel.expert > 1 else ""
     extras += f", {parallel.virtual_pipeline} chunks per stage" if parallel.virtual_pipeline > 1 else ""
     extras += f", {parallel.recompute} recompute" if parallel.recompute != "none" else ""
-    yield "model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}"
+    adapters = f", LoRA trains {shape.trained / 1e6:,.1f} M" if shape.adapters else ""
+    yield "model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}{adapters}"
     yield (
         "trainer",
         f"{parallel.ranks} ranks = TP {parallel.tensor} x PP {parallel.pipeline} x CP {parallel.context} x DP "

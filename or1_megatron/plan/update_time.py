@@ -93,7 +93,7 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
     moved = BYTES[config.model.dtype] * layer_numbers(parallel, shape, "none") / parallel.context
     layer_s = rates.activation_passes * rows * plan.row_tokens * moved / (rates.memory_bytes_per_s * rates.memory_share)
     slowest = max(
-        _stage_seconds(plan, lengths, parallel, work, speed) + work.layers * layer_s
+        _stage_seconds(plan, lengths, parallel, work, speed, bool(shape.adapters)) + work.layers * layer_s
         for work in stage_work(parallel, shape)
     )
     bubble = slowest * (parallel.pipeline - 1) / (rows * parallel.virtual_pipeline)
@@ -111,10 +111,10 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
 
 
 def _stage_seconds(
-    plan: RowPlan, lengths: Int64Array, parallel: ParallelConfig, work: StageWork, speed: float
+    plan: RowPlan, lengths: Int64Array, parallel: ParallelConfig, work: StageWork, speed: float, frozen: bool
 ) -> float:
     """Return the seconds of one stage's forward and backward passes over the rows of the costliest rank."""
-    per_token, per_pair = passes(work, parallel)
+    per_token, per_pair = passes(work, parallel, frozen)
     costliest = 0.0
     for rows in plan.ranks:
         total = 0.0
@@ -126,15 +126,16 @@ def _stage_seconds(
     return costliest / speed
 
 
-def passes(work: StageWork, parallel: ParallelConfig) -> tuple[float, float]:
+def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> tuple[float, float]:
     """Return the operations of forward and backward pass per token and per L * L, recomputation included.
 
     Layers: 3 forward passes' worth, 4 with full recompute; selective computes the MLPs again. The head: 4, one-pass 3.
+    ``frozen``: one less for weights without a gradient, under LoRA; the adapters' own operations are left out (1%).
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
     head = 4 if parallel.head == "recompute" else 3
     pairs = 4 if parallel.recompute == "full" else 3
-    return 3 * work.layer_token + again + head * work.head_token, pairs * work.pair
+    return (3 - frozen) * work.layer_token + again + (head - frozen) * work.head_token, pairs * work.pair
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
@@ -162,7 +163,7 @@ def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, 
     """Return (seconds to reduce fp32 gradients and gather weights over DP, seconds of AdamW)."""
     parallel = config.parallel
     fullest = fullest_stage(parallel, shape)
-    weights = fullest.dense + fullest.experts
+    weights = sum(fullest.trained)
     sharing = parallel.data * parallel.context
     link = link_bytes_per_s(parallel.tensor * sharing, rates) * rates.link_share
     moved = weights * (4 + BYTES[config.model.dtype]) * (sharing - 1) / sharing

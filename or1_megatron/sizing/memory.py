@@ -7,7 +7,7 @@ With GPUs it is one GPU's memory (``node_memory`` has the host's); lab/benchmark
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -92,6 +92,17 @@ class StageWeights:
     experts: int
     copied: int
     """The part of ``dense`` that copies the first stage's tied embedding: checkpoints hold it once."""
+    adapters: tuple[int, int] | None = None
+    """With LoRA: the adapters of dense linears and of experts, which alone are trained."""
+
+    @property
+    def held(self) -> int:
+        return self.dense + self.experts + sum(self.adapters or ())
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Those outside and inside of experts that have gradients and optimizer state."""
+        return self.adapters or (self.dense, self.experts)
 
 
 def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
@@ -168,14 +179,25 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
                 _cut(dense, parallel.tensor),
                 _cut(experts, parallel.tensor * parallel.expert),
                 _cut(copied, parallel.tensor),
+                _stage_adapters(parallel, shape, layers) if shape.adapters else None,
             )
         )
     return tuple(weights)
 
 
+def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[int]) -> tuple[int, int]:
+    """Return a rank's adapters of dense linears and of experts: tensor parallelism cuts one factor of each."""
+    dense, experts = 0, 0
+    for (layer, of_expert, cut), count in shape.adapters.items():
+        if layer in layers:
+            part = _cut(count, (parallel.tensor if cut else 1) * (parallel.expert if of_expert else 1))
+            dense, experts = (dense, experts + part) if of_expert else (dense + part, experts)
+    return dense, experts
+
+
 def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
     """Return the weights of a rank of the pipeline stage that has most of them."""
-    return max(stage_weights(parallel, shape), key=lambda stage: stage.dense + stage.experts)
+    return max(stage_weights(parallel, shape), key=lambda stage: stage.held)
 
 
 def offloaded_bytes(config: Config, shape: Shape) -> int:
@@ -183,15 +205,15 @@ def offloaded_bytes(config: Config, shape: Shape) -> int:
     their memory comes back as zeros."""
     weights = fullest_stage(config.parallel, shape)
     own, optimizer = BYTES[config.model.dtype], _optimizer_bytes(config) / config.parallel.optimizer_ranks
-    return int((weights.dense + weights.experts) * (own + optimizer))
+    return int(weights.held * own + sum(weights.trained) * optimizer)
 
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the bytes of a rank's weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the
-    last three cut over ``optimizer_ranks``; and of a reference's weights, if there is one."""
-    own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
-    total = (weights.dense + weights.experts) * own
-    return total + _shards(config, weights.dense, weights.experts) * _optimizer_bytes(config)
+    """Return the bytes of a rank's weights; of the trained ones' fp32 gradients, fp32 master weights (bf16 only) and
+    two fp32 moments, the last three cut over ``optimizer_ranks``; and of a reference's weights, if there is one."""
+    own, reference = BYTES[config.model.dtype], weights.dense + weights.experts if config.loads_reference else 0
+    total = (weights.held + reference) * own + 4 * sum(weights.trained)
+    return total + _shards(config, *weights.trained) * _optimizer_bytes(config)
 
 
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
@@ -258,7 +280,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     leaves = config.trainer_leaves
     number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
-        own = (weights.dense + weights.experts) * number
+        own = weights.held * number
         parts = {
             "weights": own,
             "gradients, optimizer": state_bytes(config, weights) - own,
@@ -295,7 +317,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             "activations": activation_bytes(config, shape, stage, "cpu"),
             # The whole, before it is accumulated. A tied model's last stage was seen to hold as much for a moment.
-            "embedding's gradient": BYTES[config.model.dtype] * embedding,
+            "embedding's gradient": 0 if shape.adapters else BYTES[config.model.dtype] * embedding,
             "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
         }
@@ -362,7 +384,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
     """Return the bytes of a rank's copy in the saver: replicas divide weights and optimizer."""
     parallel = config.parallel
     replicas = parallel.data * parallel.context
-    saved = _cut(weights.dense - weights.copied, replicas) + _cut(weights.experts, replicas // parallel.expert)
+    dense, experts = weights.adapters or (weights.dense - weights.copied, weights.experts)
+    saved = _cut(dense, replicas) + _cut(experts, replicas // parallel.expert)
     return saved * (12 if config.model.dtype == "float32" else 14)
 
 

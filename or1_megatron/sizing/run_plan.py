@@ -6,12 +6,14 @@ Pure arithmetic on a Config and an HF config.json.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from or1_megatron.config.schema import Config, StageConfig
 from or1_megatron.sizing.conflicts import Device, conflicts, longest_row, padded_sequence, within_reach
 from or1_megatron.sizing.memory import ProcessMemory, process_memory
+from or1_megatron.weights.adapters import AdapterTable
+from or1_megatron.weights.families import family_of
 from or1_megatron.weights.shape import Shape
 from or1_verify.errors import UserError
 
@@ -51,8 +53,11 @@ def plan(
 
     Raises:
         PlanError: it cannot work; a line per conflict.
+        ModelError: the targets of ``model.lora`` match no linear.
     """
-    shape = Shape.of(hf)
+    shape, lora = Shape.of(hf), config.model.lora
+    if lora is not None:
+        shape = replace(shape, adapters=AdapterTable(family_of(hf), hf, lora.rank, lora.targets).sizes)
     if lines := list(conflicts(config, shape, problems, device)):
         raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in lines))
     return Plan(

@@ -16,8 +16,8 @@ _PROCESS_BYTES: Final = 4 << 30
 
 
 def checkpoint_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of one checkpoint: weights and AdamW's fp32 state."""
-    return shape.parameters * (12 if config.model.dtype == "float32" else 14)
+    """Return the bytes of one checkpoint: trained weights and AdamW's fp32 state."""
+    return shape.trained * (12 if config.model.dtype == "float32" else 14)
 
 
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:

@@ -32,7 +32,8 @@ from or1_megatron.sizing.kv_cache import with_gpu_memory
 from or1_megatron.sizing.memory import NotEnoughMemory, memory_short
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.weights.families import ModelError, read_hf_config
+from or1_megatron.weights.adapters import AdapterTable
+from or1_megatron.weights.families import ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_verify.errors import UserError
 
@@ -138,6 +139,9 @@ def lacking(config: Config) -> list[str]:
         try:
             if model is not None:
                 check_weight_files(model, read_hf_config(model))
+            if model is config.model.hf and (lora := config.model.lora) is not None and lora.adapter is not None:
+                hf = read_hf_config(model)
+                AdapterTable(family_of(hf), hf, lora.rank, lora.targets).read(lora.adapter, model, lora.alpha)
         except ModelError as error:
             reasons.append(str(error))
     return reasons

@@ -24,7 +24,7 @@ from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
@@ -62,7 +62,8 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
     if torch.cuda.is_available():
         card = hardware_of(torch.cuda.get_device_name())
         peak = None if card is None else card.bf16_flops.value
-        hardware = TrainerGpus(parallel.ranks, peak, policy.parameter_count)
+        # Frozen weights have no gradient: 4 operations for each of them and each token instead of 6.
+        hardware = TrainerGpus(parallel.ranks, peak, (2 * policy.parameter_count + policy.trained_count) // 3)
     return LoopConfig(
         seed=config.run.seed,
         stages=config.stages,
@@ -96,22 +97,28 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         stop_process_group()
 
 
-def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
-    """Load this rank's part of the KL penalty's reference, where the configuration names one; collective."""
+def reference_scorer(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Verb | None:
+    """Return what scores by this rank's part of the KL penalty's reference, where the configuration names one.
+
+    Loads it if it has weights of its own; collective.
+    """
     folder = config.algorithm.kl.reference
     if folder is None:
         return None
-    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
+    if not config.loads_reference:
+        return policy.score_base
+    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config)).score
 
 
 def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
-        reference = frozen_reference(config, mesh)
+        score_reference = reference_scorer(config, mesh, policy)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs, faults = rank_verbs(policy, saver, sender, reference), FaultRecord(RunFolder(config.run.folder).root)
+        verbs = rank_verbs(policy, saver, sender, score_reference)
+        faults = FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
             lockstep.serve()
@@ -192,14 +199,15 @@ def serve_policy(
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return the policy of all ranks, with its handoff to the engines, once the engines are ready."""
-    reference = frozen_reference(config, mesh)
+    score_reference = reference_scorer(config, mesh, policy)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
     stack.enter_context(saver)
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, saver, sender, reference), timeout_s, heart, faults.failed("rank 0"))
+    verbs = rank_verbs(policy, saver, sender, score_reference)
+    lockstep = Lockstep(mesh, verbs, timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))

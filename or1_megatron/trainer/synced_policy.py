@@ -23,7 +23,6 @@ from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
-from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.parallel.router_replay import bring_experts
 from or1_megatron.rl.batch import pack
@@ -63,13 +62,13 @@ def rank_verbs(
     policy: MegatronPolicy,
     saver: CheckpointSaver,
     sender: WeightSender | None = None,
-    reference: FrozenReference | None = None,
+    score_reference: Verb | None = None,
 ) -> dict[str, Verb]:
     """Return what every rank can do under lockstep, by verb; the arguments are this rank's parts.
 
     Args:
         sender: of the handoff; None: there are no engines.
-        reference: of the frozen reference, where there is one.
+        score_reference: scores this rank's rows by the frozen reference, where there is one.
     """
 
     def of_rows(method: Verb) -> Verb:
@@ -97,7 +96,7 @@ def rank_verbs(
     }
     if sender is not None:
         verbs |= {"send": sender.send, "leave_engines": sender.close}
-    return verbs if reference is None else {**verbs, "score_reference": of_rows(reference.score)}
+    return verbs if score_reference is None else {**verbs, "score_reference": of_rows(score_reference)}
 
 
 class SyncedPolicy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from or1_megatron.weights.families import delta_net_of, experts_of
@@ -47,6 +47,8 @@ class Shape:
     latents: Latents | None = None
     delta_net: DeltaNet | None = None
     """Linear attention, beside which the layers with full attention have gates."""
+    adapters: Mapping[tuple[int, bool, bool], int] = field(default_factory=dict, compare=False)
+    """With LoRA: ``AdapterTable.sizes``."""
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
@@ -73,6 +75,11 @@ class Shape:
     def parameters(self) -> int:
         """Weights of embedding, output, attention, gated MLPs, routers and norms; biases are left out (below 0.1%)."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self._decoder(whole=True)
+
+    @property
+    def trained(self) -> int:
+        """Weights that are trained and saved: all, or with LoRA the adapters' alone."""
+        return sum(self.adapters.values()) or self.parameters
 
     def expert_parameters(self, layers: Collection[int] | None = None) -> int:
         """Weights of the routed experts, of all layers or of ``layers``."""

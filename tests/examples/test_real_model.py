@@ -119,11 +119,12 @@ def test_its_layouts_equal_transformers_and_faults_are_found(model: Path) -> Non
         assert any("log-prob" in line for line in beyond(rows[fault][0], "float32", 1.0)), fault
 
 
-def test_it_trains_two_steps(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", ["null", "{rank: 16}"])
+def test_it_trains_two_steps(lora: str, model: Path, tmp_path: Path) -> None:
     python(EXAMPLE / "task.py", "--out", tmp_path / "data")
     places = {"run.dir": tmp_path / "run", "model.hf": model, "data.train": f"[{{path: {tmp_path}/data/train.jsonl}}]"}
     places |= {"evaluate.data": "[]", "evaluate.every_steps": 0, "stages.0.steps": 2, "cluster.check_memory": "false"}
-    places |= {"stages.0.prompts_per_step": 8, "stages.0.prompts_per_update": 8}
+    places |= {"model.lora": lora, "stages.0.prompts_per_step": 8, "stages.0.prompts_per_update": 8}
     or1("train", EXAMPLE / "real_model.yaml", *(f"--set={key}={value}" for key, value in places.items()))
     steps = [row for row in read_rows(tmp_path / "run/metrics.jsonl") if "reward/mean" in row]
     assert len(steps) == 2 and all(0 < row["reward/mean"] < 1 and row["groups/kept"] > 0 for row in steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.sizing.parallel_layouts import parse_layout
+from or1_megatron.types import MicroBatch
 
 STATE = {"step": 2, "ledger": {"a": [1, 2]}}
 
@@ -67,14 +69,18 @@ def end_layout() -> None:
 class Rank:
     """One rank's policy at one layout; ends the layout before."""
 
-    def __init__(self, model: Path, dtype: str, layout: dict[str, Any]) -> None:
+    def __init__(self, model: Path, dtype: str, layout: dict[str, Any], lora: dict[str, Any] | None = None) -> None:
         end_layout()
         parallel = ParallelConfig(ranks=2, **layout)
         self.mesh = build_mesh(parallel, seed=1)
         config = OptimizerConfig(lr=1e-3, warmup_steps=10)
-        self.policy = MegatronPolicy(ModelConfig(hf=model, dtype=dtype), parallel, config, self.mesh)  # type: ignore[arg-type]
+        loaded = ModelConfig.model_validate({"hf": model, "dtype": dtype, "lora": lora})
+        self.policy = MegatronPolicy(loaded, parallel, config, self.mesh)
         between = 2 * parallel.context if parallel.context > 1 else 1
         self._batch = pack(problem.samples(), BatchLayout(self.mesh.data, 128, 8, sequence_alignment=between))
+
+    def rows(self) -> Sequence[MicroBatch]:
+        return self._batch.ranks[self.mesh.data_rank]
 
     def update(self) -> list[float]:
         report = problem.update(self.policy, self._batch)
@@ -88,14 +94,17 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     """Load every tensor of a checkpoint whole, by Megatron's own loader, and cut the vocabulary's padding."""
     state = dist_checkpointing.load_plain_tensors(str(folder))
     assert state.pop("sgd_steps") == 2
+    state.pop("base", None)
     tensors = state.items()
     return {name: t[: problem.VOCABULARY] if "embed" in name or "output" in name else t for name, t in tensors}
 
 
-def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
+def travel(
+    model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path, lora: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Return for each layout: the tensors, those that differ from the first checkpoint's, and two updates."""
     scratch.mkdir(exist_ok=True)
-    first = Rank(model, dtype, layouts[0])
+    first = Rank(model, dtype, layouts[0], lora)
     first.update()
     first.update()
     folder = scratch / "0"
@@ -103,7 +112,7 @@ def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path
     expected = whole(folder)
     results = [{"tensors": sorted(expected), "differ": [], "updates": [first.update(), first.update()]}]
     for number, layout in enumerate(layouts[1:], start=1):
-        rank = Rank(model, dtype, layout)
+        rank = Rank(model, dtype, layout, lora)
         loader.load(rank.policy, folder)
         folder = scratch / str(number)
         rank.save(folder)

@@ -196,6 +196,18 @@ def test_what_is_not_held_at_one_time() -> None:
     assert (peak({"logits": frozenset({"rollout"})}), peak({})) == (10 + 40 + 8, 10 + 48 + 6)
 
 
+def test_with_lora_adapters_alone_have_gradients_and_optimizer() -> None:
+    """Half a B at TP 2 in bf16, by hand; the reference is model.hf and takes nothing. Each of a layer's seven linears
+    has one factor on every rank (A of q, k, v, gate and up, B of o and down), and half of the other."""
+    keys = ("model.dtype=bfloat16", "parallel.pipeline=1", "parallel.tensor=2", "model.lora.rank=8")
+    config = quickstart(*keys, "algorithm.kl.reference=examples/quickstart/base_model")
+    rank = plan(config, HALF_B, None, "cuda").memory[0].parts
+    trained = 24 * 8 * (7 * 896 + (896 + 128 + 128 + 4864 + 4864 + 896 + 4864) // 2)
+    weights = stage_weights(config.parallel, Shape.of(HALF_B))[0]
+    assert rank["gradients, optimizer"] == (4 + 12) * trained
+    assert rank["weights"] == 2 * (weights.dense + trained)
+
+
 def test_a_gpu_in_each_phase_of_a_turn() -> None:
     """A colocated 7B on one GPU of TP 1, 80 GB, bf16, by hand. Weights 2 bytes, gradients 4 and optimizer 12 per
     parameter. While engines decode, trainer and engine fill the GPU: the KV cache is what is left. In an update the

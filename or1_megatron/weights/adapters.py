@@ -1,0 +1,174 @@
+"""LoRA adapters: their weight table, which follows from a family's own, and their folders in peft's format.
+
+A linear y = W x becomes y = W x + alpha / r * B (A x), with A [r, in] and B [out, r]. Every HF tensor has an A and a B
+of its own, named as in peft's files. Where Megatron fuses several HF tensors to one linear, their A lie one below
+another, and their B are laid out and cut as the linear's rows are. So adapters move by the code that moves weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from or1_megatron.weights.families import ModelError
+from or1_megatron.weights.files import base_digest
+from or1_megatron.weights.layout import Layout
+from or1_megatron.weights.slicing import Cut
+from or1_megatron.weights.table import Experts, HFConfig, ModelFamily, Row
+
+_CONFIG: Final = "adapter_config.json"
+_TENSORS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."  # of the names in a folder
+_BASE: Final = "base_digest"  # our key in the metadata of the tensors' file
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked(Layout):
+    """``count`` tensors [r, in] to [count * r, in], one below another."""
+
+    count: int
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        return list(whole.chunk(self.count))
+
+
+class AdaptedRow(NamedTuple):
+    """A linear with adapters."""
+
+    linear: Row
+    parts: tuple[int, ...]
+    """Which of the linear's HF tensors have an adapter."""
+    a: Row
+    b: Row
+    """For all of the linear's HF tensors: the rows of those without an adapter stay zero, and are in no file."""
+
+
+class AdapterTable:
+    """The adapters of a model, with those methods of ``ModelFamily`` that concern rows.
+
+    Args:
+        targets: ends of the HF names of linears; empty: all linears.
+
+    Raises:
+        ModelError: a target names no linear; the message has the nearest names.
+    """
+
+    def __init__(self, family: ModelFamily, hf: HFConfig, rank: int, targets: Collection[str]) -> None:
+        self.rank, self._family = rank, family
+        linears = [row for row in family.rows(hf) if _is_linear(row)]
+        modules = {_module(name) for row in linears for name in row.hf}
+        last = sorted({module.rpartition(".")[2] for module in modules})
+        self.targets = tuple(targets) or tuple(last)
+        """As in peft's ``target_modules``."""
+        if wrong := [target for target in self.targets if not any(_ends(module, target) for module in modules)]:
+            nearest = [name for target in wrong for name in get_close_matches(target.rpartition(".")[2], last, 2)]
+            raise ModelError(
+                f"model.lora.targets: no linear of a {family.architecture} ends in {', '.join(wrong)}; "
+                f"{f'did you mean {", ".join(nearest)}? ' if nearest else ''}It has {', '.join(last)}"
+            )
+        self.adapted = [row for row in map(self._adapted, linears) if row.parts]
+        base, self._shapes = family.shapes(hf), dict[str, tuple[int, ...]]()
+        for adapted in self.adapted:
+            self._shapes |= {
+                name: (base[linear][0], rank) for linear, name in zip(adapted.linear.hf, adapted.b.hf, strict=True)
+            }
+            self._shapes |= dict.fromkeys(adapted.a.hf, (rank, base[adapted.linear.hf[0]][1]))
+        self.names = {name for row in self.adapted for i in row.parts for name in _names(row.linear.hf[i])}
+        """The tensors of a folder of adapters."""
+        self.sizes = Counter[tuple[int, bool, bool]]()
+        """How many numbers the adapters have, by (layer, whether of experts, whether cut by tensor parallelism)."""
+        for row in self.rows(hf):
+            key = int(row.megatron.split(".")[2]), row.expert is not None, row.cut is not Cut.WHOLE
+            self.sizes[key] += sum(math.prod(self._shapes[name]) for name in row.hf)
+
+    def _adapted(self, row: Row) -> AdaptedRow:
+        names, by_columns = [_names(name) for name in row.hf], row.cut is Cut.ROW
+        parts = tuple(i for i, name in enumerate(row.hf) if any(_ends(_module(name), t) for t in self.targets))
+        module, stack = row.megatron.removesuffix("weight") + "adapter.", Stacked(max(1, len(parts)))
+        a = Row(tuple(names[i][0] for i in parts), (), module + "lora_A", Cut.ROW if by_columns else Cut.WHOLE, stack)
+        b = Row(tuple(b for _, b in names), (), module + "lora_B", Cut.WHOLE if by_columns else row.cut, row.layout)
+        return AdaptedRow(row, parts, replace(a, expert=row.expert), replace(b, expert=row.expert))
+
+    def rows(self, hf: HFConfig) -> Iterator[Row]:
+        for row in self.adapted:
+            yield from (row.a, row.b)
+
+    def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def experts(self, hf: HFConfig) -> Experts | None:
+        return self._family.experts(hf)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], base: Path, alpha: float) -> None:
+        """Write the adapters of the model in ``base`` to a new folder. Raises OSError, SafetensorError."""
+        folder.mkdir()
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": self.rank}
+        config |= {"lora_alpha": int(alpha) if alpha.is_integer() else alpha, "target_modules": list(self.targets)}
+        (folder / _CONFIG).write_text(json.dumps({**config, "lora_dropout": 0.0, "bias": "none"}, indent=2) + "\n")
+        named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / _TENSORS, metadata={"format": "pt", _BASE: base_digest(base)})
+
+    def read(self, folder: Path, base: Path, alpha: float) -> Callable[[str], Tensor]:
+        """Open a folder that ``write`` or peft wrote; return a function that gives its tensors by name.
+
+        Raises:
+            ModelError: it is no folder of adapters, or those of another base, rank, scale or of other linears.
+        """
+        try:
+            config = json.loads((folder / _CONFIG).read_text())
+            file = safe_open(folder / _TENSORS, framework="pt")
+            held = {name.removeprefix(_PREFIX): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:
+            expected = f"expected {_CONFIG} and {_TENSORS}"
+            raise ModelError(f"model.lora.adapter = {folder} is no folder of adapters ({error}); {expected}") from error
+        ours = (("r", self.rank), ("lora_alpha", alpha))
+        wrong = [
+            f"{key} is {config.get(key)}, and the run's is {value}" for key, value in ours if config.get(key) != value
+        ]
+        if (file.metadata() or {}).get(_BASE) not in (None, base_digest(base)):
+            wrong.append(f"its base, {config.get('base_model_name_or_path')}, has other weights than {base}")
+        shapes = {name: self._shapes[name] for name in self.names}
+        if different := sorted(name for name in shapes.keys() | held.keys() if shapes.get(name) != held.get(name)):
+            name = different[0]
+            found = (
+                f"the shape of {name} is {held.get(name, 'nothing')}, and the run's is {shapes.get(name, 'nothing')}"
+            )
+            wrong.append(f"{len(different)} tensors differ: {found}")
+        if wrong:
+            raise ModelError(f"model.lora.adapter = {folder} does not fit: {'; '.join(wrong)}")
+        return lambda name: file.get_tensor(_PREFIX + name) if name in held else torch.zeros(self._shapes[name])
+
+
+def _is_linear(row: Row) -> bool:
+    """Whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router or embedding."""
+    return row.cut not in (Cut.WHOLE, Cut.VOCABULARY) and all(name.endswith(".weight") for name in row.hf)
+
+
+def _module(weight: str) -> str:
+    """Return the name that targets are compared with: a layer's experts have adapters all or none."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
+
+
+def _ends(module: str, target: str) -> bool:
+    return f".{module}".endswith(f".{target}")
+
+
+def _names(weight: str) -> tuple[str, str]:
+    """Return the names of the A and B of an HF weight."""
+    module = weight.removesuffix("weight")
+    return f"{module}lora_A.weight", f"{module}lora_B.weight"
