@@ -14,12 +14,13 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 GENERATED: Final = ("schemas", "config", "files")
 BUDGET: Final = {
-    "packages": (("or1_megatron/*.py", "or1_verify/*.py"), "lines", 46_000),
+    "packages": (("or1_megatron/*.py", "or1_verify/*.py"), "lines", 46_000 + 2_600),
     "tests": (("tests/*.py",), "lines", 32_000),
     "lab": (("lab/*.py",), "lines", 3_500),
     "docs": (("README.md", "docs/*.md", *(f":!docs/{page}.md" for page in GENERATED)), "words", 40_000),
 }
-"""The files of each room, what is counted, and the largest number that it may reach."""
+"""The files of each room, what is counted, and the largest number that it may reach; for the packages 46,000, and 2,600
+more for the newer model families, router replay and LoRA."""
 
 
 def tracked(patterns: tuple[str, ...]) -> list[Path]:
