@@ -1,4 +1,4 @@
-"""The loop's arguments and its result."""
+"""The arguments of the training loop (``LoopConfig``, ``Ports``, ``Begin``) and its result (``LoopResult``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The start of a run of stage ``index`` (from 0): a checkpoint of the previous stage's run."""
+    """Where a run of the single stage ``index`` (from 0) begins: at a checkpoint of the previous stage's run."""
 
     checkpoint: Path
     index: int
@@ -30,9 +30,9 @@ class Begin:
     """The user named this checkpoint (run.previous): the previous stage counts as ended there."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Let the schedule, restored from the checkpoint, begin stage ``index``.
+        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with its next step.
 
-        Raises ResumeError unless the step after the checkpoint is the first of that stage.
+        A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
         """
         number, stages = self.index, schedule.stages  # of the stage before, counted from 1
         if self.chosen and schedule.current == number - 1:
@@ -51,7 +51,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """The configuration sections that the loop needs, and values derived from other sections."""
+    """The configuration sections that the loop needs, and values that are derived from other sections."""
 
     seed: int
     stages: tuple[StageConfig, ...]
@@ -60,7 +60,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     layout: BatchLayout
     max_error_fraction: float
-    """A step with a larger share of verdicts ``error`` ends the run."""
+    """A rollout step with a larger share of verdicts ``error`` ends the run."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: TrainerGpus | None = None
@@ -75,12 +75,12 @@ class LoopConfig:
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
     one_pass: bool = False
-    """The policy's head is one-pass: it has no whole sequences (``objectives.scored.needs_scores``)."""
+    """Whether the policy's output head is one-pass, so that it sees no whole sequences (``objectives.scored``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Everything that the loop calls."""
+    """The objects that the loop calls: policy, rollouts, data stream, evaluator, observer, tracker and others."""
 
     policy: Policy
     rollouts: Rollouts
@@ -101,7 +101,7 @@ class LoopResult:
 
     steps: int
     finished: bool
-    """All steps and evaluations are done; False: stopped on request, to be resumed."""
+    """Whether all steps and evaluations are done; False: the run was stopped on request and can be resumed."""
     before: EvaluationResult | None
     after: EvaluationResult | None
     best_step: int | None
@@ -109,6 +109,6 @@ class LoopResult:
     wall_s: float
     other_s: float
     seconds: Mapping[str, float]
-    """Per verb."""
+    """Wall time per verb of the loop."""
     skipped_updates: int
     """SGD steps skipped because loss or gradient was not finite."""
