@@ -1,4 +1,4 @@
-"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl``, and stacks of stalls."""
+"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl`` and stalled.log."""
 
 from __future__ import annotations
 

@@ -38,14 +38,13 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""If the monitor itself did not run for longer than this, all clocks restart: other processes may not have run either."""
+"""If the monitor itself did not run for longer than this, all clocks restart, as others may not have run either."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
 """A thread that ran for at least this share of the time counts as busy."""
 _OWN_CHILDREN: Final = "or1_verify.pool.pool_process"
-"""The module that verifier processes run. Their children are not watched: they have deadlines of their own, and
-untrusted programs may stop themselves."""
+"""Module of verifier processes. Their children are not watched: verifiers have deadlines for untrusted programs."""
 
 
 @dataclass(slots=True)

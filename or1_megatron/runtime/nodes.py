@@ -87,7 +87,7 @@ class Nodes:
             raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {self._found(error)}") from None
 
     def _connected(self) -> dist.TCPStore:
-        """Return a connection to node 0's store. A thread makes it, because a silent service would block torch for ever.
+        """Return a connection to node 0's store. A thread makes it, because a silent service blocks torch for ever.
 
         Raises DistError or TimeoutError.
         """

@@ -1,4 +1,4 @@
-"""Writes a run's metrics and rollouts to its folder and trackers, and deletes records that a resumed run makes again."""
+"""Writes a run's metrics and rollouts to its folder and trackers; deletes records that a resumed run makes again."""
 
 from __future__ import annotations
 

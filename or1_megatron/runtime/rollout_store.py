@@ -26,7 +26,7 @@ from or1_verify.types import Message
 SCHEMA = arrow_schema(ROLLOUT)
 
 _WAITING_STEPS = 2
-"""Number of steps that may wait for the disk, which bounds the memory that they hold. A further step blocks the loop."""
+"""Number of steps that may wait for the disk, which bounds the memory in use. A further step blocks the loop."""
 
 _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prompt", "prompt_token_ids.list.element"]
 """Columns written with a Parquet dictionary. For other columns the dictionary would take most of the writing time."""

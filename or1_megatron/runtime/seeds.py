@@ -1,4 +1,4 @@
-"""Derives repeatable seeds for ranks, purposes and requests from the run's seed; saves and restores generator states."""
+"""Derives repeatable seeds for ranks, purposes and requests from the run's seed; saves and restores RNG states."""
 
 from __future__ import annotations
 

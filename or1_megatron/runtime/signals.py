@@ -4,8 +4,7 @@ Our launcher asks its ranks with SIGUSR1. For these ranks SIGTERM means "end now
 another rank has failed. A scheduler may send SIGTERM to all processes of a job; the launcher's SIGUSR1 follows then.
 
 A Python signal handler runs only when the main thread returns from C, which in a collective would be too late. But
-Python's C-level handler writes the signal's number to a pipe at once, and a thread that reads the pipe sees every
-signal.
+Python's C-level handler writes the signal's number to a pipe at once, so a thread that reads the pipe sees it.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class StopRequested:
     >>> with stop.heeded():                 # main thread only
     ...     if stop.requested(): save_and_exit()
 
-    After the first signal the process has ``grace_s`` seconds. Afterwards, or at a second signal (REPEAT_S or more after
-    the first), it exits at once, without clean-up, with 128 + the signal's number.
+    After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
+    first), it exits at once, without clean-up, with 128 + the signal's number.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -91,7 +90,7 @@ class StopRequested:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle the stop signals within the block. Use it once, on the main thread (else ``signal`` raises ValueError).
+        """Handle the stop signals within the block. Once, on the main thread only, else ``signal`` raises ValueError.
 
         The end of the block ends the grace period, because the process has saved and exits normally.
         """
@@ -130,7 +129,7 @@ class StopRequested:
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
     def _end_unless_asked(self) -> None:
-        """End this rank after ``_LAST_WORDS_S``, unless the launcher has asked for a save. (Another rank has failed.)"""
+        """End this rank after ``_LAST_WORDS_S`` unless a save was requested, because another rank has failed."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)

@@ -83,7 +83,7 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Check, without asking a server, that Weights & Biases can be used. Raises UserError if package or key is missing."""
+    """Check, without asking a server, that Weights & Biases has package and key. Raises UserError if it lacks one."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
         raise UserError("the package wandb is not installed")
@@ -177,7 +177,7 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
-    """Return, by name, functions that make the configured trackers. Raises UserError with a line per unusable tracker."""
+    """Return functions that make the configured trackers, by name. Raises UserError, a line per unusable tracker."""
     makers: dict[str, _MakeTracker] = {}
     wrong = []
     for name, key, check, kind, needed in _OTHERS:
