@@ -1,4 +1,4 @@
-"""The records that flow through one training step.
+"""The data types of a training step: Prompt, Request, Completion, Group, Sample, MicroBatch, Batch, and reports.
 
 Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
 record, made when everything in it is known; problems and verdicts are in ``or1_verify.types``. Arrays are NumPy, so

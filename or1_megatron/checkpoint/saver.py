@@ -77,7 +77,7 @@ class _PendingSave:
 
 
 class CheckpointSaver:
-    """Saves one rank's part of checkpoints. Every rank constructs and closes one; only rank 0's ``finish`` reports errors.
+    """Saves one rank's part of checkpoints. Every rank makes and closes a saver; only rank 0's reports errors.
 
     Args:
         asynchronous: write in the background; otherwise ``save`` returns when all is on disk, and needs no copy.

@@ -43,8 +43,7 @@ _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and writ
 class TensorSlice:
     """A rectangular slice of a whole tensor, which is contiguous in a rank's local shard.
 
-    ``offset`` and ``sizes`` have as many entries as the whole tensor's shape ``whole``. ``start`` is the slice's first
-    index in the flat local shard.
+    ``whole`` is the whole tensor's shape; ``start`` is the slice's first index in the flat local shard.
     """
 
     key: str
@@ -184,7 +183,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
 
 
 def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """Return the reads that fill a slice. With ``may_differ``, rows that only the disk or only the slice has are left out."""
+    """Return the reads that fill a slice. ``may_differ``: leave out rows that only the disk or only the slice has."""
     if tuple(on_disk.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))

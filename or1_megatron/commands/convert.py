@@ -1,4 +1,4 @@
-"""``or1 convert``."""
+"""``or1 convert``: converts between HF folders and Megatron checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``or1 doctor``: the self-test's first check, as a table of what this machine has and what follows from it."""
+"""``or1 doctor``: prints what this machine has and lacks for training (the self-test's first check)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight handoff: sends the policy's weights from the trainer's ranks to the engines after every step.
+"""Weight handoff (weight sync): sends the policy's weights from the trainer's ranks to the engines after every step.
 
 A module or folder imports only modules above it in this list:
 

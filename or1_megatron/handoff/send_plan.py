@@ -158,8 +158,7 @@ def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, .
 
 
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
-    """Return parts of a rectangle, cut along axis 0: at most ``message_bytes`` each (but at least one row of axis 0),
-    and at least one part per holder if the rectangle is large."""
+    """Return parts of a rectangle, cut along axis 0 to at most ``message_bytes``; a large one has a part per holder."""
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:

@@ -135,7 +135,7 @@ class WeightSender:
         return transfer
 
     def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
-        """Publish the model's tensors and give the engines the store's address. The future is done when all are ready."""
+        """Publish the model's tensors and the store's address to the engines. The future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
             "address": status.tcp.host,

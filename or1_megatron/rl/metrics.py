@@ -179,7 +179,7 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Return means over all counted tokens of the SGD steps that were not skipped. (Skipped steps: no finite sums.)"""
+    """Return means over all counted tokens of the SGD steps that were not skipped, as a skipped step's are not finite."""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),

@@ -2,8 +2,7 @@
 
 A slice's 8-byte words are laid out in rows of 1,024 words. The column sums are weighted and added, and then a hash of
 the slice's identity and a multiple of the handoff's number. A single changed word always changes the checksum, since
-its weight is odd. Other changes are missed with odds of 2^-64, except that words swapped by a multiple of 8 KiB may be
-missed.
+its weight is odd. Other changes are missed with odds of 2^-64, but words swapped over a multiple of 8 KiB more often.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class StatusStore:
         return future.result()
 
     def _poll(self, done: Callable[[], bool], what: str, watched: Future[Any] | None, pause_s: float) -> None:
-        """Wait until ``done`` returns true. Raises HandoffError if ``watched`` or another rank fails, or on time-out."""
+        """Wait until ``done`` returns true. Raises HandoffError if ``watched`` or a rank fails, or on time-out."""
         waited = f"handoff: {self.who} waited for {what}"
         deadline = time.monotonic() + self.timeout_s
         look_at = time.monotonic() + _LOOK_S

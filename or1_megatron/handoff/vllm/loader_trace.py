@@ -40,7 +40,7 @@ class SourceBox:
 
     box: Box
     axes: tuple[int, ...]
-    """For each axis of the view that the loader copies, the corresponding axis of the tensor; -1 for an axis of size 1."""
+    """For each axis of the view that the loader copies, the tensor's axis that it shows; -1 for an axis of size 1."""
 
 
 @dataclass(frozen=True, slots=True)
