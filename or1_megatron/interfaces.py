@@ -172,7 +172,7 @@ class Policy(Protocol):
         """
 
     def finish_save(self, wait: bool) -> float | None:
-        """Return the seconds for which a save was written that completed since the last call; None: none completed.
+        """Return the writing time, in seconds, of a save that completed since the last call; None: none completed.
 
         Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """

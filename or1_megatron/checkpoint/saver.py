@@ -133,7 +133,7 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """On rank 0, return the seconds for which a save was written that completed since the last call; else None.
+        """On rank 0, return the writing time in s of a save that completed since the last call; None: none completed.
 
         Args:
             wait: wait for a save that is still being written.

@@ -81,9 +81,9 @@ class WrittenSlice:
     dtype: torch.dtype
     file: str
     offset: int
-    """bytes"""
+    """Position of the slice in the file, in bytes."""
     length: int
-    """bytes"""
+    """Length of the slice in the file, in bytes."""
 
 
 class _DigestedFile(io.FileIO):
@@ -119,8 +119,8 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and flush the file to disk. Raises OSError.
 
-    Returns the written slices and the file's manifest entry. ``wrote`` gets the number of bytes after each write; an
-    error that ``wrote`` raises ends the writing."""
+    Returns (slices, manifest entry). ``wrote`` gets the byte count of each write; an error that it raises ends all.
+    """
     written = []
     with _DigestedFile(path, wrote) as file:
         try:

@@ -80,7 +80,7 @@ class _Place:
     replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that writes a replicated tensor in Megatron
     count: int
     of_expert: bool
-    """Whether the parameter is an expert's, which has fewer DP replicas."""
+    """Whether the parameter belongs to an expert. Expert parameters have fewer DP replicas."""
 
     def slices(self, first: int, last: int, prefix: str = "") -> tuple[TensorSlice, ...]:
         """Return the elements [first, last) of the flat parameter as slices, whose ``start`` counts from ``first``."""

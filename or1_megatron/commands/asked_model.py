@@ -187,7 +187,7 @@ def _is_endpoint(model: str) -> bool:
 
 
 def _hf_folder(model: Path, out: Path, console: Console) -> Path:
-    """Return the HF folder ``model``, or the folder in ``out`` that is converted from a Megatron checkpoint ``model``."""
+    """Return the HF folder ``model``, or a folder in ``out`` that is converted from the Megatron checkpoint there."""
     if (model / "config.json").is_file():
         return model
     if not model.is_dir():

@@ -30,7 +30,7 @@ def build_dataset(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
     ] = None,
 ) -> None:
-    """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
+    """Run RECIPE's steps, without steps that are done and have not changed. A build that was killed resumes."""
     with explained():
         from or1_megatron.commands.asked_model import open_sampler
         from or1_megatron.config.load import load_as

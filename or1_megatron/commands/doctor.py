@@ -10,7 +10,7 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[re
 
 
 def doctor() -> None:
-    """Say what this machine has and lacks, and what follows from it. Exits with 1 where training cannot start."""
+    """Print what this machine has and lacks for training, and what follows. Exits with 1 if training cannot start."""
     from or1_megatron.selftest.known_checks import MACHINE
     from or1_megatron.selftest.one_check import CheckOutcome, Context
 

@@ -58,7 +58,7 @@ def train(
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is resumed.
 
-    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once. What dies or stalls is started again.
+    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second signal stops at once. Parts that die or stall start again.
     """
     with explained():
         if not (dry_run or check):

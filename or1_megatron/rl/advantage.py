@@ -65,7 +65,7 @@ def assign_advantages(
 def reject(
     groups: Sequence[AdvantagedGroup], config: AdvantageConfig
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-    """Return (kept, rejected) groups, each in the order given. All-zero advantages reject a group (RECIPE section 1).
+    """Return (kept, rejected) groups, each in the order given. Groups with all-zero advantages are rejected (RECIPE 1).
 
     Groups whose rewards are all equal are rejected even if penalties give them advantages, because DAPO's dynamic
     sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.

@@ -49,7 +49,7 @@ class StepSeen:
     stage: StageConfig
     metrics: Mapping[str, float]
     reasons: str = ""
-    """Why responses earned nothing (``checks.frequent_reasons``)."""
+    """The frequent reasons for rewards of 0 (``checks.frequent_reasons``)."""
 
 
 class Alarms:
@@ -70,7 +70,7 @@ class Alarms:
         }
         assert self._rules.keys() == ALARMS.keys()
         self._rows: list[dict[str, float]] = []
-        """The remembered metrics of the last steps, as far as each step has them."""
+        """The metrics ``_REMEMBERED`` of the last steps; a step lacks those that it did not measure."""
         self._remaining = dict.fromkeys(ALARMS, 0)
         """Calm steps left until the rule's episode ends; 0: no episode."""
 

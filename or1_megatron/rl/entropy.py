@@ -48,11 +48,11 @@ class EntropyReading:
     """A step's entropy before its update, and the coefficient of the entropy bonus that follows from it."""
 
     entropy: float
-    """e_k."""
+    """The entropy e_k, measured as configured."""
     sampled: float
     """The sampled entropy of all responses of the step."""
     alpha: float
-    """alpha_k."""
+    """The entropy bonus's coefficient alpha_k."""
     controller: float
     """c_k."""
 
@@ -74,9 +74,9 @@ class EntropyController:
         self._config = config
         self._highest = float("inf") if config.maximum is None else config.maximum
         self.coefficient = config.coefficient
-        """c_k."""
+        """The controller's c_k."""
         self._before: float | None = None
-        """e_{k-1}."""
+        """The entropy e_{k-1} of the step before."""
 
     def alpha(self, entropy: float) -> float:
         """Return alpha_k for e_k = ``entropy``."""

@@ -24,7 +24,7 @@ class Evaluations:
         self.before: EvaluationResult | None = None
         self.after: EvaluationResult | None = None
         self.best: tuple[int, float] | None = None
-        """(step, accuracy)."""
+        """(step, accuracy) of the best evaluation after training began."""
         self._done_at: int | None = None
 
     def due(self, steps_done: int) -> Due:

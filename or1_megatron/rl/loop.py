@@ -342,7 +342,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps and the evaluation after them are done."""
+        """Return whether all steps and the evaluation after the last step are done."""
         return self.schedule.over(self.steps_done) and self._evaluation_due() == "no"
 
     def result(self) -> LoopResult:

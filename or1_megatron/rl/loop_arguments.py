@@ -27,7 +27,7 @@ class Begin:
     checkpoint: Path
     index: int
     chosen: bool
-    """The user named this checkpoint (run.previous): the previous stage counts as ended there."""
+    """Whether the user named this checkpoint (run.previous), so that it ends the previous stage."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
         """Check that the schedule, restored from the checkpoint, begins stage ``index`` with its next step.
@@ -68,9 +68,9 @@ class LoopConfig:
     dtype: str = "float32"
     """The policy's parameter dtype, as the configuration names it."""
     stage_count: int | None = None
-    """The run ends after this many stages; None: all."""
+    """The number of stages after which the run ends; None: all stages."""
     begin: Begin | None = None
-    """None: start with the model's weights."""
+    """The checkpoint of another run from which this run begins; None: begin with the model's weights."""
     mixtures: tuple[tuple[int, ...], ...] = ()
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
@@ -92,7 +92,7 @@ class Ports:
     keeper: CheckpointKeeper
     timer: StepTimer
     stop: Callable[[], bool]
-    """True once the run has been asked to stop."""
+    """Returns True once the run has been asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

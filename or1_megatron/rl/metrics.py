@@ -57,7 +57,7 @@ class StepRecord:
     stage_index: int
     stage: StageConfig
     filtered: Filtered | None
-    """None: no filter was due."""
+    """The problems that the online filter dropped; None: no filter was due."""
     groups: Sequence[Group]
     kept: Sequence[AdvantagedGroup]
     rejected: Sequence[AdvantagedGroup]
@@ -179,7 +179,7 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Return means over all counted tokens of the SGD steps that were not skipped, as a skipped step's are not finite."""
+    """Return means over all counted tokens of the SGD steps that were not skipped. (Skipped ones are not finite.)"""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),

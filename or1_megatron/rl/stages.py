@@ -55,7 +55,7 @@ class Plateau:
         return flat >= self._config.patience and stage_steps >= self._config.min_steps
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the values read so far, for a checkpoint; JSON-able."""
         return {"block": list(self._block), "best": self._best, "flat": self._flat}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -83,12 +83,12 @@ class StageSchedule:
 
     @property
     def current(self) -> int:
-        """The stage (from 0) that was entered last."""
+        """Return the stage (from 0) that was entered last."""
         return len(self._starts) - 1
 
     @property
     def most_steps(self) -> int:
-        """Steps done at the end of the run, if no plateau ends a stage early."""
+        """Return the steps done at the end of the run if no plateau ends a stage early."""
         return self._starts[-1] + sum(stage.steps for stage in self.stages[self.current : self._count])
 
     def over(self, steps_done: int) -> bool:
@@ -139,11 +139,11 @@ class StageSchedule:
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """End the current stage at this checkpoint, chosen by the user."""
+        """End the current stage after the steps done so far, because the user has chosen this checkpoint."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return where each stage began and why it ended, for a checkpoint; JSON-able."""
         plateau = None if self._plateau is None else self._plateau.state()
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
@@ -200,7 +200,7 @@ class PassRateLedger:
         )
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: {stage: {problem id: [right, samples]}}, a copy."""
+        """Return a JSON-able copy of the counts: {stage: {problem id: [right, samples]}}."""
         return {str(stage): {p: list(rate) for p, rate in rates.items()} for stage, rates in self._stages.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

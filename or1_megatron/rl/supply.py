@@ -106,7 +106,7 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """Return the stream's state before the rollouts under way, which a resumed run repeats. JSON-able."""
+        """Return, JSON-able, the stream's state before the rollouts under way, which a resumed run repeats."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

@@ -209,7 +209,7 @@ class RolloutsClient:
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Let later rollouts, except urgent ones, take these responses for equal requests. Unreadable ones are dropped.
+        """Let later rollouts, except urgent ones, take these responses for equal requests; drop them if unreadable.
 
         ``version``: keep only responses that this version sampled alone. ``trained`` drops those that were not used.
         """
@@ -285,7 +285,7 @@ class RolloutsClient:
         return True
 
     def _take_over(self, reason: str) -> None:
-        """Replace the manager.
+        """Replace the lost manager, and let the new one request the rollouts under way again.
 
         Raises:
             RolloutError: ``revive_with`` was not called, or the manager was replaced too often within one rollout.

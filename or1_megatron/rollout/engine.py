@@ -58,8 +58,8 @@ def wait_without_spinning() -> None:
 
 
 def hold_less() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for products as it packs
-    output layers: that copy is as large as the embedding, and nothing reads it. Called as the function above."""
+    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN: the copy would
+    be as large as the embedding, and nothing reads it. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
     from vllm.platforms import current_platform
@@ -87,7 +87,7 @@ class EngineSettings:
     model: Path
     dtype: Literal["float32", "bfloat16"]
     max_model_tokens: int
-    """Longest prompt + response."""
+    """Tokens of the longest prompt + response."""
     config: RolloutConfig
     serves_folder: bool = True
     """Whether the engine may serve the folder's weights; False: it serves nothing before a handoff."""
@@ -244,7 +244,7 @@ class VllmEngine:
         return [self._score(token_ids[:-1], params).outputs[0].logprobs[0][last].logprob]
 
     def _score_afresh(self, token_ids: Int32Array) -> list[float]:
-        """Return [p - 1], for all tokens but the first; vLLM reads no prefix cache when it returns prompt log-probs."""
+        """Return log-probs [p - 1] of all tokens but the first. vLLM reads no prefix cache for prompt log-probs."""
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         if len(token_ids) < 2:
             return []

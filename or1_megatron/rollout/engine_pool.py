@@ -174,7 +174,8 @@ class EnginePool:
 
         Raises:
             EngineError: an engine was lost more often than ``max_engine_restarts``, or did not start again.
-            RayLost: Ray is lost too."""
+            RayLost: Ray is lost too.
+        """
         restarted: set[int] = set()
         while lost := lost_engines(self.handles):
             check_ray()
@@ -208,7 +209,7 @@ class EnginePool:
         return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines and delete their heartbeats."""
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
         self.handles.clear()

@@ -33,7 +33,7 @@ def request_seed(*parts: int) -> int:
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return [B] random bits of tokens: outputs number ``positions`` of SplitMix64 generators begun at ``seeds``."""
+    """Return 64 random bits per token [B]: output number ``positions[b]`` of a SplitMix64 generator of ``seeds[b]``."""
     key = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
@@ -41,7 +41,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def request_digest(request: Request) -> bytes:
-    """Return [16] bytes that tell whether two requests of one seed are the same: of problem, prompt and sampling.
+    """Return a 16-byte digest of a request's problem, prompt and sampling, which tells requests of one seed apart.
 
     The same on every machine and Python version.
     """
@@ -105,7 +105,7 @@ class SamplingBudget:
         self._prompts, self._refill = prompts, refill
         self._kept: dict[int, bool] = {}
         self.limit = prompts
-        """Prompts that make up the result, once it is ``over``; until then an upper bound of them."""
+        """Number of prompts that make up the result once the rollout is ``over``; until then an upper bound."""
         self.over = False
 
     def wants(self, prompt_index: int) -> bool:

@@ -58,7 +58,7 @@ Action = Submit | Abort | Judge
 
 @dataclass
 class RollOut:
-    """One rollout under way."""
+    """One rollout under way: its prompts and requests, and the completions, verdicts and groups so far."""
 
     prompts: Sequence[Prompt]
     group_size: int

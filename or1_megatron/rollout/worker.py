@@ -48,7 +48,7 @@ class SeededSampler(VllmSampler):
         return self.draw(logits, sampling_metadata, slice(None), 0)
 
     def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
-        """Draw from ``logits`` [R, V]; row r is of request ``requests[r]`` of the batch, ``ahead[r]`` tokens ahead."""
+        """Draw a token per row of ``logits`` [R, V]. Row r is of request ``requests[r]``, ``ahead[r]`` tokens ahead."""
         batch = self._runner.input_batch
         if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places
             params = (self._runner.requests[name].sampling_params for name in batch.req_ids)

@@ -43,7 +43,7 @@ _AGENT_LOGGERS: Final = ("multiprocessing.api", "agent.server.api")  # of torch.
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the ranks ended."""
+    """How the ranks of a launch ended."""
 
     code: int
     """The exit code for the shell: 0; or the code of the rank that failed first (128 + n if signal n killed the rank);

@@ -49,7 +49,7 @@ _OWN_CHILDREN: Final = "or1_verify.pool.pool_process"
 
 @dataclass(slots=True)
 class _Silence:
-    """A heartbeat counter of a process that has not advanced since ``since_s`` (monotonic seconds)."""
+    """A heartbeat counter of one process, which has not advanced since ``since_s`` (monotonic seconds)."""
 
     sign: tuple[int, bool]
     """The counter's value, and whether the process does something long."""

@@ -61,7 +61,7 @@ class ReceivedSlice:
 
     slot: Slot
     message: Tensor
-    """[bytes] uint8."""
+    """The message that holds the slice, [bytes] uint8; after ``keep``, the slice's own copy."""
     checksum: int
     """The checksum that came with the slice."""
     source: int

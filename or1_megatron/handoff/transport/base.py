@@ -143,7 +143,7 @@ class WaitingThreads:
         return done
 
     def close(self) -> None:
-        """End the threads; works that are still under way fail."""
+        """End the threads. Works that are still under way fail."""
         atexit.unregister(self.close)
         self._closed = True
         if not self._joined(_QUIET_S):

@@ -23,7 +23,7 @@ class Surrogate:
     """An objective's own term J, which is maximised. All tensors are [N], except ``sums``."""
 
     values: Tensor
-    """J, with gradient."""
+    """J of each token, with gradient."""
     ratio: Tensor
     """The importance ratio rho of the token or of its sequence."""
     clipped: Tensor
