@@ -54,7 +54,7 @@ class EntropyReading:
     alpha: float
     """The entropy bonus's coefficient alpha_k."""
     controller: float
-    """c_k."""
+    """The controller's c_k."""
 
 
 class EntropyController:

@@ -169,7 +169,7 @@ def _not_finite(name: str, whole: Result) -> Iterator[str]:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield a sentence for each mean: a value that does not double, or gradient that halves, with all tokens doubled."""
+    """Yield a sentence per mean: a value that does not double, or a gradient that halves, if all tokens occur twice."""
     if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
         yield (
             f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
