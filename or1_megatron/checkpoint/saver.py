@@ -47,7 +47,7 @@ RANDOM = "random.pt"
 COMMON = "common.pt"  # Megatron's name for the state that is not sharded
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LAST_WAIT_S = 10.0  # for a save that is overdue
-_NO_ROOM_BYTES = 1 << 20  # a write that fails with less than this free has failed for want of room
+_NO_ROOM_BYTES = 1 << 20  # if a write fails with less than this free, the disk counts as full
 
 
 class CheckpointError(AgreedError):
@@ -103,7 +103,7 @@ class CheckpointSaver:
         self._buffers: list[tuple[TensorSlice, Tensor]] = []
         self._thread: threading.Thread | None = None
         self._overdue = False
-        self._outcome: float | CheckpointError | None = None  # seconds; None when it has been reported
+        self._outcome: float | CheckpointError | None = None  # seconds or error of the last save, until reported
         if asynchronous:
             self._copied()  # the first use of memory is slow: do it before the loop waits for it
 

@@ -100,7 +100,7 @@ def cpu_kv_cache_bytes(
     ranks = engines.engines * engines.tensor_parallel
     per_token = shape.kv_bytes_per_token(dtype) // max(1, min(engines.tensor_parallel, shape.kv_heads))
     sequence = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS * per_token
-    block = _BLOCK_TOKENS * per_token  # vLLM keeps one empty
+    block = _BLOCK_TOKENS * per_token  # vLLM keeps one block empty
     weights = shape.parameters * BYTES[dtype] * engines.engines
     room = (free_bytes - weights) // 2 // ranks
     if room < sequence + block:

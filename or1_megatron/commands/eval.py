@@ -63,7 +63,7 @@ def evaluate(
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)}")
         outlive_console()
-        if not model.startswith(("http://", "https://")):  # engines of our own
+        if not model.startswith(("http://", "https://")):  # the model runs on our own engines
             check_driver()
         from or1_megatron.config.load import load_as
         from or1_megatron.evaluate.settings import EvaluationSettings

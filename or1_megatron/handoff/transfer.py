@@ -18,7 +18,7 @@ from or1_megatron.handoff.transport.links import Links
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, open_group
 from or1_megatron.weights.holdings import Box
 
-_BUFFERS = 2  # one is packed while the other travels or is read
+_BUFFERS = 2  # one buffer is packed while the other travels or is read
 _ROUNDS_AHEAD = 1  # receives of the next round are under way while a round is loaded
 
 

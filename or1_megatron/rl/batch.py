@@ -151,7 +151,7 @@ def _fill(
     bounds, lengths = [0], []
     for i in members:
         sample, start = samples[i], bounds[-1]
-        first = start + sample.prompt_ids.size  # of the response
+        first = start + sample.prompt_ids.size  # where the response begins
         end = first + sample.response_ids.size
         token_ids[start:first], token_ids[first:end] = sample.prompt_ids, sample.response_ids
         target_ids[start : end - 1] = token_ids[start + 1 : end]

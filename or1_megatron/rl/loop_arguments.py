@@ -34,7 +34,7 @@ class Begin:
 
         A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
         """
-        number, stages = self.index, schedule.stages  # of the stage before, counted from 1
+        number, stages = self.index, schedule.stages  # ``number``: the previous stage, counted from 1
         if self.chosen and schedule.current == number - 1:
             schedule.end_here()
         if not schedule.over(steps_done) and schedule.index(steps_done) == number and schedule.begins(steps_done):

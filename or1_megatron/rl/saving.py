@@ -22,7 +22,7 @@ class Saving:
         self.saved_at: int | None = None
         """The step of the newest checkpoint, complete or still being written."""
         self._writing: tuple[int, bool] | None = None  # (step, best)
-        self._write_s: float | None = None  # of the last checkpoint written, until it is reported
+        self._write_s: float | None = None  # writing time of the last checkpoint, until it is reported
 
     def write(self, step: int, best: bool) -> None:
         """Save the snapshot, which was taken after ``step``, unless ``step`` has been saved already."""

@@ -91,7 +91,7 @@ class RolloutsClient:
         self._asked: dict[int, _Asked] = {}  # the rollouts under way, by the tickets of this client
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
-        self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
+        self._reused: dict[int, Completion] = {}  # by seed: responses of a checkpoint, until they are requested
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False

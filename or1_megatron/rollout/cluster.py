@@ -29,7 +29,7 @@ from or1_verify.errors import UserError
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-_ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
+_ALIVE_TIMEOUT_S = 30.0  # deadline for an answer of Ray's own processes, which need a core
 ASK_EVERY_S = 5.0
 """How often a long wait checks that Ray lives."""
 _START_PATIENCE_S = 300.0
@@ -40,7 +40,7 @@ START_WAITS = {
 """How long Ray waits for its own processes at a start. The default of 30 to 60 s is too short on a busy machine."""
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 _SETTINGS = {
-    # One question for a raylet that starts lasts so long; between two we see whether it lives.
+    # Ray waits this long for a starting raylet; between two waits we check that it lives.
     "RAY_raylet_start_wait_time_s": "2",
     # By default 15: beside any other busy program an engine would get 3% of a core.
     "RAY_worker_niceness": "0",
@@ -55,7 +55,7 @@ _SETTINGS_TYPE = b"\x04"
 logger = logging.getLogger(__name__)
 
 _services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
-_asked_s = 0.0  # when they were asked last
+_asked_s = 0.0  # when the services were asked last
 
 
 class ClusterError(UserError, RuntimeError):

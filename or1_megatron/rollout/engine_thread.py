@@ -138,7 +138,7 @@ class EngineThread:
             while True:
                 self._heart.worked()
                 if engine.idle:
-                    self._stop_clock()  # requests may be pending while it waits for weights
+                    self._stop_clock()  # requests may be pending while the engine waits for weights
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
                     if self._busy_since_s is None:

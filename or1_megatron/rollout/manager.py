@@ -82,7 +82,7 @@ class RolloutManager:
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._why_lost: dict[int, str] = {}  # by engine that has no successor yet
+        self._why_lost: dict[int, str] = {}  # by engine that is not yet replaced
         self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
         self._verify = verify
         self._abilities = abilities
@@ -90,7 +90,7 @@ class RolloutManager:
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
         self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
-        self._collected: list[int] = []  # seeds of what the client may not have yet
+        self._collected: list[int] = []  # seeds of responses that the client may not have yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
         self._changed = asyncio.Event()
@@ -220,7 +220,7 @@ class RolloutManager:
 
     async def _drain(self, index: int) -> None:
         engine = self._engines[index]
-        timeout_s: float | None = None  # it may still be starting
+        timeout_s: float | None = None  # none yet: the engine may still be starting
         while self._failure is None and self._engines[index] == engine:
             try:
                 call = engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
@@ -326,7 +326,7 @@ class RolloutManager:
         return current.roll_out.report(
             busy_s,
             wall_s=current.judged_s - current.started_s,
-            # They may have been sampled before the start.
+            # The responses may have been sampled before the start.
             verify_tail_s=max(0.0, current.judged_s - max(current.started_s, *finished_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
             period_s=self._reported_s - since_s,

@@ -150,7 +150,7 @@ def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
         choice: Any = decoded["choices"][0]
         message = choice["message"]
         text = message.get("content") or ""
-        if isinstance(text, list):  # of parts, as some servers have it
+        if isinstance(text, list):  # a list of parts, as some servers return it
             text = "".join(part["text"] for part in text if part.get("type", "text") == "text")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         truncated = choice["finish_reason"] == "length"

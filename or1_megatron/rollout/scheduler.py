@@ -204,7 +204,7 @@ class Scheduler:
                 name = f"sample {completion.sample_index} of problem {completion.problem_id}"
                 raise ValueError(f"engine {engine} finished a response that was not requested: {name}")
             held = self._take_off(completion.seed)
-            if held.key is not None:  # else it ended before it could be given up
+            if held.key is not None:  # None: the request ended before it could be aborted
                 self._roll_outs[held.ticket].completions[held.key] = completion
                 actions.append(Judge(held.ticket, held.key, completion))
         return [*actions, *self._feed()]
@@ -263,7 +263,7 @@ class Scheduler:
                 roll_out.given -= 1
                 roll_out.waiting.append((held.key, roll_out.requests[held.key]))
         del self._load[engine]
-        for roll_out in self._roll_outs.values():  # sorted, so that none that is needed is behind one that is not
+        for roll_out in self._roll_outs.values():  # sorted, so that no needed request is behind one that is not needed
             roll_out.waiting = deque(sorted(roll_out.waiting, key=itemgetter(0)))
 
     def _take_off(self, seed: int) -> _Held:

@@ -20,4 +20,4 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 64 << 20)  # as large as it would become; the call above fixes it at 128 KiB
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)  # glibc's own largest value; the call above fixes it at 128 KiB

@@ -51,7 +51,7 @@ def outlive_console() -> None:
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not (before := getattr(sys, f"__{name}__")):
             continue
-        # One that was closed at the start may have its number taken by another file now.
+        # The number of a stream that was closed at the start may belong to another file now.
         own, encoding = (os.open(os.devnull, os.O_WRONLY), "utf-8") if before is None else (os.dup(fd), before.encoding)
         raw = io.BufferedWriter(_Console(own, "w"))
         setattr(sys, name, io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True))

@@ -146,6 +146,6 @@ def read_beats(folder: Path) -> list[Beat]:
     for path in sorted(path for path in folder.glob("*") if path.name.isdigit()):
         try:
             beats.append(Beat(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):  # it has just ended, or is just being written
+        except (OSError, ValueError, TypeError):  # the process has just ended, or is just writing
             continue
     return beats

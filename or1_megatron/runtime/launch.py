@@ -183,7 +183,7 @@ class _Supervisor:
         give_up = time.monotonic() + _GONE_S
         while (left := self.kill()) and time.monotonic() < give_up:
             for pid in left:
-                with suppress(ChildProcessError):  # it is not our child, or torchrun's agent has waited for it
+                with suppress(ChildProcessError):  # the process is not our child, or torchrun's agent has waited for it
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(0.05)
         if self._monitor is not None:

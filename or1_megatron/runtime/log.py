@@ -36,7 +36,7 @@ QUIET_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_DEDUP_LOGS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # asks for the new behaviour, which Ray else announces
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the new behaviour, without which Ray prints an announcement
     "TOKENIZERS_PARALLELISM": "false",  # else every fork after the first tokenization warns
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }

@@ -165,7 +165,7 @@ class Monitor:
         signs = {"alive": beat.alive}
         if beat.worked >= 0 and not beat.long:
             signs["worked"] = beat.worked
-        if process.state == "t":  # a debugger holds it; its time begins when it goes on
+        if process.state == "t":  # a debugger holds the process; its time begins when it is released
             signs = {}
         for name in {"alive", "worked"} - signs.keys():
             self._silences.pop((process.pid, process.started, name), None)

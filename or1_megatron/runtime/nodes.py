@@ -74,14 +74,14 @@ class Nodes:
         exit with the same code. 1: node 0's launcher ended with an error."""
         place = f"{self._where} (--master-addr, --master-port)"
         try:
-            if rank == 0:  # by another address: it listens at all of this host's
+            if rank == 0:  # the store listens at all addresses of this host
                 self._store = self._made("127.0.0.1", host=True)
         except dist.DistError as error:
             raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
         try:
             if rank > 0:
                 self._store = self._connected()
-            self._own = self._connected()  # of the watching thread: a call that waits holds up no other
+            self._own = self._connected()  # for the watching thread: a waiting call would block other calls
         except (dist.DistError, TimeoutError) as error:
             late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
             raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {self._found(error)}") from None

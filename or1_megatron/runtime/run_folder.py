@@ -182,7 +182,7 @@ def _owner(written: str) -> str:
     try:
         owner = json.loads(written)
         pid, host = int(owner["pid"]), str(owner["host"])
-    except (ValueError, KeyError, TypeError):  # it has taken the lock and not written its name yet
+    except (ValueError, KeyError, TypeError):  # the owner has taken the lock and not yet written its name
         return "another process, whose pid is not known yet"
     gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
     return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from or1_megatron.interfaces import Tracker
 
 _CLOSING_S: Final = 30.0
-_MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # of the run's folder and resolved configuration
+_MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # takes the run's folder and resolved configuration
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class WandbTracker:
         )
         if known is None:
             id_file.write_text(self._run.id)
-        self.next_step: int = self._run.step  # after a resume: behind the last that W&B has
+        self.next_step: int = self._run.step  # after a resume: the step after W&B's last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

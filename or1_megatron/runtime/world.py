@@ -109,5 +109,5 @@ def address_towards(peer: str) -> str:
         with socket.socket(family, kind, proto) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:  # gaierror is one
+    except OSError:  # gaierror is an OSError
         return ""

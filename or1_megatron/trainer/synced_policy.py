@@ -229,7 +229,7 @@ class SyncedPolicy:
         try:
             return self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
         except HandoffMismatch as error:
-            if self._handoffs == 0:  # no restart would change it
+            if self._handoffs == 0:  # a restart would not help
                 raise
             raise EngineStrayed(str(error)) from error
 

@@ -133,7 +133,7 @@ class WaitingThreads:
                 if self._closed:
                     raise RuntimeError("this rank has left the handoff")
                 thread = Thread(target=wait, args=(start(),), name="handoff wait", daemon=True)
-            except RuntimeError as error:  # a connection that is known to be broken
+            except RuntimeError as error:  # the connection is known to be broken
                 done.set_exception(error)
                 return done
             thread.start()  # before ``close`` can see it: a thread that has not started cannot be joined

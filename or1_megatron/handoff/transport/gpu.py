@@ -90,7 +90,7 @@ class NcclTransport(PooledTransport):
         ready.record(torch.cuda.current_stream(self._device))  # the buffer has been packed, or read for the last time
 
         def work() -> Work:
-            torch.cuda.set_device(self._device)  # of the thread that starts it
+            torch.cuda.set_device(self._device)  # for the thread that starts the work
             torch.cuda.current_stream().wait_event(ready)  # NCCL's stream waits for this stream
             return _Finished(start(), self._device)
 

@@ -36,7 +36,7 @@ from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Methods of layers that load by copying. Quantised ones may count what was loaded, or compute.
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-_KEEPS = "UnquantizedEmbeddingMethod"  # packs a copy of the weight at most
+_KEEPS = "UnquantizedEmbeddingMethod"  # this method at most packs a copy of the weight
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:

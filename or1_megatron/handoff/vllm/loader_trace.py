@@ -283,7 +283,7 @@ class SliceLoader(_Placeholders):
             self._complete.clear()
         for name in self.forget_dead():
             for part in self._received.pop(name):
-                part.verify()  # if nothing has copied it
+                part.verify()  # for a slice that nothing has copied
         for slices in self._received.values():
             for part in slices:
                 part.keep()

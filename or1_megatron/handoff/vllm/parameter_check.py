@@ -26,7 +26,7 @@ from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, o
 
 log = logging.getLogger(__name__)
 
-# Methods that leave a parameter as it was loaded, if they leave any of its shape.
+# Methods that keep a parameter in its loaded form, if they keep its shape.
 _IN_PLACE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
@@ -44,7 +44,7 @@ class ParameterCheck:
     def __init__(self, model: torch.nn.Module, trace: LoaderTrace) -> None:
         self._modules = dict(model.named_modules())
         self._trace = trace
-        self._readable: dict[Slice, list[ParameterView]] = {}  # the first check takes out those that cannot be read
+        self._readable: dict[Slice, list[ParameterView]] = {}  # the first check removes parameters that cannot be read
         self._expected: list[tuple[Slice, int]] = []
 
     def expect(self, received: ReceivedSlice) -> None:

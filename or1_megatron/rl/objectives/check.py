@@ -131,7 +131,7 @@ def _faults(objective: Objective) -> Iterator[str]:
     try:
         tokens.evaluate(objective, every, scope, bare=True)
     except ValueError:
-        pass  # it says which input it needs
+        pass  # the objective says which input it needs
     except Exception as error:
         yield (
             f"{_raised(name, error)}, where the inputs that a run need not have are None: log-probs of a reference and "
