@@ -1,4 +1,4 @@
-"""The schedule of stages, the plateau rule that ends a stage early, and the pass rates that filter problems (RECIPE 3).
+"""The schedule of training stages, the plateau rule that ends one early, and the pass rates that filter problems.
 
 Rollout steps are counted over all stages. After k finished steps the next step belongs to stage ``at(k)``.
 """
