@@ -1,6 +1,6 @@
 """The schedule of training stages, the plateau rule that ends one early, and the pass rates that filter problems.
 
-Rollout steps are counted over all stages (RECIPE section 3). After k finished steps the next step belongs to stage ``at(k)``.
+Steps are counted over all stages (RECIPE section 3). After k finished steps the next step belongs to stage ``at(k)``.
 """
 
 from __future__ import annotations
