@@ -26,7 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
+"""RoPE scaling that keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -54,12 +54,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Maps a name to transformers' class prefix and the config values besides ``SIZES``."""
+"""Tiny models by name: transformers' class prefix, and the config values beside ``SIZES``."""
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny(name, **changes)`` returns the folder of a tiny random model of ``FAMILIES`` and makes each once."""
+    """Give ``tiny(name, **changes)``, which returns the HF folder of a tiny random model of ``FAMILIES``, made once."""
     made: dict[str, Path] = {}
 
     def get(name: str, **changes: Any) -> Path:
@@ -73,7 +73,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = "5GB", **changes: Any) -> Any:
-    """Write and return a random model of a family (``FAMILIES``), untied unless ``changes`` of its config say so."""
+    """Write and return a random model of ``FAMILIES``; ``changes`` are config values. Embeddings are not tied."""
     import torch
     import transformers
 
@@ -82,7 +82,7 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
     for at, parameter in model.named_parameters():
-        # norms away from 1 and biases away from 0, so that a row in the wrong place shows
+        # norms away from 1 and biases away from 0, so that a misplaced row of a weight shows
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
     return model

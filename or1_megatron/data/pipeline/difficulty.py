@@ -71,7 +71,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
 
 
 def of_sixteen(failures: int, tries: int) -> int:
-    """Return failures scaled to 16 tries (``model_difficulty``); 0 and 16 mean that no try and that every try failed."""
+    """Return failures scaled to 16 tries (``model_difficulty``): 0 only if no try failed, 16 only if every try did."""
     if failures in (0, tries):
         return DIFFICULTY_TRIES if failures else 0
     return min(max(round(failures * DIFFICULTY_TRIES / tries), 1), DIFFICULTY_TRIES - 1)

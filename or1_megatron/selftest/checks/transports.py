@@ -1,8 +1,8 @@
-"""The handoff's transports between bare processes: compares every byte, and the GB/s with a copy on the device.
+"""Self-test of the handoff's transports between processes without vLLM: compares every byte, and measures GB/s.
 
-Random bf16 tensors, cut over the trainer ranks by rows, are packed, sealed, sent, compared and copied out, without
-vLLM. On one GPU, which all ranks share, only ``cuda_ipc`` works. With several also ``nccl``, every rank on its own
-GPU, and ``nccl+cuda_ipc``, an engine rank beside every trainer rank.
+Random bf16 tensors, cut by rows over the trainer ranks, are packed, sealed, sent, compared and copied out. With one
+GPU, which all ranks share, only ``cuda_ipc`` works; with several also ``nccl``, each rank on its own GPU, and
+``nccl+cuda_ipc``, an engine rank on the GPU of each trainer rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = 1024
 
 
 def rows_of(tensor: int, start: int, stop: int, device: str) -> torch.Tensor:
-    """Return rows ``start`` to ``stop`` of tensor ``tensor``: the same on every rank."""
+    """Return rows ``start`` to ``stop`` of the random tensor number ``tensor``, equal on every rank."""
     generator = torch.Generator(device).manual_seed(1000 * tensor + start)
     return torch.randn(stop - start, COLUMNS, generator=generator, device=device).to(torch.bfloat16)
 
@@ -65,7 +65,7 @@ def device_of(rank: int, trainers: int, transport: str) -> str:
 
 
 def one_rank(settings: dict[str, Any], note: Callable[[Any], None]) -> None:
-    """Send or receive as one rank. Rank 0 notes the seconds of each handoff; a rank that receives wrong bytes fails."""
+    """Send or receive as one rank; rank 0 notes each handoff's seconds. A rank that receives wrong bytes fails."""
     transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
     world, rows, rank = trainers + engines, settings["rows"], int(os.environ["RANK"])
     device = device_of(rank, trainers, transport)
