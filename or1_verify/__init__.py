@@ -76,7 +76,7 @@ def verify(
 def verify_many(attempts: Sequence[Attempt], config: VerifyConfig | None = None) -> Iterator[Verdict]:
     """Yield the verdict on each (problem, response, truncated), in order; ``config.workers`` are judged at a time.
 
-    Raises what ``verify`` raises, but only when the iteration comes to the ground truth that cannot be used.
+    Raises what ``verify`` raises; for a ground truth that cannot be used, when the iteration comes to it.
     """
     from or1_verify.config import VerifyConfig
     from or1_verify.verifier_threads import VerifierThreads, judged

@@ -164,7 +164,7 @@ def decode(handle: Any, requests: list[Any]) -> list[Any]:
 
 
 def answer(request: Any, engine: int, *versions: int) -> Any:
-    """Return a completion with a token per weights version in ``versions`` (default: 0); the token's id is the version."""
+    """Return a completion with a token per weights version in ``versions`` (default: 0), whose id is the version."""
     from or1_megatron.types import Completion, VersionSpan
 
     ids = np.array(versions or [0], np.int32)

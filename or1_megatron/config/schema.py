@@ -171,8 +171,8 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 7200.0
     """Deadline of a step's rollout: after it, the run ends with an error that names the unanswered requests."""
     max_staleness: NonNegative = 0
-    """N: the weights that sampled a token may be at most N steps older than the weights being trained. Requests of the
-    next N steps are sent to the engines while a step trains. Unit: rollout steps."""
+    """N: the weights that sampled a token may be at most N steps older than the weights that train on it. The next N
+    steps' requests are sent to the engines while a step is sampled and trains. Unit: rollout steps."""
 
 
 class AskedModelConfig(Section):
