@@ -35,10 +35,11 @@ class AdvantageConfig(Section):
     """1: the unbiased standard deviation; 0: the population's. Unit: none. Recipe: 1 in the released code
     (docs/recipe.md, section 1)."""
     eps: NonNegativeFloat = 1e-6
-    """Added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md, section 1)."""
+    """eps of A: added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md,
+    section 1)."""
     scale: Literal["std", "none"] = "std"
-    """What the difference from the mean is divided by. std: the standard deviation plus ``eps``; none: 1, as in Dr.
-    GRPO. Recipe: std in the paper and every released model (docs/recipe.md, section 1)."""
+    """Divisor of r - mean. std: the standard deviation plus ``eps``; none: 1, as in Dr. GRPO. Recipe: std in the paper
+    and every released model (docs/recipe.md, section 1)."""
     overlong_tokens: Positive | None = None
     """L_cache of DAPO's soft penalty on length (docs/objectives.md): over the last L_cache tokens before the stage's
     max_response_tokens, the penalty grows linearly from 0 to ``overlong_penalty``. Unset: no penalty. Unit: tokens.
@@ -51,7 +52,7 @@ class AdvantageConfig(Section):
     in mean and std; after: 0, but their rewards count in mean and std. Recipe: none in every released model
     (docs/recipe.md, sections 3 and 4); ablation 3 compares the three."""
     reject_uniform_groups: bool = True
-    """Keep groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
+    """Leave groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
     released model (docs/recipe.md, sections 1 and 4)."""
 
     @model_validator(mode="after")
@@ -92,8 +93,8 @@ class KLConfig(Section):
     """Penalty on the KL divergence of the policy from a frozen reference model."""
 
     coefficient: NonNegativeFloat = 0.0
-    """beta. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3 (docs/recipe.md, sections 4 and
-    5)."""
+    """beta, the factor of the KL in the loss. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3
+    (docs/recipe.md, sections 4 and 5)."""
     reference: Path | None = None
     """HF folder of the reference model: the run's own start (``model.hf``), or the export of the stage before. Its
     log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no reference."""
@@ -124,8 +125,8 @@ class CorrectionConfig(Section):
     mode: Literal["off", "truncated", "masked"] = "off"
     """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
     level: CorrectionLevel = "token"
-    """token: each token has its own w; sequence: all tokens of a response have the product of their ratios; geometric:
-    the geometric mean of their ratios."""
+    """token: each token's w is its own ratio; sequence: the w of all tokens of a response is the product of their
+    ratios; geometric: it is the geometric mean of their ratios."""
     cap: AboveOne = 2.0
     """C, the upper bound of w. Unit: none."""
     floor: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -179,7 +180,7 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """What is computed from the rollouts: advantages, loss, KL, importance correction, entropy bonus."""
+    """The algorithm: objective, advantages, loss, KL, importance correction, entropy bonus."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -50,11 +50,11 @@ def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> N
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
+    """A configuration cannot be used; the message names file and key, what was found and what was expected."""
 
 
 class DataFileMissing(ConfigError):
-    """A file of problems that the configuration names is not there."""
+    """A problem file that the configuration names does not exist."""
 
 
 def as_annotated(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -20,7 +20,7 @@ from or1_megatron.config.recipes import find, named
 
 
 class Constant(Section):
-    """A figure and where it comes from."""
+    """A number, and the source that it comes from."""
 
     value: NonNegativeFloat
     source: str
@@ -32,7 +32,7 @@ class Fit(Section):
     model_parameters: PositiveFloat
     """Size of the model that the constants were fitted on. Unit: parameters."""
     experts: bool = False
-    """Whether that model is a mixture of experts."""
+    """Whether the fitted model is a mixture of experts."""
     iteration_s: Constant
     """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
@@ -49,13 +49,13 @@ class Hardware(Section):
     """Figures of one kind of device and of a node of such devices."""
 
     title: str
-    """Name for people."""
+    """Name of the hardware in output."""
     match: tuple[str, ...] = ()
-    """Parts of the device names that CUDA reports."""
+    """Parts of device names, as CUDA reports them, by which this hardware is recognised; empty for a CPU."""
     bf16_flops: Constant
     """Dense bf16 operations per second of a device; on CPU, operations in the run's dtype."""
     memory_bytes: Constant
-    """Memory of a device."""
+    """Bytes of memory of a device."""
     memory_bytes_per_s: Constant
     """Bandwidth of the device's memory."""
     link_bytes_per_s: Constant
@@ -65,7 +65,7 @@ class Hardware(Section):
     network_bytes_per_s: Constant
     """One device's share of the rate between nodes, in one direction."""
     node_devices: Constant
-    """Devices of a node."""
+    """Number of devices of a node."""
     product_share: Constant
     """Share of ``bf16_flops`` that large matrix products reach."""
     memory_share: Constant
@@ -84,7 +84,7 @@ class Hardware(Section):
     activation_passes: Constant = Constant(value=0.0, source="part of update_share")
     """How often an update moves a layer's kept activations through memory, beside the layer's matrix products."""
     error: Constant
-    """Relative error of a step's time: the half width of a plan's interval."""
+    """Relative error of a predicted step time, which is the half width of a plan's interval."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
@@ -104,7 +104,7 @@ class Hardware(Section):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The values of a Hardware and of one of its fits, under the same names."""
+    """The values of a Hardware's constants and of one of its fits, under the same names."""
 
     bf16_flops: float
     memory_bytes: float
@@ -143,10 +143,10 @@ class Rates:
 
 @cache
 def read_hardware(given: str) -> Hardware:
-    """Read a hardware file: a path, or the name of one that travels with the package.
+    """Read a hardware file, given by its path or by the name of a packaged one.
 
     Raises:
-        ConfigError: no such file (names known ones), or not a hardware file.
+        ConfigError: the file does not exist (the message lists known names), or is not a hardware file.
     """
     return load_as(Hardware, find("hardware", Path(given if Path(given).is_file() else given.lower())))
 

@@ -54,7 +54,7 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X or Y?`` for the known names nearest to ``name``; empty where none is near."""
+    """Return ``; did you mean X or Y?`` with the known names nearest to ``name``; empty if no name is near."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

@@ -136,7 +136,7 @@ def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any
 def _lay_over(
     below: dict[str, Any], over: Mapping[str, Any], below_origins: Origins, origins: Origins, key: tuple[str, ...]
 ) -> None:
-    """Merge ``over`` into ``below`` in place: mappings key by key; other values replace."""
+    """Merge ``over`` into ``below`` in place: mappings are merged key by key, other values are replaced."""
     for name, value in over.items():
         child = (*key, name)
         if isinstance(value, dict) and isinstance(below.get(name), dict):

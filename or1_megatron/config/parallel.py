@@ -14,11 +14,11 @@ class ParallelConfig(Section):
     """How the policy is spread over trainer ranks. Data parallelism is ranks / (tensor * pipeline * context)."""
 
     ranks: Positive = 1
-    """Trainer ranks in all. Unit: torchrun processes."""
+    """Number of trainer ranks in all. Unit: torchrun processes."""
     tensor: Positive = 1
-    """Tensor parallelism. Unit: ranks."""
+    """Tensor parallelism: each weight is cut over this many ranks. Unit: ranks."""
     pipeline: Positive = 1
-    """Pipeline parallelism. Unit: pipeline stages."""
+    """Pipeline parallelism: the layers are cut into this many stages, one per rank. Unit: pipeline stages."""
     virtual_pipeline: Positive = 1
     """Model chunks per pipeline stage (interleaved 1F1B schedule). Unit: chunks."""
     layers_per_stage: tuple[Positive, ...] | None = None
@@ -86,7 +86,7 @@ class ParallelConfig(Section):
 
     @property
     def chunks(self) -> int:
-        """Pieces into which the pipeline cuts the model: PP * VPP."""
+        """Number of chunks into which the pipeline cuts the model: PP * VPP."""
         return self.pipeline * self.virtual_pipeline
 
     def chunk_layers(self, layers: int) -> tuple[range, ...]:

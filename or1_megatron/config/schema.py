@@ -54,7 +54,7 @@ __all__ = [  # of other modules, so that all sections can be imported from here
 
 
 class RunConfig(Section):
-    """Where the run is written, and what makes it repeatable."""
+    """The run folder, the seed, the stage to run, and restarts."""
 
     dir: Path
     """The run folder, made if missing. If it holds checkpoints, the run resumes from the newest."""
@@ -65,7 +65,7 @@ class RunConfig(Section):
     --stage N`` sets this key. Unset: all stages, one after another. Unit: stage."""
     max_restarts: NonNegative = 3
     """How many times in a row, without a new step between, ``or1 train`` restarts the ranks from the newest checkpoint
-    after a rank, an engine or another part of the run has died. 0: never. Unit: restarts."""
+    after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
     previous: Path | None = None
     """With ``stage``: the previous stage's run folder, or one of its checkpoints, from which stage N then starts.
     Unset: ``dir``/stage_(N-1)."""
@@ -135,8 +135,8 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment. Unit: none."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of every parameter; multiplied with lr. Unit: none. Recipe: 0.01 (docs/recipe.md, section
-    4)."""
+    """Decoupled weight decay of every parameter, which is multiplied by the learning rate. Unit: none. Recipe: 0.01
+    (docs/recipe.md, section 4)."""
     clip_grad: PositiveFloat = 1.0
     """Largest gradient norm; a larger gradient is scaled down to it. Unit: none. Recipe: 1.0 (docs/recipe.md, section
     4)."""
@@ -148,11 +148,11 @@ class RolloutConfig(Section):
     engines: Positive = 1
     """Number of vLLM engines. Unit: engines."""
     tensor_parallel: Positive = 1
-    """Tensor parallelism of one engine. Unit: devices."""
+    """Tensor parallelism of one engine: the number of its devices. Unit: devices."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: engines and trainer use the same devices in turn; separate: engines have devices of their own."""
     max_concurrent: Positive = 256
-    """Responses that one engine decodes at once. Unit: responses."""
+    """Most responses that one engine decodes at once. Unit: responses."""
     kv_cache_bytes: Positive | None = None
     """Size of the KV cache on each device of an engine; required on CPU. Unset, on GPU: with placement colocated and
     offload, what trainer and engine leave free (sizing/kv_cache.py); otherwise what gpu_memory_fraction of the GPU
@@ -226,7 +226,7 @@ class CheckpointConfig(Section):
     """When checkpoints are saved, and which are kept."""
 
     every_steps: Positive = 10
-    """Save after every n-th step; the last step and a stop signal save too."""
+    """Save a checkpoint after every n-th step, after the last step, and on a stop signal."""
     asynchronous: bool = True
     """Write checkpoints while training goes on: the loop waits only for a copy of the state in host memory. The copy
     takes 12 bytes per parameter in fp32, 14 in bf16, over all ranks, and up to twice that if page-locked. False: the
@@ -240,11 +240,11 @@ class CheckpointConfig(Section):
     export_hf_every_steps: NonNegative = 0
     """Export the model as an HF folder after every n-th step. 0: only at the end of the run."""
     signal_grace_s: PositiveFloat = 120.0
-    """After SIGTERM or SIGUSR1: finish or abandon the current verb, save and exit within this time."""
+    """Time after SIGTERM or SIGUSR1 in which the run finishes or abandons the current verb, saves and exits."""
 
 
 class SafetyConfig(Section):
-    """What happens when numbers go wrong. The report gives no thresholds; these are ours."""
+    """Limits that end a run or raise an alarm when its numbers go wrong; the report gives none, so these are ours."""
 
     max_skipped_in_a_row: Positive = 3
     """An SGD step whose loss or gradient is not finite is skipped; this many in a row end the run. Unit: SGD steps."""
@@ -265,7 +265,7 @@ class SafetyConfig(Section):
 
 
 class TrackConfig(Section):
-    """What a run records and shows."""
+    """What a run records and shows: trackers, rollouts, console output."""
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
@@ -289,7 +289,7 @@ class ClusterConfig(Section):
     ray_address: str | None = None
     """Ray cluster to attach to: "auto" or host:port. Unset: the run starts a Ray of its own on this machine."""
     nodes: Positive = 1
-    """Nodes that must have joined the cluster at ``ray_address`` before anything is placed on it. Unit: nodes."""
+    """Number of nodes that must have joined the cluster at ``ray_address`` before a run starts. Unit: nodes."""
     join_timeout_s: PositiveFloat = 600.0
     """Deadline for the ``nodes`` to join the cluster."""
     heartbeat_s: PositiveFloat = 10.0

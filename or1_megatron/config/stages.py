@@ -32,11 +32,11 @@ class PlateauConfig(Section):
     metric: str = "accuracy/all"
     """A metric of docs/schemas.md whose higher values are better."""
     window: Positive = 20
-    """Values per block. Unit: values."""
+    """Number of the metric's values per block. Unit: values."""
     gain: NonNegativeFloat = 0.005
     """A block is flat unless its mean is above the best earlier mean by more than this. Unit: the metric's."""
     patience: Positive = 1
-    """Flat blocks in a row that end the stage. Unit: blocks."""
+    """Number of flat blocks in a row that end the stage. Unit: blocks."""
     min_steps: NonNegative = 0
     """The stage has at least this many steps."""
 
@@ -139,7 +139,7 @@ class StageConfig(Section):
 
 
 class ProblemSetConfig(Section):
-    """Where a problem set lies, and its name."""
+    """A problem set: its path or hub id, split, columns and name."""
 
     path: Path
     """A file of problems (JSON, JSONL, Parquet), a folder of such files or of ``save_to_disk``, or a Hugging Face hub

@@ -44,7 +44,7 @@ class Conversion(Protocol):
     """Size in bytes of each weight file, by name."""
 
     def write(self, path: Path, advance: Advance) -> None:
-        """Write the weight file ``path`` and sync it."""
+        """Write the weight file ``path``, and sync it to disk."""
 
     def complete(self, folder: Path) -> None:
         """Write all other files into ``folder``, after the weight files."""

@@ -41,7 +41,7 @@ class HFSource:
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """In the order of the HF tensor's rows."""
+    """Runs that cover the HF tensor's rows, in their order."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
         """Yield runs that cover all rows, each of at most ``PIECE_BYTES``; ``itemsize``: bytes of one number."""

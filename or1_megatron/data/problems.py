@@ -27,8 +27,8 @@ from or1_verify.types import Problem, Verifier
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 
 PlacedRow = tuple[str, Any]
-"""(origin, decoded row, or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
-hub id[split]:row, all from 1."""
+"""(origin, decoded data row or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
+hub id[split]:row, counted from 1."""
 
 _SAVED: Final = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
 _ABSENT: Final = object()

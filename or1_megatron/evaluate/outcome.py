@@ -34,7 +34,7 @@ class EvaluationScores:
     problems: int
     samples: int
     average: Score
-    """avg@k."""
+    """avg@n with its intervals."""
     passed: Mapping[int, Score]
     """pass@j by j: powers of two below n, and n."""
     truncation_ratio: float

@@ -26,7 +26,7 @@ class VocabularyShard:
     true_vocab_size: int
     """Rows from this vocabulary id on are padding and get probability 0."""
     group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None: this rank holds all of it."""
+    """The tensor-parallel group that shares the vocabulary; None: this rank holds all of it."""
 
     def real_rows(self, rows: int) -> int:
         """Return how many of this rank's first ``rows`` rows are not padding (padding comes last)."""

@@ -31,7 +31,7 @@ class StageWork:
     layer_token: float
     """Operations per token of all layers of the stage."""
     mlp_token: float
-    """The MLPs' part of ``layer_token``."""
+    """The part of ``layer_token`` that the MLPs take."""
     pair: float
     """Attention's operations: a sequence of L tokens takes L * L times this."""
     head_token: float
@@ -160,7 +160,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
 
 
 def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, float]:
-    """Return (seconds to reduce fp32 gradients and gather weights over DP, seconds of AdamW)."""
+    """Return (seconds to reduce fp32 gradients and gather weights over DP and CP ranks, seconds of AdamW)."""
     parallel = config.parallel
     fullest = fullest_stage(parallel, shape)
     weights = fullest.dense + fullest.experts

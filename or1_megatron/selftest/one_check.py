@@ -58,7 +58,7 @@ class CheckedMachine:
 
 @dataclass
 class CheckOutcome:
-    """The result of one check."""
+    """The result of one check: its status, reason, time and figures."""
 
     name: str
     status: CheckStatus

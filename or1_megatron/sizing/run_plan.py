@@ -67,7 +67,7 @@ def plan(
 
 
 def micro_batches(config: Config, stage: StageConfig) -> int:
-    """Return the most micro-batches that a data-parallel rank can have in an SGD step."""
+    """Return the largest number of micro-batches that a data-parallel rank can have in an SGD step."""
     samples = -(-stage.prompts_per_update * stage.group_size // config.parallel.data)
     # A packed row is closed only when the next sequence does not fit, so it holds at least this many sequences.
     per_row = config.parallel.micro_batch_tokens // padded_sequence(config, stage)

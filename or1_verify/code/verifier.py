@@ -102,7 +102,7 @@ class CodeVerifier(Verifier):
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """Close the sandbox."""
+        """Close the sandbox, which removes its cgroups."""
         self._sandbox.close()
 
 

@@ -60,7 +60,7 @@ class Launched(AbstractContextManager["Launched"]):
     output: bytearray = field(default_factory=bytearray)
     """Bytes of standard output that have been read and not yet returned."""
     errors: bytearray = field(default_factory=bytearray)
-    """The last bytes of standard error."""
+    """The last bytes that the program wrote to standard error."""
     _cgroups: CgroupPool | None = None
     _cgroup: Cgroup | None = None
     _spent_s: float = 0.0

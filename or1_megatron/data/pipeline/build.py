@@ -132,7 +132,7 @@ def newest_build(out: Path) -> list[Manifest]:
 
 
 def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
-    """Yield (step, exclusion) for each row that the newest build left out, ordered by step, then by row."""
+    """Yield (step, exclusion) for each candidate that the newest build left out, in the order of steps, then rows."""
     for step in newest_build(out):
         for outcome in read_outcomes(step.paths(out)):
             if isinstance(outcome, Exclusion):

@@ -68,7 +68,7 @@ class Manifest:
 
     step: str
     folder: str
-    """``steps/NN-NAME-KEY``; the key is a hash of all that the result depends on."""
+    """The step's folder ``steps/NN-NAME-KEY``; the key is a hash of all that the result depends on."""
     rows_in: int
     rows_out: int
     reasons: Mapping[str, int]

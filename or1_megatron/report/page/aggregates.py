@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _LENGTH_BINS = 40
 
 PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
-"""Bins of a pass rate: exactly 0%, [low, high) between, exactly 100%."""
+"""Bins of pass rates: exactly 0%, intervals [low, high), and exactly 100%."""
 
 NOT_SEEN = len(PASS_RATES)
 """Bin of a problem that was not sampled in a period."""

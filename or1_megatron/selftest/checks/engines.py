@@ -80,7 +80,7 @@ def run(
 
 
 class EngineRank:
-    """One trainer rank; rank 0 also holds the engines. All methods are collective."""
+    """One trainer rank of the check; rank 0 also holds the engines. All ranks must call each method together."""
 
     def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, pool: EnginePool | None) -> None:
         self.config, self.mesh, self.policy, self.pool = config, mesh, policy, pool
