@@ -16,7 +16,7 @@ _PROCESS_BYTES: Final = 4 << 30
 
 
 def checkpoint_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of a checkpoint: trained weights and AdamW's fp32 state (12 per parameter in fp32, 14 in bf16)."""
+    """Return the bytes of a checkpoint: trained weights and AdamW's fp32 state (12 per weight in fp32, 14 in bf16)."""
     return shape.trained * (12 if config.model.dtype == "float32" else 14)
 
 
