@@ -43,13 +43,18 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
     Adam creates its moments in the first update. Before the first update this function creates them.
     """
     if policy.sgd_steps == 0:
-        for optimizer in policy.optimizer.chained_optimizers:
+        for optimizer in _optimizers(policy):
             optimizer.init_state_fn(optimizer.optimizer)
     places, writers = _places(policy), _Writers()
     shards = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
-    for optimizer in policy.optimizer.chained_optimizers:
+    for optimizer in _optimizers(policy):
         shards += _optimizer_shards(optimizer, places, writers)
     return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in shards]
+
+
+def _optimizers(policy: MegatronPolicy) -> list[Any]:
+    """Return this rank's optimizers but those without parameters: where only experts have adapters there is one."""
+    return [each for each in policy.optimizer.chained_optimizers if each.optimizer is not None]
 
 
 def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
@@ -60,7 +65,7 @@ def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
 def set_steps(policy: MegatronPolicy, steps: int) -> None:
     """Set the number of SGD steps of the learning-rate schedule and of Adam, which has a count per parameter group."""
     policy.sgd_steps = steps
-    for optimizer in policy.optimizer.chained_optimizers:
+    for optimizer in _optimizers(policy):
         for group in optimizer.optimizer.param_groups:
             group["step"] = steps
 

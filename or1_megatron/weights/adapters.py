@@ -155,8 +155,10 @@ class AdapterTable:
 
 
 def _is_linear(row: Row) -> bool:
-    """Whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router or embedding."""
-    return row.cut not in (Cut.WHOLE, Cut.VOCABULARY) and all(name.endswith(".weight") for name in row.hf)
+    """Whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router, embedding or
+    convolution."""
+    matrices = all(name.endswith(".weight") and len(axes) == 2 for name, axes in zip(row.hf, row.axes, strict=True))
+    return matrices and row.cut not in (Cut.WHOLE, Cut.VOCABULARY)
 
 
 def _module(weight: str) -> str:

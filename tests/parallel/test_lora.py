@@ -28,6 +28,8 @@ from or1_megatron.weights.families import ModelError, family_of, read_hf_config
 
 RANK, ALPHA = 3, 5.0
 LINEARS = [f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SEQUENCE = {"tensor": 2, "sequence": True}
 EXPERTS = {"expert": 2}
 CASES: dict[str, tuple[str, list[str], list[str], list[dict[str, Any]]]] = {
@@ -39,6 +41,9 @@ CASES: dict[str, tuple[str, list[str], list[str], list[dict[str, Any]]]] = {
     ),
     "some": ("one_kv_head", ["q_proj", "v_proj", "up_proj"], ["1", "TP2"], [{"tensor": 2}, {}]),
     "experts": ("qwen3_moe", LINEARS, ["1", "TP2 SP", "DP2 EP2", "PP2"], [EXPERTS, SEQUENCE, {"pipeline": 2}]),
+    "only experts": ("qwen3_moe", ["gate_proj"], ["PP2"], [{"pipeline": 2}, EXPERTS]),  # on the second stage
+    "latents": ("deepseek_v3", [*LATENTS, *LINEARS[3:]], ["TP2 SP"], [SEQUENCE, {"pipeline": 2}]),
+    "delta net": ("qwen3_5", [*LINEARS, *NET], ["TP2 SP"], [SEQUENCE, {"context": 2}]),
 }
 """Model, targets, layouts compared, layouts that load each other's checkpoints."""
 
@@ -94,7 +99,7 @@ def use(cases: dict[str, tuple[Path, LoraConfig]], scratch: Path) -> dict[str, A
     adapters, without them and of the bare model, what the handoff would misread, and the travels of a checkpoint."""
     store, rank, _ = next(dist.rendezvous("env://"))
     load = check_parity.load_network
-    check_parity._by_file_name = dict  # type: ignore[assignment]  # the oracle has the files' names
+    check_parity.by_file_name = dict  # type: ignore[assignment]  # the oracle has the files' names
     results: dict[str, Any] = {}
     for case, (model, lora) in cases.items():
         assert lora.adapter is not None

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import FAMILIES as TINY
 
+from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files, is_draft
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
@@ -46,6 +47,8 @@ def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny:
     hf = read_hf_config(folder)
     saved = {at: tuple(tensor.shape) for at, tensor in trained(folder, hf).items()}
     assert family_of(hf).shapes(hf) == saved
+    adapted = [at.replace("lora_A.", "") for at in AdapterTable(family_of(hf), hf, 3, ()).names if ".lora_A." in at]
+    assert {len(saved[at]) for at in adapted} == {2}  # a matrix: no convolution
     assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.005  # biases, norms of heads
     check_weight_files(folder, hf)
 
