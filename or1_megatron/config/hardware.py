@@ -1,4 +1,4 @@
-"""Hardware files: the rates and memory of a device, its links and its node, and constants fitted to runs on it.
+"""Hardware files (configs/hardware/*.yaml): rates and memory of a device, its links and node; constants fitted to runs.
 
 All such figures are in ``configs/hardware/NAME.yaml``, each with its source:
 

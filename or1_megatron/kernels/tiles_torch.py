@@ -16,7 +16,7 @@ from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
 
 
 def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view [t, v] in ``dtype`` of the memory of ``logits``: a narrower row begins where its fp32 row does."""
+    """Return the memory of ``logits`` as [t, v] in ``dtype``; in 2 bytes, a row is the first half of its fp32 row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 

@@ -1,4 +1,4 @@
-"""Saves the loop's state as checkpoints while training goes on, and keeps the state that a stop saves."""
+"""Saves the loop's state as checkpoints, when ``Loop.save`` asks, and keeps the state that a stop saves."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class EngineActor:
         return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
     def recall(self, caller: int) -> bytes:
-        """Return the completions of ``EngineThread.recall``, packed."""
+        """Abort a dead manager's requests; return its finished completions, packed. ``caller``: the new manager's."""
         return pack(self._thread.recall(caller))
 
     def release(self, seeds: Sequence[int]) -> None:

@@ -32,8 +32,8 @@ class SeededSampler(VllmSampler):
     """Replaces vLLM's sampler, and draws each token by its request's seed and the token's position in the response.
 
     The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
-    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats; for a request
-    with ``logprob_token_ids``, which are one token, that token's log-prob at temperature 1 in the place of the entropy.
+    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats. For a request
+    with ``logprob_token_ids`` (exactly one), the third number is that token's log-prob at temperature 1 instead.
     Requests with penalties, bad words or other logits processors do not occur.
     """
 

@@ -1,4 +1,4 @@
-"""JSON-lines files (such as metrics.jsonl): written one whole line at a time, and repaired when opened after a kill."""
+"""JSON-lines files (such as metrics.jsonl): written by whole lines, repaired after a kill, repeated steps merged."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 def word_sum(flat: Tensor) -> int | Tensor:
-    """Return the weighted sum of a slice's bytes [n] uint8, modulo 2^64.
+    """Return the sum of a slice's 8-byte words, each times its column's odd weight, modulo 2^64. Bytes are [n] uint8.
 
     For a tensor on a GPU the result is an int64 tensor [], and the host does not wait for it.
     """

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 def begin_reload(model: torch.nn.Module) -> None:
     """Begin a layerwise reload.
 
-    On CPU vLLM 0.32 packs experts for their kernel when it makes the kernel, and later weights would lie unpacked where
-    packed ones are expected. So it makes new kernels.
+    On CPU vLLM 0.32 packs experts' weights only when it makes their kernel; with an old kernel, new weights would stay
+    unpacked. So this function drops the kernels, and vLLM makes new ones.
     """
     for layer in model.modules() if current_platform.is_cpu() else ():
         method: Any = getattr(layer, "quant_method", None)
