@@ -19,11 +19,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 from or1_megatron.handoff.failures import PlanImpossible
 from or1_megatron.handoff.message.shipment import Group, Shipment
 from or1_megatron.handoff.message.slices import Slice, plan_buckets
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
+
+Part = tuple[Box, tuple[int, ...]]
+"""A rectangle of a tensor and the trainer ranks that hold it."""
 
 _SHARED_BYTES = 1 << 20  # a larger rectangle is divided among its holders
 
@@ -74,9 +79,9 @@ def make_plan(
     Raises:
         PlanImpossible: no trainer rank holds a part of a wanted tensor.
     """
-    held: dict[str, list[Holding]] = defaultdict(list)
+    held: dict[str, tuple[Part, ...]] = {}
     for holding in holdings:
-        held[holding.name].append(holding)
+        held[holding.name] = (*held.get(holding.name, ()), (holding.box, holding.ranks))
     near = {} if neighbours is None else {trainers + index: rank for index, rank in enumerate(neighbours)}
     wanted = _groups(wants, trainers, near)
     # A neighbour holds its own messages beside those that it passes on.
@@ -109,61 +114,65 @@ def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, 
 
 
 def _channels(
-    held: Mapping[str, Sequence[Holding]],
+    held: Mapping[str, tuple[Part, ...]],
     wanted: Mapping[Group, frozenset[Slice]],
     trainers: int,
     message_bytes: int,
     near: Mapping[int, int],
 ) -> dict[tuple[Group, int], list[Slice]]:
     """Return the slices that each trainer rank sends to each group, in the order of the model."""
-    order = {name: index for index, name in enumerate(held)}
-    asked = [(want, group) for group, wants in wanted.items() for want in wants]
-    for want, _ in asked:
-        if want.name not in order:
-            raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
+    asked: dict[str, list[tuple[Box, Group, Slice]]] = {name: [] for name in held}
+    for group, wants in wanted.items():
+        for want in wants:
+            if want.name not in asked:
+                raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
+            asked[want.name].append((want.box, group, want))
     burden = [0] * trainers
     channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
-    covered: dict[Slice, list[tuple[Box, tuple[int, ...]]]] = {}
-    for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
-        if want not in covered:
-            covered = {want: _cover(want, held[want.name])}  # equal wants follow each other
-        for box, holders in covered[want]:
-            neighbour = near.get(group[0])
-            candidates = (neighbour,) if neighbour in holders else holders
-            for piece in _divide(box, len(candidates), want.dtype.itemsize, message_bytes):
-                part = Slice(want.name, piece, want.dtype)
-                source = min(candidates, key=lambda holder: (burden[holder], holder))
-                burden[source] += part.size_bytes
-                channels[group, source].append(part)
+    for name, of_tensor in asked.items():
+        for whole, group, want in sorted(of_tensor, key=lambda one: one[:2]):
+            for box, holders in _cover(whole, held[name]):
+                if not holders:
+                    raise PlanImpossible(f"handoff: no trainer rank holds '{name}' at {box}, which an engine wants")
+                neighbour = near.get(group[0])
+                candidates = (neighbour,) if neighbour in holders else holders
+                for piece, size_bytes in _divide(box, len(candidates), want.dtype.itemsize, message_bytes):
+                    source = min(candidates, key=lambda holder: (burden[holder], holder))
+                    burden[source] += size_bytes
+                    channels[group, source].append(want if piece == whole else Slice(name, piece, want.dtype))
     return channels
 
 
-def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return rectangles that together cover the slice ``want``, each with the trainer ranks that hold it."""
-    covered: list[tuple[Box, tuple[int, ...]]] = []
-    open_boxes = [want.box]
-    for holding in held:
+@lru_cache(1 << 14)  # layers and experts are alike
+def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return rectangles that together cover ``want``, each with the ranks that hold it; what none holds is last."""
+    covered: list[Part] = []
+    open_boxes = [want]
+    for held_box, ranks in held:
         left: list[Box] = []
         for box in open_boxes:
-            shared = intersection(box, holding.box)
+            shared = intersection(box, held_box)
             if shared is None:
                 left.append(box)
             else:
-                covered.append((shared, holding.ranks))
+                covered.append((shared, ranks))
                 left += without(box, shared)
         open_boxes = left
-    if open_boxes:
-        raise PlanImpossible(f"handoff: no trainer rank holds '{want.name}' at {open_boxes[0]}, which an engine wants")
-    return covered
+    return *covered, *((box, ()) for box in open_boxes)
 
 
-def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
-    """Return parts of a rectangle, cut along axis 0 to at most ``message_bytes``; a large one has a part per holder."""
+@lru_cache(1 << 14)
+def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> tuple[tuple[Box, int], ...]:
+    """Divide a rectangle along axis 0: parts of at most ``message_bytes`` if rows allow; a large one among holders.
+
+    Returns each part with its bytes.
+    """
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:
-        return [box]
+        return ((box, size_bytes),)
     (start, stop), rest = box[0], box[1:]
     row_bytes = size_bytes // (stop - start)
     rows = max(1, min(math.ceil((stop - start) / parts), message_bytes // row_bytes))
-    return [((low, min(low + rows, stop)), *rest) for low in range(start, stop, rows)]
+    cuts = [*range(start, stop, rows), stop]
+    return tuple((((low, high), *rest), (high - low) * row_bytes) for low, high in pairwise(cuts))

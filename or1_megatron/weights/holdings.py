@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+@lru_cache  # layers and experts are alike
 def box_size(box: Box) -> int:
     """Return the number of elements."""
     return math.prod(stop - start for start, stop in box)
