@@ -43,7 +43,7 @@ def _marked(text: str, names: set[str]) -> str:
 
 
 def _derivatives(gold: str, answer: str) -> tuple[str, str]:
-    r"""Write ``\frac{dy}{dx}`` as ``y'`` in one text if only the other text has primes."""
+    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and has no t (no x, for ``dt``)."""
     if _PRIME.search(gold) and not _PRIME.search(answer):
         return gold, _primed(answer, gold)
     if _PRIME.search(answer) and not _PRIME.search(gold):

@@ -32,8 +32,7 @@ _UNKNOWN = re.compile(r"[a-z]|\\[a-z]+ ")
 
 
 def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
-    """Return ``value`` with conditions. An inequality of x with ``x \\in Z``, for example, becomes a set of integers.
-    """
+    """Return ``value`` with conditions. An inequality of x with ``x \\in Z``, for example, becomes a set."""
     kept = []
     for condition in conditions:
         domain, (letter, *more) = number_set(condition), sorted(names_of(condition)) or [""]

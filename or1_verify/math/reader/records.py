@@ -91,8 +91,7 @@ class Empty:
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """The set ``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, "" if none is given.
-    """
+    """The set ``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" for none."""
 
     variable: str
     domain: str
