@@ -60,7 +60,7 @@ class SubWorld:
     ranks: int
     store: dist.Store
     name: str
-    """Unique in the store."""
+    """The world's name, unique in the store."""
 
 
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:

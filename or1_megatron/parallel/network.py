@@ -34,10 +34,10 @@ class Network:
     hf: Mapping[str, Any]
     config: TransformerConfig
     chunks: list[PolicyModel]
-    """More than one if the pipeline is interleaved."""
+    """This rank's model chunks: more than one if the pipeline is interleaved."""
     weights: ShardedWeights
     adapters: Adapters | None
-    """With them only they are trained."""
+    """LoRA's adapters; if there are any, only they are trained."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:

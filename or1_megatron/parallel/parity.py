@@ -50,12 +50,12 @@ class Numbers:
     """What one layout, or the reference, computed for the recorded batch; tensors by HF name."""
 
     log_probs: Sequence[Float32Array]
-    """For each sample, of its counted tokens."""
+    """For each sample, the log-probs of its counted tokens."""
     entropies: Sequence[Float32Array]
     losses: Sequence[float]
-    """Global token mean before each of the three steps."""
+    """Mean loss over all tokens before each of the three steps."""
     grad_norms: Sequence[float]
-    """Before clipping."""
+    """Gradient norm of each of the three steps, before clipping."""
     gradient: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
     """Parameters after the three steps minus those before."""

@@ -54,7 +54,7 @@ class MegatronPolicy:
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
         self.base: Mapping[str, str] = {} if network.adapters is None else network.adapters.base
-        """With adapters: folder and digest of the model that they are for."""
+        """With LoRA: folder and digest of the model that the adapters are for."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count, self.trained_count = (

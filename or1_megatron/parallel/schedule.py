@@ -36,7 +36,7 @@ class DeviceRow:
     """A micro-batch as tensors on the training device."""
 
     row_tokens: int
-    """T."""
+    """T: packed tokens of the whole row."""
     token_ids: Tensor  # [t]
     row: PackedRow
     counted: Tensor  # [c] indices of the counted tokens among this rank's t

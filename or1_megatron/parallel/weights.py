@@ -83,7 +83,7 @@ class ShardedWeights:
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
         self.adapters: dict[str, Adapter] = {}
-        """By the Megatron name of a weight: its adapters, which are merged into what is read."""
+        """The adapters of each weight, by its Megatron name; reading a weight merges them in."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {

@@ -24,7 +24,7 @@ from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
-"""Names the file of each tensor."""
+"""The file of an HF folder that says which safetensors file holds each tensor."""
 _WHOLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,7 +37,7 @@ class StoredTensor:
     """What a safetensors file's header says of one tensor."""
 
     dtype: str
-    """As the format spells it: BF16, F32, ..."""
+    """The dtype as safetensors spells it: BF16, F32, ..."""
     shape: tuple[int, ...]
     begin: int
     """First byte, counted from the end of the header."""

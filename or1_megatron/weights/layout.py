@@ -83,8 +83,8 @@ class HeadBlocks(Layout):
     """
 
     sections: tuple[str, ...]
-    """For each HF tensor its sections, a letter for each: k rows of keys (or queries), v rows of the values (or gates)
-    of a key head, n a row for each of its value heads; in capitals where HF has them key head by key head too."""
+    """For each HF tensor, a letter per section: k has a key head's rows of keys (or queries), v its rows of values (or
+    gates), n a row for each of its value heads. Capitals mean that HF too stores the section key head by key head."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]

@@ -31,7 +31,7 @@ from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import DELTA_NET_SIZES, DeltaNet, Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final = {"attn_output_gate": True, "layer_scale": False, "qkv_bias": False, "is_causal": True}
-"""The values that are computed of keys which transformers does not read, and vLLM does."""
+"""Keys that vLLM reads and transformers does not, with the only value supported."""
 
 
 def full_attention(hf: HFConfig, layer: int) -> bool:

@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *("routed_scaling_factor", "n_group", "topk_group"),
 )
 _ONLY: Final = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""The values of these keys that are computed; a config without such a key has that value."""
+"""Keys with the only value supported, which is also the default of a config that lacks the key."""
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:

@@ -34,7 +34,7 @@ class Row:
     expert: int | None = None
     """For a weight of an expert: the expert's number in its layer."""
     float32: bool = False
-    """Whether it is in fp32, whatever the model's dtype."""
+    """Whether the weight is in fp32, whatever the model's dtype."""
 
     @property
     def per_expert(self) -> bool:
@@ -99,9 +99,9 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
-    """Tokens that the convolution before it sees: a token and those just before."""
+    """Taps of the convolution before the delta net: it sees a token and those just before."""
     layers: tuple[int, ...]
-    """The layers with it; the others have full attention."""
+    """The layers with a delta net; the other layers have full attention."""
 
     @property
     def axes(self) -> dict[str, int]:
