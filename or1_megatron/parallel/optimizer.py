@@ -35,7 +35,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         **_: Any,
     ) -> None:
-        """``_`` takes Megatron's other arguments for Transformer Engine's AdamW; this class always decouples the decay."""
+        """``_`` takes Megatron's other arguments for Transformer Engine's AdamW; the decay is always decoupled."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
