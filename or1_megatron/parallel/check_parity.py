@@ -1,6 +1,6 @@
-"""One rank of `or1 check-parity`: measures each layout on as many ranks as it needs.
+"""Compares each parallel layout's numbers with transformers': what one rank of `or1 check-parity` does.
 
-Rank 0 computes the reference with transformers and torch's own AdamW, and compares every layout's numbers with it.
+Rank 0 computes the reference with transformers and torch's own AdamW. Each layout runs on as many ranks as it needs.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def load_network(model: ModelConfig) -> Any:
 
 
 def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Sample]:
-    """Sample sequences of 4 to ``longest`` tokens from the model, as a rollout does.
+    """Sample ``count`` sequences of 4 to ``longest`` tokens from the model, as a rollout does.
 
-    In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy,
-    the engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding
-    token is never sampled: transformers gives it no gradient.
+    In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy, the
+    engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding token is
+    never sampled: transformers gives it no gradient.
     """
     rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 def transformers_numbers(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
-    """Compute the reference for layouts in ``dtype``."""
+    """Compute transformers' numbers, to which parallel layouts in ``dtype`` are compared."""
     numbers = reference(network, samples, judged, trained_by(dtype), by_response)
     return replace(numbers, gradient=by_file_name(numbers.gradient), moved=by_file_name(numbers.moved))
 
@@ -96,11 +96,11 @@ def transformers_numbers(
 def references(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
-    """Return for each aggregation the reference, and transformers' deviation from it by rounding alone.
+    """Return for each aggregation (reference numbers, transformers' deviation from them by rounding alone).
 
-    If ``dtype`` is float32 and float64 fits here (CPU only), the reference is float64 and the deviation that of fp32.
-    Otherwise the reference is fp32 and the deviation that of bf16, for float32 times 2^-16, the ratio of the two types'
-    rounding. ``network`` changes dtype.
+    If ``dtype`` is float32 and float64 fits in the CPU's memory, the reference is float64, the deviation is fp32's.
+    Otherwise the reference is fp32 and the deviation is bf16's; for float32 it is multiplied by 2^-16, the ratio of the
+    two types' rounding. The function changes the dtype of ``network``.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
@@ -124,7 +124,7 @@ def _times(share: float, deviation: Deviation) -> Deviation:
 
 
 def by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename and split tensors as in HF's files, which hold each expert apart; transformers joins experts in memory."""
+    """Name and split tensors as HF's files do, where experts are separate; in memory transformers stacks them."""
     named = {}
     for name, tensor in tensors.items():
         prefix, joined, last = name.partition(".experts.")
@@ -154,9 +154,9 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
 
 
 def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
-    """Do one rank's part in the measurement of a task's layouts; rank 0 yields a row for each layout.
+    """Do one rank's part in the measurement of a task's parallel layouts; rank 0 yields a dict for each layout.
 
-    A row has ``name``, ``micro_batches`` (of a rank), ``difference`` (the ``Deviation`` from the reference) and
+    The dict has ``name``, ``micro_batches`` (of a rank), ``difference`` (the ``Deviation`` from the reference) and
     ``rounding`` (the deviation by rounding alone, from ``references``).
 
     Args:

@@ -1,8 +1,8 @@
-"""Context parallelism of packed rows without Transformer Engine: which rank holds which tokens, and attention.
+"""Context parallelism without Transformer Engine: splits a packed row's tokens over ranks and computes attention.
 
-Each sequence of a row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
-every rank has equally many tokens and equal causal work. Before attention each rank gathers the keys and values
-of the whole row; its queries see their own sequence up to their own position.
+Each sequence of a packed row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
+every rank has equally many tokens and equal causal work. Before attention each rank gathers the keys and values of the
+whole packed row. A rank's query sees the tokens of its own sequence up to its own position.
 
 Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads, G key/value heads, D head dimension.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """One chunk of queries and the keys that it sees: both end at the same token, and the mask is causal."""
+    """One chunk of queries and the keys that these queries see. Both end at the same token, and the mask is causal."""
 
     query: slice  # of this rank's t tokens
     key: slice  # of the row's T tokens
@@ -30,7 +30,7 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class ContextShard:
-    """A rank's part of one row."""
+    """The tokens of one packed row that a context-parallel rank holds."""
 
     held: Tensor  # [t] int64: the row positions that this rank holds, in its order
     to_row_order: Tensor  # [T] int64: for each row position, its index in all ranks' tokens, concatenated
@@ -38,9 +38,9 @@ class ContextShard:
 
 
 def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Return [t] int64 row positions of one rank, sequence by sequence, the earlier chunk first.
+    """Return the positions [t] int64 in a packed row that one rank holds: by sequence, the earlier chunk first.
 
-    Two sequences of 8 and 4 tokens over 2 ranks: rank 0 holds 0 1 6 7 | 8 11, rank 1 holds 2 3 4 5 | 9 10.
+    With sequences of 8 and 4 tokens on 2 ranks, rank 0 holds 0 1 6 7 | 8 11, and rank 1 holds 2 3 4 5 | 9 10.
 
     Raises:
         ValueError: a sequence's length is not a multiple of 2 * ranks (``bounds`` [S+1]: 0 and the sequences' ends).
@@ -59,7 +59,7 @@ def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 
 def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.device) -> ContextShard:
-    """Return what ``rank`` of ``ranks`` holds of a row; ``bounds`` [S+1]: 0 and the sequences' ends."""
+    """Return the part of a packed row that ``rank`` holds; ``bounds`` [S+1] has 0 and the sequences' ends."""
     everyone = torch.cat([held_positions(bounds, other, ranks) for other in range(ranks)])
     to_row_order = torch.empty_like(everyone)
     to_row_order[everyone] = torch.arange(len(everyone))
@@ -74,7 +74,7 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
-    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D]; values may be shorter.
+    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D (a value may have fewer)].
 
     Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
 

@@ -45,7 +45,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """Stands for a stream, an event, or a stream's or device's context: its work is always done already."""
+    """Stands for a CUDA stream, event or context on the CPU, where work is done as soon as a call returns."""
 
     cuda_stream = 0
 
@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a new function at every call, because torch's compiler distinguishes patched functions by identity."""
+    """Return a function that returns ``value()``: a new one per call, since torch's compiler compares identities."""
     return lambda *args, **kwargs: value()
 
 
@@ -76,7 +76,7 @@ _true_type = torch.Tensor.type
 
 
 def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Tensor.type``, which Megatron's optimizer compares with CUDA types' names."""
+    """Replace ``Tensor.type``: a CPU tensor names the CUDA type, which Megatron's optimizer compares with."""
     if dtype is not None:
         return _true_type(tensor, dtype, *args, **kwargs)
     name = _true_type(tensor)
@@ -131,9 +131,9 @@ def _gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Concatenate all ranks' [t, ...] on every rank; t differs by rank, while gloo itself gathers equal parts only.
+    """Concatenate all ranks' tensors [t, ...] on every rank, where t differs by rank; gloo gathers equal sizes only.
 
-    The tensor-parallel ranks that share an expert gather the tokens that each of them has for it.
+    The tensor-parallel ranks that share an expert gather the expert's tokens from one another with it.
     """
     if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         return even(mine, group, output_split_sizes, use_global_buffer)
@@ -145,7 +145,7 @@ def _gather(
 
 
 def install_without_cuda() -> None:
-    """Install the layer in this process, once, if there is no CUDA device."""
+    """Make Megatron run on the CPU in this process if there is no CUDA device. A second call does nothing."""
     global _installed
     if _installed or torch.cuda.is_available():
         return

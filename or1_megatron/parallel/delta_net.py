@@ -1,11 +1,11 @@
-"""The gated delta net of a layer with linear attention, over packed rows: no sequence sees another.
+"""Linear attention (the gated delta net of Qwen3-Next) over packed rows, in which no sequence sees another.
 
 Each value head holds a matrix S of key by value channels. A token first lets S decay, then moves what S returns for the
-token's key towards the token's value, and reads S with its query (arXiv 2412.06464, equation 10). Before that a short
+token's key towards the token's value, and reads S with its query (arXiv 2412.06464, equation 10). Before this, a short
 causal convolution mixes each channel of query, key and value with the tokens before.
 
-Shapes: T tokens of a row, of which a rank holds t = T / CP; L tokens of a sequence; G key heads, each with R value
-heads; A channels of a key head, B of a value head. Tensor parallelism cuts G. Context parallelism cuts it once more:
+Shapes: T tokens of a packed row, of which a rank holds t = T / CP; L tokens of a sequence; G key heads, each with R
+value heads; A channels of a key head, B of a value head. Tensor parallelism cuts G. Context parallelism cuts G again:
 between the projections a rank has all tokens of its heads.
 """
 
@@ -31,15 +31,15 @@ from or1_megatron.parallel.packed import PackedRow
 class PackedDeltaNet(MegatronModule):
     """A layer's linear attention. Megatron builds it as the layer's ``self_attention``.
 
-       The rows of ``in_proj`` and the channels of the convolution lie head by head (``weights.layout.HeadBlocks``), so
-    that equal parts are whole heads. Only the projections are kept for the backward pass, which computes the rest
-    again, one sequence after another.
+    The rows of the weight of ``in_proj`` and the channels of the convolution lie head by head
+    (``weights.layout.HeadBlocks``), so that equal parts are whole heads. Only the projections are kept for the backward
+    pass, which computes the rest again, one sequence after another.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, column: Any, row: Any, pg_collection: Any, **_: Any
     ) -> None:
-        """``column``, ``row``: the classes of the projections."""
+        """``column`` and ``row`` are the classes of the input projection and of the output projection."""
         super().__init__(config)
         self.groups = pg_collection
         heads, self.values = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
@@ -74,7 +74,7 @@ class PackedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedRow, **_: Any
     ) -> tuple[Tensor, None]:
-        """Map [t, 1, H] to [t, 1, H] (under sequence parallelism 1 / TP of the tokens), and no bias."""
+        """Map [t, 1, H] to ([t, 1, H], no bias); under sequence parallelism a rank has 1 / TP of the t tokens."""
         row, cp = packed_seq_params, self.groups.cp
         projected, _bias = self.in_proj(hidden_states)
         # Every rank normalises its own heads by the same weight.
@@ -97,9 +97,9 @@ class PackedDeltaNet(MegatronModule):
         """Map one sequence's [L, G * (2 A + 2 R B + 2 R)] projections to [L, G * R * B].
 
         Args:
-            conv: [G * (2 A + R B), 1, taps].
-            rate, bias: [G * R]: log of the decay's factor, and what is added to its input.
-            norm: [B].
+            conv: the convolution's weight [G * (2 A + R B), 1, taps].
+            rate, bias: [G * R]: log of the decay's factor, and what is added to the decay's input.
+            norm: the norm's weight [B].
         """
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 

@@ -1,4 +1,4 @@
-"""Writes an HF folder."""
+"""Writes a model as an HF folder: safetensors shards, their index, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class HFWriter:
     """Collects tensors into safetensors shards beside the target and renames the folder into place when finished.
 
     Args:
-        source: the HF folder whose config, tokenizer, chat template, generation config and layers that draft tokens
-            are carried along.
+        source: the HF folder whose config, tokenizer, chat template, generation config and multi-token prediction
+            layers are copied.
         target: the folder to make; an older folder there is replaced.
-        shard_bytes: a new file is begun beyond this many bytes.
+        shard_bytes: a new file begins when a file would exceed this many bytes.
 
-    Its methods raise ExportError when something cannot be written; what they wrote is deleted then.
+    If a method cannot write, it deletes the unfinished folder and raises ExportError.
     """
 
     def __init__(self, source: Path, target: Path, shard_bytes: int = 4 << 30) -> None:
@@ -83,7 +83,7 @@ class HFWriter:
     def finish(self, adapters: Callable[[Path], None] | None = None) -> None:
         """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder.
 
-        ``adapters``: writes the adapters to a new folder.
+        ``adapters`` writes LoRA's adapters to the new folder that it gets.
         """
         with self._writing():
             self._finish(adapters)
@@ -115,7 +115,7 @@ class HFWriter:
 
 
 def record_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights' dtype into a folder's config.json, if it names one."""
+    """Write the weights' dtype into a folder's config.json, if the config has a field for the dtype."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     named = dict.fromkeys(config.keys() & {"torch_dtype", "dtype"}, str(dtype).removeprefix("torch."))

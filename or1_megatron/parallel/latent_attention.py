@@ -1,6 +1,6 @@
-"""Multi-head latent attention of packed rows: Megatron's module, with what our rows and cuts need.
+"""Multi-head latent attention (DeepSeek) on packed rows: Megatron's module, adapted to our parallel cuts.
 
-Shapes: T row tokens of this rank, L latents of keys and values, R dimensions of the keys' rotated part.
+Shapes: T packed tokens of this rank, L latents of keys and values, R dimensions of the keys' rotated part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 class LatentAttention(MLASelfAttention):
-    """Queries, keys and values made of low-rank latents (arXiv 2405.04434). Its rotary module is the model's."""
+    """Makes queries, keys and values from low-rank latents (arXiv 2405.04434); rotates by the model's rotary module."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Take what the spec names: Megatron would norm what queries without latents are made of."""
+        """Use the norms that the spec names: Megatron would also norm the input of queries that have no latents."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents of queries, and those of keys and values with the keys' rotated part.
+        """Return (the queries' latents, the latents of keys and values together with the keys' rotated part).
 
-        Tensor parallelism cuts the latter's L + R columns. Here they are joined and their tokens cut instead, as by
-        sequence parallelism: only then does Megatron sum the rotated part's gradient over the ranks' heads.
+        Tensor parallelism cuts the second's L + R columns. Here they are joined and the tokens are cut, as by sequence
+        parallelism: only then does Megatron sum the rotated part's gradient over the ranks' heads.
         """
         query, latents = super()._qkv_down_projection(hidden_states)
         if self.config.tensor_model_parallel_size > 1:
@@ -35,6 +35,6 @@ class LatentAttention(MLASelfAttention):
         return query, latents
 
     def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give [T, N, D] queries and keys and [T, N, V] values the axis for batches that our attention expects."""
+        """Attend with [T, N, D] queries and keys and [T, N, V] values, which all get a batch axis of size 1 first."""
         out: Tensor = super()._run_core_attention(query[:, None], key[:, None], value[:, None], *args, **kwargs)
         return out

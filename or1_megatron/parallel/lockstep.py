@@ -1,11 +1,11 @@
-"""Lockstep: rank 0 names a verb, and every rank executes it; a failure on any rank is logged and ends all ranks.
+"""Makes all trainer ranks execute the same verb together: rank 0 names it; a failure on any rank ends all ranks.
 
 Ranks wait for the next verb on the store of their process group, which torchrun's agent hosts (rank 0 without an
 agent), never inside a collective: between verbs the wait is unbounded.
 
-A rank that fails in a verb logs its traceback and ends. So does a rank that has not finished the verb by the deadline,
-or that the store has not answered for as long (``Heartbeat.within``). The launcher then ends the other ranks, which log
-where they are (``runtime.signals``). It also notices dead ranks. The node's monitor ends stopped ranks.
+A rank that fails in a verb logs its traceback and ends. A rank also ends if it has not finished the verb by the
+deadline, or if the store has not answered for as long (``Heartbeat.within``). The launcher, which also notices dead
+ranks, then ends the other ranks, which log where they are (``runtime.signals``). The node's monitor ends stopped ranks.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _GRACE_S: Final = 30.0
 
 
 class LockstepError(PartLost, RuntimeError):
-    """Another rank failed in a verb, or is gone; that rank's message is in the log and on stderr."""
+    """Another rank failed in a verb, or is gone; the other rank's message is in the log and on stderr."""
 
 
 class Lockstep:
-    """One rank's end of the lockstep. A process may make several in sequence, if all ranks do.
+    """One rank's end of the lockstep. A process may make several, one after another, if all ranks do.
 
     Args:
-        verbs: what this rank can execute; the same names on every rank.
+        verbs: the functions that this rank can execute, by name; the names are equal on every rank.
         deadline_s: how long one verb may take on any rank.
         heart: this rank's heartbeat, which ends the rank at the deadline.
         note: takes a line on why this rank ends, before it ends.
@@ -82,7 +82,7 @@ class Lockstep:
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
     def call(self, verb: str, *shared: Any, per_replica: Sequence[Any] | None = None) -> Any:
-        """Execute a verb on all ranks; returns rank 0's result.
+        """Execute a verb on all ranks; return rank 0's result.
 
         Args:
             shared: arguments that are sent to every rank (small).
@@ -90,7 +90,7 @@ class Lockstep:
                 verb's first argument.
 
         Raises:
-            RuntimeError: the ranks have no such verb, as ``score_reference`` without ``algorithm.kl.reference``.
+            RuntimeError: the ranks have no such verb; only ``algorithm.kl.reference`` gives ``score_reference``.
         """
         if verb not in self._verbs:
             raise RuntimeError(f"this run's ranks have no verb '{verb}'; they have {', '.join(self._verbs)}")
@@ -118,10 +118,10 @@ class Lockstep:
     # -- the other ranks -----------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Execute verbs until rank 0 closes.
+        """Execute verbs until rank 0 closes the lockstep.
 
-        Rank 0 handles an AgreedError: all ranks raised it, and are still in step. Any other failure ends this
-        process.
+        If a verb raises an AgreedError, all ranks raised it and are still in step: rank 0 handles it. Any other failure
+        ends this process.
 
         Raises:
             LockstepError: the host of the store is gone.
@@ -158,7 +158,7 @@ class Lockstep:
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Execute a verb within its deadline. Errors except AgreedError end this rank; rank 0 raises them."""
+        """Watch the verb in the block: its deadline, or an error except AgreedError, ends this rank."""
         self._count += 1
         late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
@@ -172,7 +172,7 @@ class Lockstep:
             self._failed(verb, error)
 
     def _failed(self, verb: str, error: Exception) -> NoReturn:
-        """End this rank because of an error; rank 0 raises it instead, since the loop may handle it."""
+        """End this rank because of an error. Rank 0 raises the error instead, since the training loop may handle it."""
         how = "lost a peer" if _lost_a_peer(error) else "failed"
         if self._mesh.rank == 0:
             self._must_end()
@@ -187,7 +187,7 @@ class Lockstep:
         os._exit(1)
 
     def _must_end(self) -> None:
-        """Make this rank end: by the error that it raises now, or else after ``_UNWIND_S``."""
+        """Make sure that this rank ends: by the error that it raises now, or at the latest after ``_UNWIND_S``."""
         self._broken = True
         self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 
@@ -205,7 +205,7 @@ class Lockstep:
         return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
-        """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
+        """Return this replica's payload: rank 0 sends it to the replica's first rank, which broadcasts it."""
         mesh = self._mesh
         leader = mesh.replica_leaders[mesh.data_rank]
         packed: list[Any] = [None]
@@ -222,7 +222,7 @@ class Lockstep:
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
-    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is ignored."""
+    """Raise rank 0's ``error`` on every rank, if rank 0 passes one; other ranks' ``error`` is ignored. Collective."""
     errors = [error]
     if mesh.world > 1:
         dist.broadcast_object_list(errors, src=0, group=mesh.control)
@@ -231,7 +231,7 @@ def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Return whether another rank made a collective break or time out: gloo and NCCL have no error type for that."""
+    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for this."""
     text = str(error)
     if isinstance(error, Or1Error):
         return False

@@ -22,7 +22,7 @@ _START_UP_S = 4 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's index along each axis of parallelism, and each axis's size."""
+    """This rank's index along each axis of parallelism, and the size of each axis."""
 
     rank: int
     world: int
@@ -60,14 +60,14 @@ class SubWorld:
     ranks: int
     store: dist.Store
     name: str
-    """Unique in the store."""
+    """The world's name, unique in the store."""
 
 
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun started: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
-    With CUDA the rank first takes its GPU and the CPU cores near it. A process started without torchrun is a world of
-    one. With ``sub_world``, only its processes join.
+    With CUDA the rank first takes its GPU and the CPU cores near the GPU. A process that was started without torchrun
+    is a world of one. With ``sub_world``, only the processes of ``sub_world`` join.
 
     Raises:
         UserError: no interface of this host leads to the master (``choose_gloo_interface``).
@@ -101,7 +101,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
     A collective of these groups that takes longer than ``timeout_s`` fails.
 
     Raises:
-        ValueError: torchrun started another number of processes than the config asks for.
+        ValueError: the number of processes that torchrun started is not ``parallel.ranks``.
     """
     world = dist.get_world_size()
     if world != config.ranks:
@@ -142,7 +142,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
 
 
 def _control_groups(timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]]:
-    """Return (all ranks, this rank's replica, every replica's first rank), over gloo."""
+    """Return (group of all ranks, group of this rank's replica, every replica's first rank); the groups use gloo."""
     mine = parallel_state.get_data_parallel_rank()
     by_rank: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(by_rank, mine)

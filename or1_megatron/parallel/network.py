@@ -1,6 +1,6 @@
-"""A model on this rank: its chunks, filled from an HF folder, and a forward pass over packed rows.
+"""Builds this rank's part of a model from an HF folder, and scores packed rows with it (forward pass).
 
-The policy and the frozen reference both build on it.
+The policy and the frozen reference both use it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Network:
     hf: Mapping[str, Any]
     config: TransformerConfig
     chunks: list[PolicyModel]
-    """More than one if the pipeline is interleaved."""
+    """This rank's model chunks: more than one if the pipeline is interleaved."""
     weights: ShardedWeights
     adapters: Adapters | None
-    """With them only they are trained."""
+    """LoRA's adapters; if there are any, only they are trained."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:
     """Build this rank's chunks and fill them from ``model.hf``; collective.
 
     Raises:
-        ModelError, ValueError: the folder cannot be used, or its model does not fit the layout.
+        ModelError, ValueError: the folder cannot be used, or its model does not fit the parallel layout.
     """
     hf = read_hf_config(model.hf)
     family = family_of(hf)
@@ -74,9 +74,9 @@ RowScores = tuple[Float32Array, Float32Array]
 
 
 def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]] | None:
-    """Gather every micro-batch's [2, C] on rank 0 as [DP][micro-batches]; None on other ranks. Collective.
+    """Gather every micro-batch's scores [2, C] on rank 0 as [DP][micro-batches]; return None elsewhere. Collective.
 
-    In each replica the last stage's first tensor- and context-parallel rank reports.
+    In each replica, the first tensor- and context-parallel rank of the last pipeline stage sends the scores.
     """
     reports = mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
     local = mesh.data_rank, [tuple(both.numpy()) for both in scored] if reports else None
@@ -92,7 +92,7 @@ def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]]
 def score_rows(
     mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
 ) -> list[list[RowScores]] | None:
-    """Score this data-parallel rank's micro-batches; return ``gather_scores`` of all replicas."""
+    """Score this data-parallel rank's micro-batches; return all replicas' scores as ``gather_scores`` does."""
     for chunk in chunks:
         chunk.eval()
     return gather_scores(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))

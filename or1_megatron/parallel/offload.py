@@ -1,4 +1,4 @@
-"""Moves what a rank's policy holds on its device to the host and back, to make room for colocated engines.
+"""Moves a policy's parameters, gradients and optimizer state to the host and back: makes room for colocated engines.
 
 Megatron keeps many tensors as views of few storages: with its distributed optimizer every parameter is a view of one
 flat buffer, and every ``main_grad`` always is. So storages are moved: a storage is copied out and resized to nothing,
@@ -31,7 +31,7 @@ Part = Literal["parameters", "gradients", "optimizer"]
 class HostCopy:
     """Holds the bytes of storages that are away from the device.
 
-    The slabs, page-locked with CUDA, are kept when storages are back: only the first use allocates them.
+    The slabs (page-locked with CUDA) stay allocated when storages are back: only the first use allocates them.
 
     Args:
         drop: keep no bytes; the storages come back as zeros.
@@ -44,7 +44,7 @@ class HostCopy:
         self._first: dict[int, int] = {}  # by storage that is away: where its bytes begin in the slabs
 
     def __bool__(self) -> bool:
-        """Whether anything is away."""
+        """Return whether any storage is away from the device."""
         return bool(self._away)
 
     def take(self, storages: Sequence[UntypedStorage]) -> int:
@@ -65,7 +65,7 @@ class HostCopy:
         return sum(sizes)
 
     def give_back(self) -> int:
-        """Allocate the storages on the device again and fill them as before; return the bytes moved."""
+        """Allocate the storages on the device again and restore their bytes; return the number of bytes moved."""
         storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
             storage.resize_(size)
@@ -79,7 +79,7 @@ class HostCopy:
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return a contiguous tensor's values if its storage is away (a view of a slab if possible), else None."""
+        """Return the values of a contiguous tensor whose storage is away (if possible a view of a slab), else None."""
         first = self._first.get(tensor.untyped_storage()._cdata)
         if first is None:
             return None
@@ -90,7 +90,7 @@ class HostCopy:
         return values.view(tensor.dtype).view(tensor.shape)
 
     def _range(self, begin: int, count: int) -> list[Tensor]:
-        """Return ``count`` bytes from ``begin`` on, one piece per slab."""
+        """Return the slabs' bytes from ``begin`` to ``begin + count``, as one tensor per slab."""
         pieces = []
         for slab in self._slabs:
             piece = slab[max(begin, 0) : max(begin + count, 0)]
@@ -106,7 +106,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (device bytes, host bytes): storages laid over slabs, cut where a storage or slab ends."""
+        """Yield (bytes on the device, their bytes in a slab) for all storages, cut where a storage or a slab ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -123,8 +123,8 @@ class Offload:
     """Moves one rank's parameters, gradients and optimizer state to the host and back, together or separately.
 
     Parameters and optimizer state return bit for bit. Gradients are not needed after the optimizer's step, so they are
-    dropped and return as zeros. Offloading an offloaded part does nothing, and so does restoring a part that is on the
-    device.
+    dropped and return as zeros. Offloading a part that is away does nothing, and restoring a part that is on the device
+    does nothing.
 
     Args:
         chunks: this rank's model chunks.
@@ -146,7 +146,7 @@ class Offload:
         return frozenset(part for part, away in self._held.items() if away)
 
     def require(self, action: str, *parts: Part) -> None:
-        """Refuse an action that needs an absent part: it would read others' memory.
+        """Raise an error if a part that an action needs is away: the action would read memory that is no longer ours.
 
         Raises:
             RuntimeError: one of ``parts`` is away.
@@ -156,9 +156,9 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or, while it is away, its values as a host tensor: only to be read, as by a save.
+        """Return the tensor, or, while it is away, a host tensor with its values, which may only be read (by a save).
 
-        It must be contiguous, and no gradient: gradients have no values while they are away.
+        The tensor must be contiguous and not a gradient: gradients have no values while they are away.
         """
         values = self._parameters.read(tensor)
         values = self._state.read(tensor) if values is None else values
@@ -167,7 +167,7 @@ class Offload:
     def offload(self, *parts: Part) -> int:
         """Free the parts on the device, in the order given; return the bytes moved, 0 for parts already away.
 
-        "optimizer" is master weights and moments; in fp32 training, without master weights, only moments.
+        The part "optimizer" has the master weights and moments; fp32 training has no master weights, only moments.
         """
         moved = 0
         for part in parts:
@@ -179,7 +179,7 @@ class Offload:
         return moved
 
     def restore(self, *parts: Part) -> int:
-        """Bring parts back to the device, in the order given; return the bytes moved."""
+        """Bring parts back to the device, in the order given; return the number of bytes moved."""
         return sum(self._held[part].give_back() for part in parts)
 
     def storages(self, part: Part) -> list[UntypedStorage]:
@@ -204,12 +204,12 @@ def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """Return all of a storage as uint8 [n bytes], sharing its memory."""
+    """Return the bytes of a whole storage as a uint8 tensor [bytes] that shares the storage's memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the tensors' storages on the training device, each once, in order of appearance."""
+    """Return the distinct storages of the tensors that are on the training device, in order of appearance."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:

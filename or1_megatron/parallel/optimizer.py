@@ -1,4 +1,4 @@
-"""AdamW in Megatron's optimizers, with or without Transformer Engine: gradient clipping, learning rate, steps."""
+"""AdamW in Megatron's optimizers, with or without Transformer Engine; gradient clipping; learning rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ the activations that an update holds before."""
 class FusedStepAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` per parameter group, as Transformer Engine's does.
 
-    Megatron's distributed optimizer needs this to load state across layouts; torch's own AdamW counts per parameter.
+    Megatron's distributed optimizer needs this to load state at another parallel layout; torch counts per parameter.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         **_: Any,
     ) -> None:
-        """``_``: Megatron's arguments for Transformer Engine's AdamW; decoupled decay is built in here."""
+        """``_`` takes Megatron's other arguments for Transformer Engine's AdamW; the decay is always decoupled."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
 
 
 def _step_piece(group: Mapping[str, Any], p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
-    """Update a piece of a parameter and of its moments in place."""
+    """Take AdamW's step on a piece of a parameter; changes the piece and its moments in place."""
     beta1, beta2 = group["betas"]
     first.lerp_(grad, 1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -108,7 +108,7 @@ def build_optimizer(
 
 
 def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
-    """Clip and step if loss and gradient are finite; return (gradient norm before clipping, whether skipped)."""
+    """Clip and step, or skip if loss or gradient is not finite; return (norm before clipping, whether skipped)."""
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -126,7 +126,7 @@ def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
     """Return the learning rate of SGD step ``sgd_step`` (from 0).
 
-    It rises over ``warmup_steps``, then falls linearly to 0 at ``decay_steps`` (0: never).
+    The rate rises over ``warmup_steps``, then falls linearly to 0 at ``decay_steps``; it never falls if that is 0.
     """
     if sgd_step < config.warmup_steps:
         return config.lr * (sgd_step + 1) / config.warmup_steps

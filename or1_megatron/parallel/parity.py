@@ -1,7 +1,7 @@
-"""Measures what a layout computes for a recorded batch, in numbers that can be compared with another layout's.
+"""Measures scores, loss, gradient and parameter changes of a parallel layout on a recorded batch, for comparison.
 
-A probe is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters: one
-step of a special optimizer subtracts a known multiple of the gradient from them. That works however parameters and
+The batch is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters: one
+step of a special optimizer subtracts a known multiple of the gradient from them. This works however parameters and
 gradients are cut, with the distributed optimizer too.
 """
 
@@ -27,13 +27,13 @@ STEPS = 3
 
 
 def trained_by(dtype: str) -> OptimizerConfig:
-    """Return the settings of the optimizer that takes the probe's three steps; ``dtype`` decides the learning rate.
+    """Return the optimizer settings for the three training steps on the recorded batch; ``dtype`` decides the rate.
 
     A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
-    a trained model grows to thousands. In bfloat16 a step's effect must be smaller than rounding's: the reference's
-    fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses differ at
-    random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite weights; only
-    float32 compares them.
+    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does: the
+    reference's fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses
+    differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
+    weights; only in float32 are losses and weights compared.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
@@ -47,15 +47,15 @@ _GRADIENT_STEP = OptimizerConfig(lr=_SCALE * _HUGE, eps=_HUGE, beta1=0.0, beta2=
 
 @dataclass(frozen=True)
 class Numbers:
-    """The results of one computation; tensors by HF name."""
+    """What one layout, or the reference, computed for the recorded batch; tensors by HF name."""
 
     log_probs: Sequence[Float32Array]
-    """For each sample, of its counted tokens."""
+    """For each sample, the log-probs of its counted tokens."""
     entropies: Sequence[Float32Array]
     losses: Sequence[float]
-    """Global token mean before each of the three steps."""
+    """Mean loss over all tokens before each of the three steps."""
     grad_norms: Sequence[float]
-    """Before clipping."""
+    """Gradient norm of each of the three steps, before clipping."""
     gradient: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
     """Parameters after the three steps minus those before."""
@@ -70,13 +70,13 @@ def measure(
     order: Sequence[int],
     objective: Objective,
 ) -> Numbers | None:
-    """Measure one layout; return the numbers on rank 0, None on other ranks. Collective.
+    """Measure one parallel layout; return the numbers on rank 0, None on other ranks. Collective.
 
     Args:
-        order: for each sample of the batch, its index in the probe.
+        order: for each sample of the batch, its index among the recorded samples.
 
     Raises:
-        ValueError: the model does not fit the layout.
+        ValueError: the model does not fit the parallel layout.
     """
     policy = MegatronPolicy(model, parallel, _GRADIENT_STEP, mesh)
     before, one_pass = _whole(policy), parallel.head == "one_pass"
@@ -109,7 +109,7 @@ def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> lis
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
-    """Gather all trained parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
+    """Gather all trained parameters in fp32 on rank 0's host; return {} on other ranks. Collective."""
     return {name: tensor.float().cpu().clone() for name, tensor in policy.trained if tensor is not None}
 
 
@@ -124,8 +124,8 @@ def reference(
 
     Args:
         network: from transformers; its parameters are trained in place and restored.
-        trained: ``trained_by`` of the layouts' dtype.
-        by_response: take the mean over responses of their token means, instead of the mean over tokens.
+        trained: the optimizer settings, from ``trained_by``.
+        by_response: average the loss over each response's tokens and then over responses, not over all tokens.
     """
     parameters = dict(network.named_parameters())
     start = {name: p.detach().clone() for name, p in parameters.items()}
@@ -167,7 +167,7 @@ def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Te
 def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
-    """Return the mean loss over all tokens, or over each response's tokens and then over responses."""
+    """Return the mean loss over tokens, or (``by_response``) over each response's tokens, then over responses."""
     counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
     log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
     inputs = inputs_of(samples, log_probs)
@@ -208,14 +208,14 @@ def _largest(measured: Sequence[Float32Array], expected: Sequence[Float32Array])
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Return the maximum; unlike max(), it keeps a NaN, which then exceeds every bound."""
+    """Return the maximum, or NaN if a value is NaN (max() may lose it): NaN then fails every bound."""
     return float(np.max(list(values)))
 
 
 def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return (largest relative difference, the tensor's name); NaN counts as infinite.
+    """Return (largest relative difference of a tensor, the tensor's name); NaN counts as infinite.
 
-    A tensor whose norm is below a thousandth of the largest is compared relative to that thousandth: it is rounding.
+    A tensor whose norm is below a thousandth of the largest norm is mostly rounding: the thousandth divides there.
     """
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
     floor = 1e-3 * max(norms.values())

@@ -36,7 +36,7 @@ class MegatronPolicy:
 
     Args:
         model: the HF folder to start from, and the dtype.
-        parallel: the layout; ``mesh`` is this rank's place in it.
+        parallel: the parallel layout; ``mesh`` has this rank's index along each of its axes.
     """
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> None:
@@ -54,7 +54,7 @@ class MegatronPolicy:
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
         self.base: Mapping[str, str] = {} if network.adapters is None else network.adapters.base
-        """With adapters: folder and digest of the model that they are for."""
+        """With LoRA: folder and digest of the model that the adapters are for."""
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count, self.trained_count = (
@@ -76,12 +76,12 @@ class MegatronPolicy:
         self.sgd_steps = 0
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``network.score_rows``; collective."""
+        """Score this data-parallel rank's micro-batches with the policy, as ``network.score_rows`` does; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
     def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``score``, but without the adapters: the model that the run began from needs no other weights."""
+        """Score without the adapters: so LoRA needs no second copy of the model that the run began from. Collective."""
         Adapter.enabled = False
         try:
             return self.score(rows, temperature)
@@ -91,14 +91,14 @@ class MegatronPolicy:
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
 
-        ``token_count``: the batch's T_k, for the report; Megatron counts the same tokens itself, and divides by them.
+        ``token_count`` is the batch's T_k, for the report; Megatron itself counts these tokens and divides by them.
         """
         return self.update_and_score(rows, objective, token_count)[0]
 
     def update_and_score(
         self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
     ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
-        """Update; return also the scores of its forward pass, in the form of ``score``."""
+        """Take an optimizer step; return (report, scores that its forward pass computed, in the form of ``score``)."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
         for network, chunk in zip(self.networks, self.chunks, strict=True):
@@ -139,10 +139,9 @@ class MegatronPolicy:
     def _total(
         self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks, and sums of which every rank
-        has a part; collective.
+        """Return, by name, sums over all micro-batches of all data-parallel ranks and over ``of_rank`` of all ranks.
 
-        Names that start with ``max_`` are maxima, the rest sums.
+        Values whose names start with ``max_`` are combined by maximum instead. Collective.
         """
         counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
@@ -161,7 +160,7 @@ def _data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a chunk so that its gradients are summed over data-parallel ranks.
 
-    As in Megatron, only the model's first chunk has several buckets: other chunks' gradients are complete early.
+    As in Megatron, only the model's first chunk has several buckets: other chunks' gradients are complete earlier.
     """
     bucket = None
     if parallel.overlap_grad_reduce:  # Megatron's own default otherwise: buckets large enough for fast collectives
@@ -207,8 +206,8 @@ def unpack_scores(
     """Turn scores of packed micro-batches into one array per sample, in the samples' order.
 
     Args:
-        ranks: [DP][micro-batches], as batched.
-        scored: for each micro-batch (log-probs [C], entropies [C]) of its counted tokens, in row order.
+        ranks: the micro-batches, [DP][micro-batches].
+        scored: for each micro-batch (log-probs [C], entropies [C]) of its counted tokens, in the order of its tokens.
     """
     empty = np.empty(0, dtype=np.float32)
     log_probs, entropies = [empty] * sample_count, [empty] * sample_count
@@ -236,7 +235,7 @@ class WholePolicy:
         return unpack_scores(batch.ranks, scored[0], batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        """Take an optimizer step; collective."""
+        """Take an optimizer step on the whole batch; collective."""
         return self._policy.update(self._mine(batch), objective, batch.token_count)
 
     def _mine(self, batch: Batch) -> Sequence[MicroBatch]:
@@ -249,7 +248,7 @@ class WholePolicy:
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """Write the policy's weights as an HF folder (aside, then renamed); other files are copied from the source model.
 
-    With LoRA the adapters are merged into these weights; by themselves they are in its folder ``adapter``.
+    With LoRA, the adapters are merged into these weights, and the subfolder ``adapter`` has the adapters alone.
 
     Collective over all ranks; rank 0 writes.
 

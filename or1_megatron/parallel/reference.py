@@ -1,4 +1,4 @@
-"""The frozen reference of the KL penalty: a model from an HF folder that only scores, at the policy's layout."""
+"""The frozen reference model of the KL penalty: an HF folder's model that only scores, cut like the policy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from or1_megatron.types import MicroBatch
 
 
 class FrozenReference:
-    """One rank's part of the reference: no gradients, no optimizer, not in checkpoints (the config names its folder).
+    """One rank's part of the reference. It has no gradients and no optimizer; the config, not a checkpoint, names it.
 
     Args:
         folder: HF folder, of the policy's architecture.
         dtype: the policy's dtype.
-        parallel: the policy's layout; ``mesh`` is this rank's place in it.
+        parallel: the policy's parallel layout; ``mesh`` has this rank's index along each of its axes.
         offload: keep the weights on the host, except during a pass.
     """
 
@@ -31,7 +31,7 @@ class FrozenReference:
         self._leave()
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score like ``MegatronPolicy.score``; collective."""
+        """Score this data-parallel rank's micro-batches, as ``MegatronPolicy.score`` does; collective."""
         if self._host is not None:
             self._host.give_back()
         try:

@@ -1,7 +1,7 @@
 """Finds weights that differ between data-parallel replicas, which hold copies of the same parameters.
 
-A bit that flips in one rank's memory changes no number on other ranks. The replicas then drift apart, and the step's
-metrics, which are means over replicas, hardly show it.
+A flipped bit in one rank's memory changes no number on other ranks. The replicas then drift apart, but the step's
+metrics hardly show it, because they are means over replicas.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ReplicasDiffer(AgreedError, PartLost):
 
 def bit_sum(data: Tensor) -> Tensor:
     """Return the sum, modulo 2**64, of a contiguous tensor's memory read as 64-bit integers, an int64 scalar on its
-    device. Any single flipped bit changes it.
+    device. Any single flipped bit changes the sum.
 
-    Where size or offset is no multiple of 8, memory is read as bytes. torch copies bytes to int64 before it adds
-    them, so it gets them in pieces.
+    If the tensor's size or offset is no multiple of 8, memory is read as bytes, piece by piece: torch copies bytes to
+    int64 before it adds them.
     """
     size, place = data.nbytes, data.storage_offset() * data.element_size()
     if size % 8 == place % 8 == 0:
@@ -40,7 +40,7 @@ def bit_sum(data: Tensor) -> Tensor:
 
 
 def bit_sums(policy: MegatronPolicy) -> dict[str, int]:
-    """Return the ``bit_sum`` of each local parameter by "CHUNK.NAME" (Megatron's name), computed on its device."""
+    """Return, by "CHUNK.NAME" (Megatron's name), the ``bit_sum`` of each parameter of this rank."""
     names, sums = [], []
     for number, chunk in enumerate(policy.networks):
         for name, parameter in chunk.named_parameters():

@@ -1,12 +1,12 @@
 """Router replay (R3, arXiv 2510.11370): tokens are computed by the experts that the engine chose for them.
 
-Only the choice is replayed. The weights of the chosen experts are the policy's own, from its router's logits, and their
-gradient goes through them. Megatron's ``RouterReplay`` is not used: it is switched for all layers of a process at once
-between forward and backward passes, which a pipeline's schedule mixes. Our object takes its place behind the same call,
-and finds the experts in the row that the layer computes.
+Only the choice is replayed. The weights of the chosen experts are the policy's own, from its router's logits, and the
+gradient goes through these weights. Megatron's ``RouterReplay`` is not used: it is switched for all layers of a process
+at once between forward and backward passes, which a pipeline's schedule mixes. Our ``_Replay`` stands behind the same
+call and finds the experts in the packed row that the layer computes.
 
-Shapes: t tokens of a row on this rank (T / CP, and T / CP / TP under sequence parallelism), L layers with experts
-(of the model, or of one rank), k experts of a token, E experts of a layer.
+Shapes: t tokens of a packed row on this rank (T / CP, and T / CP / TP under sequence parallelism), L layers with
+experts (of the model, or of one rank), k experts of a token, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class ExpertsPart:
     mixture: Experts
 
     def cut(self, row: MicroBatch) -> OwnExperts:
-        """Return this rank's part of a row of its data-parallel rank.
+        """Return the experts for this rank's tokens and layers in a packed row of its data-parallel rank.
 
-        Tokens that no engine has computed get any experts, in turn: padding, and the last token of each sequence.
-        Nothing that counts depends on them.
+        Tokens that no engine has computed (padding, and the last token of each sequence) get experts in turn. Nothing
+        that counts depends on them.
         """
         assert row.routed_experts is not None
         positions = np.arange(row.token_ids.size)
@@ -62,11 +62,11 @@ class ExpertsPart:
 
 
 def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None) -> list[OwnExperts]:
-    """Return this rank's part of each row's experts; collective.
+    """Return, for each of this rank's packed rows, the experts of its tokens and layers; collective.
 
     Args:
-        parts: of every rank.
-        batch: on rank 0, which sends each rank its part alone, one after another.
+        parts: the part of every rank.
+        batch: on rank 0, which sends each rank only the rank's part, one rank after another.
     """
     if mesh.rank > 0:
         received: list[Any] = [None]
@@ -79,7 +79,7 @@ def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None)
 
 
 def replay_in(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let this rank's layers with experts, in the order of ``ExpertsPart.layers``, compute with a row's experts."""
+    """Make this rank's layers with experts, in the order of ``ExpertsPart.layers``, use the experts of a packed row."""
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]  # type: ignore[union-attr]
     for index, layer in enumerate(layers):
         replay = _Replay(index)
@@ -88,7 +88,7 @@ def replay_in(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class _Replay:
-    """A router's choice. Megatron's routing calls ``get_replay_topk`` where it would choose."""
+    """Chooses one layer's experts: Megatron's routing calls ``get_replay_topk`` instead of its own top-k."""
 
     layer_number: int | None = None  # Megatron sets it
 
@@ -98,7 +98,7 @@ class _Replay:
         self._waiting: deque[PackedRow] = deque()
 
     def begin(self, layer: Any, args: Any, named: Mapping[str, Any]) -> None:
-        """Take the row that a layer is about to compute; a layer that is recomputed as a whole comes here again."""
+        """Keep the packed row that the layer will compute; a recomputation of the whole layer calls this too."""
         self._row, self._again = named["packed_seq_params"], layer.training and layer.mlp.moe_layer_recompute
 
     def get_replay_topk(
@@ -106,8 +106,8 @@ class _Replay:
     ) -> tuple[Tensor, Tensor]:
         """Return ``scores`` [t, E] and numbers of the experts that compute the tokens, [t, k] each.
 
-        Where experts alone are recomputed, a second call for each row comes in the backward pass, when the layer may
-        have computed further rows; rows go backward in the order in which they went forward.
+        If only experts are recomputed, the backward pass calls this a second time for each packed row. The layer may
+        have computed further rows by then; rows go backward in the order in which they went forward.
         """
         row = self._row
         assert row is not None
@@ -127,7 +127,7 @@ class _Replay:
 
 
 def rerouted(rows: Iterable[PackedRow], part: ExpertsPart | None) -> dict[str, float]:
-    """Return this rank's part of the sum ``rerouted``: counted tokens x layers whose experts the policy would have
-    chosen otherwise, over the model's layers with experts; {} if no experts were given."""
+    """Return {"rerouted": sum over counted tokens and this rank's layers of 1 where the policy would have chosen other
+    experts, divided by the model's number of layers with experts}; {} if no experts were given."""
     counts = [count for row in rows for count in row.rerouted.values()]
     return {"rerouted": float(torch.stack(counts).sum()) / len(part.mixture.layers)} if counts and part else {}

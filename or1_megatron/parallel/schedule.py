@@ -1,7 +1,7 @@
-"""Passes a list of micro-batches through all pipeline stages, by Megatron's own schedules.
+"""Passes micro-batches forward and backward through all pipeline stages, by Megatron's own schedules.
 
-Shapes: T packed tokens of a row (equal in all rows of a batch), t = T / CP of them on this rank, C counted tokens
-of the row, c of them on this rank, H hidden.
+Shapes: T packed tokens of a row (equal in all packed rows of a batch), t = T / CP of them on this rank, C counted
+tokens of the row, c of them on this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceRow:
     """A micro-batch as tensors on the training device."""
 
     row_tokens: int
-    """T."""
+    """T: packed tokens of the whole row."""
     token_ids: Tensor  # [t]
     row: PackedRow
     counted: Tensor  # [c] indices of the counted tokens among this rank's t
@@ -47,14 +47,14 @@ class DeviceRow:
 
 
 def _add_context_ranks(values: Tensor) -> Tensor:
-    """Sum over the ranks that hold parts of the same sequences. Each rank's loss depends on the total, so backward sums
-    the gradients too."""
+    """Sum over the context-parallel ranks, which hold parts of the same sequences. Backward sums the gradients too,
+    because each rank's loss depends on the total."""
     total: Tensor = all_reduce(values, "sum", parallel_state.get_context_parallel_group())
     return total
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
-    """Move this rank's part of a micro-batch to ``device``; arrays per token keep counted tokens only."""
+    """Move this rank's part of a micro-batch to ``device``; per-token inputs of the loss keep counted tokens only."""
     row = pack_row(
         torch.from_numpy(micro_batch.cu_seqlens),
         torch.from_numpy(micro_batch.position_ids).to(device),
@@ -99,9 +99,8 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Tensor, Tensor, VocabularyShard]:
-    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into (counted [c, H], output weight, its shard).
-
-    Last stage only.
+    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into (hidden [c, H] of the counted tokens, output
+    weight, the rank's vocabulary shard). Last stage only.
     """
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -123,7 +122,7 @@ def _objective_loss(
     """Compute (loss, token count, (named sums, log-probs and entropies [2, c])) of one micro-batch.
 
     Megatron's schedules expect this form from the last stage. An objective that needs scores first must be evaluated
-    earlier (``rl.objectives.scored``); here it is refused.
+    earlier (``rl.objectives.scored``); here it raises ValueError.
     """
     if needs_scores(objective, one_pass):
         raise ValueError(
@@ -149,7 +148,7 @@ def _objective_loss(
 
 
 def _of_whole_row(row: DeviceRow, scored: Tensor) -> Tensor:
-    """Gather the context-parallel ranks' [2, c] into [2, C] on the CPU; collective over these ranks."""
+    """Gather the context-parallel ranks' scores [2, c] into [2, C] on the CPU; collective over these ranks."""
     if row.row.shard is not None:
         of_row = scored.new_zeros(2, row.row_tokens)
         of_row[:, row.row.shard.held[row.counted]] = scored
@@ -190,10 +189,10 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
-    """Accumulate the gradient of the objective's global token mean: Megatron divides by the counted tokens of all ranks
-    (``calculate_per_token_loss``).
+    """Add the gradient of the objective's mean over all ranks' counted tokens, by which Megatron divides it
+    (``calculate_per_token_loss``), to the gradient buffers.
 
-    Returns, per micro-batch, (the objective's sums, log-probs and entropies [2, C]) on the last stage.
+    On the last stage return, per micro-batch, (the objective's sums, log-probs and entropies [2, C]); else [].
     """
     outputs = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
     return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, outputs, strict=bool(outputs))]

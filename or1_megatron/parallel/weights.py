@@ -1,6 +1,6 @@
-"""Turns this rank's Megatron shards into whole HF tensors, by collectives, and HF tensors into shards.
+"""Gathers this rank's Megatron shards into whole HF tensors, by collectives, and cuts HF tensors into shards.
 
-``or1_megatron.weights`` has the names of weights, their layouts and their cuts.
+``or1_megatron.weights`` has the weights' HF and Megatron names, their memory layouts and their tensor-parallel cuts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 class HFTensors:
-    """Read access by name to the safetensors of an HF folder, sharded or not.
+    """Reads tensors by name from the safetensors files of an HF folder, sharded or not.
 
     Raises:
-        ModelError: a file or tensor is missing, cut or unexpected, or a shape is not the config's.
+        ModelError: a file or tensor is missing, incomplete or unexpected, or a shape is not the config's.
     """
 
     def __init__(self, folder: Path, hf: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class HFTensors:
 
 
 class ShardedWeights:
-    """``interfaces.PolicyWeights``: this rank's part of the policy, addressed by the family's rows."""
+    """This rank's shards of the policy, found by the rows of the weight table; an ``interfaces.PolicyWeights``."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class ShardedWeights:
     ) -> None:
         """
         Args:
-            models: the chunks on this rank.
-            family: has the rows, of the model's own weights or of its adapters.
+            models: the model chunks on this rank.
+            family: has the weight table's rows, for the model's own weights or for its adapters.
             chunk_layers: the layers of all chunks, in the model's order (``ParallelConfig.chunk_layers``).
         """
         self._hf, self._mesh = hf, mesh
@@ -83,7 +83,7 @@ class ShardedWeights:
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
         self.adapters: dict[str, Adapter] = {}
-        """By the Megatron name of a weight: its adapters, which are merged into what is read."""
+        """The adapters of each weight, by its Megatron name; reading a weight merges them in."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -94,14 +94,14 @@ class ShardedWeights:
         self._found: dict[tuple[str, Box], tuple[Row, tuple[slice, ...]]] = {}
 
     def _stage(self, row: Row) -> int:
-        """Return the pipeline stage that holds a row."""
+        """Return the pipeline stage that holds the weight of a row of the weight table."""
         parts = row.megatron.split(".")
         if parts[:2] == ["decoder", "layers"]:
             return self._stage_of_layer[int(parts[2])]
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def _source(self, row: Row) -> int:
-        """Return the first rank that holds a row's first TP part; the ranks with the other parts follow it.
+        """Return the first rank that holds a weight's first TP part; the ranks with the other parts follow it.
 
         Megatron orders ranks TP, CP, DP, PP; for experts TP, EP, the rest of CP and DP, PP.
         """
@@ -151,7 +151,7 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def _values(self, row: Row, place: tuple[slice, ...]) -> Tensor:
-        """Return a rectangle of this rank's part of a row, adapters merged in."""
+        """Return a rectangle of this rank's shard of a weight, with its adapters merged in."""
         whole = self.readable(self._parameters[row.megatron].detach())
         values = whole[place[: whole.dim()]]
         adapter = self.adapters.get(row.megatron)
@@ -185,9 +185,9 @@ class ShardedWeights:
         return None if row.expert is None else row.expert // self._local_experts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a rectangle of an HF tensor, a view of this rank's parameter unless adapters are merged in.
+        """Return a rectangle of an HF tensor: a view of this rank's parameter, or a copy if adapters are merged in.
 
-        Raises KeyError if this rank lacks it.
+        Raises KeyError if this rank does not hold the whole rectangle.
         """
         if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
@@ -214,12 +214,12 @@ class ShardedWeights:
         return held
 
     def pieces_of(self, row: Row) -> list[Piece]:
-        """Return the pieces of HF tensors in this rank's shard of a row."""
+        """Return the pieces of HF tensors that this rank's shard of a weight holds."""
         return pieces(row, self._hf, self._shapes, self._mesh.tensor_rank, self._mesh.tensor)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield (name, whole HF tensor) in the table's order on rank 0, (name, None) on other ranks. Collective."""
+        """Yield (name, whole HF tensor) in the weight table's order on rank 0, (name, None) elsewhere. Collective."""
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
@@ -231,7 +231,7 @@ class ShardedWeights:
                 yield name, self._to_rank_0(part, source, self._shapes[name], self._dtype_of(row))
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Bring a tensor from rank ``source`` to rank 0; return it there, None elsewhere."""
+        """Bring a tensor from rank ``source`` to rank 0; return the tensor on rank 0, None elsewhere."""
         if source > 0:
             if self._mesh.rank == source:
                 assert part is not None
@@ -248,7 +248,7 @@ def named_in_model(name: str, layers: range, first_expert: int) -> str:
     """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
 
     Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of separate experts, and norms that a
-    linear holds (``linear_qkv.layer_norm_weight``) the names of separate norms.
+    linear layer holds (``linear_qkv.layer_norm_weight``) the names of separate norms.
     """
     name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", unfused_name(name))
     parts = name.split(".")

@@ -1,1 +1,1 @@
-"""How HF folders' tensors become Megatron's, and back, without importing Megatron."""
+"""The names, memory layouts and cuts that relate HF's tensors to Megatron's; does not import Megatron."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (and R1, Moonlight, Kimi-K2): latent attention over the mixture of experts in ``sigmoid_mixture``."""
+"""DeepSeek-V3 (and R1, Moonlight, Kimi-K2): latent attention, and the mixture of experts of ``sigmoid_mixture``."""
 
 from __future__ import annotations
 

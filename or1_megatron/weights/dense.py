@@ -1,4 +1,4 @@
-"""The dense families, which differ in biases, norms of queries and keys, and windows of attention."""
+"""The dense families (Llama, Mistral, Qwen2, Qwen3), which differ in biases, query/key norms and attention windows."""
 
 from __future__ import annotations
 

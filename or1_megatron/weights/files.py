@@ -1,7 +1,7 @@
-"""Checks the weight files of an HF folder against its config by their headers; no tensor is loaded.
+"""Checks the safetensors files of an HF folder against its config: reads their headers, loads no tensor.
 
-A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the
-range of bytes), and the bytes (https://huggingface.co/docs/safetensors).
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the range
+of bytes), and the tensors' bytes (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
-"""Names the file of each tensor."""
+"""The file of an HF folder that says which safetensors file holds each tensor."""
 _WHOLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -34,10 +34,10 @@ DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file."""
+    """What a safetensors file's header says of one tensor."""
 
     dtype: str
-    """As the format spells it: BF16, F32, ..."""
+    """The dtype as safetensors spells it: BF16, F32, ..."""
     shape: tuple[int, ...]
     begin: int
     """First byte, counted from the end of the header."""
@@ -55,11 +55,11 @@ class Header:
 
 
 def check_weight_files(folder: Path, hf: HFConfig) -> None:
-    """Check that ``folder`` holds the tensors that the config implies, whole, in their shapes, and no others.
+    """Check that ``folder`` holds exactly the tensors that the config implies, complete and in the implied shapes.
 
     Raises:
-        ModelError: names the file, or the tensor with what was found and what was expected; also for a model of an
-            unknown architecture.
+        ModelError: names the file, or the tensor with what was found and what was expected. A model of an unknown
+            architecture also raises it.
     """
     family = family_of(hf)
     wanted = family.shapes(hf)
@@ -95,9 +95,9 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
 
 
 def is_draft(name: str, hf: HFConfig) -> bool:
-    """Return whether a tensor is of the layers behind the last one (``num_nextn_predict_layers``: multi-token
-    prediction, or named ``mtp.``), which draft tokens for engines. They are not trained, and exports hold them
-    unchanged."""
+    """Return whether a tensor belongs to the multi-token-prediction layers, with which engines draft tokens: layers
+    behind the last one (``num_nextn_predict_layers``), or names that start with ``mtp.``. They are not trained, and
+    exports copy them unchanged."""
     if name.startswith("mtp.") and "linear_conv_kernel_dim" in hf:
         return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -107,7 +107,7 @@ def is_draft(name: str, hf: HFConfig) -> bool:
 
 
 def drafts(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an HF folder that draft tokens (``is_draft``), by name."""
+    """Yield (name, tensor) for the multi-token-prediction layers of an HF folder (``is_draft``)."""
     hf = json.loads((folder / "config.json").read_text())
     may_have = hf.get("num_nextn_predict_layers") or "linear_conv_kernel_dim" in hf
     for path in weight_files(folder) if may_have else ():
@@ -116,8 +116,8 @@ def drafts(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the model: those that its index names, or model.safetensors, as transformers and vLLM
-    read them; without both, all *.safetensors files but Mistral's consolidated ones. Other files are not read.
+    """Return the files that hold the model: those that the index names, or model.safetensors, as transformers and vLLM
+    read them. Without index and model.safetensors, return all *.safetensors except Mistral's consolidated ones.
 
     Raises:
         ModelError: a file is missing, or transformers and vLLM would read different files.
@@ -149,7 +149,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_digest(folder: Path) -> str:
-    """Return a digest of a folder's tensors: name, dtype, shape and first row of each, which takes only a moment."""
+    """Return a digest of the name, dtype, shape and first row of each tensor in a folder; this takes only a moment."""
     digest = hashlib.sha256()
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -161,7 +161,7 @@ def base_digest(folder: Path) -> str:
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    """Return whether the output layer in ``one`` agrees with the embedding in ``other`` in dtype, shape, bytes."""
+    """Return whether the output layer in ``one`` and the embedding in ``other`` have equal dtype, shape and bytes."""
     with safe_open(one, framework="pt") as first, safe_open(other, framework="pt") as second:
         output, embedding = first.get_tensor(_OUTPUT), second.get_tensor(_EMBEDDING)  # pages of the files
     same_form = (output.dtype, output.shape) == (embedding.dtype, embedding.shape)

@@ -1,4 +1,4 @@
-"""Layout operations: how HF's tensors become one whole Megatron tensor, and back. They are pure and exact.
+"""Fuses HF tensors into one whole Megatron tensor, and splits it again (QKV, gate/up, delta net). Pure and exact.
 
 Shapes: H hidden, D head dimension, N query heads, G key/value heads (query groups), F intermediate size, V vocabulary,
 ``...`` a trailing H for weights and nothing for biases.
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One HF tensor is the whole Megatron tensor, not cut for TP; subclasses fuse several, or drop padding."""
+    """The memory layout of a Megatron tensor that is one whole HF tensor; subclasses fuse several or drop padding."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
-        """Make the Megatron tensor from HF tensors, given in the row's order."""
+        """Make the Megatron tensor from HF tensors, given in the order of ``Row.hf``."""
         (part,) = parts
         return part
 
     def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
-        """Undo ``fuse``."""
+        """Return the HF tensors that make up a Megatron tensor: the inverse of ``fuse``."""
         return [whole]
 
 
@@ -54,9 +54,9 @@ class FusedQKV(Layout):
 
 @dataclass(frozen=True, slots=True)
 class GatedQKV(FusedQKV):
-    """As ``FusedQKV`` with q [N * 2D, ...], where each head's query is followed by its gate of attention's output.
+    """Fuses like ``FusedQKV``, but q is [N * 2D, ...]: each head's query, then the gate of its attention output.
 
-    A group then has its queries, their gates, its key, its value: [G * (2N/G + 2) * D, ...].
+    The result is [G * (2N/G + 2) * D, ...]: each group's queries, their gates, its key, its value.
     """
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
@@ -69,7 +69,7 @@ class GatedQKV(FusedQKV):
 
     @staticmethod
     def _swapped(q: Tensor, hf: Mapping[str, Any], inner: int) -> Tensor:
-        """Within each group, change the order of the [a, ``inner``] blocks of D rows to [``inner``, a]."""
+        """Within each group, reorder the [a, ``inner``] blocks, of D tensor rows each, to [``inner``, a]."""
         blocks = 2 * hf["num_attention_heads"] // hf["num_key_value_heads"]
         by_group = q.reshape(hf["num_key_value_heads"], blocks // inner, inner, -1, *q.shape[1:])
         return by_group.transpose(1, 2).reshape(q.shape)
@@ -77,14 +77,14 @@ class GatedQKV(FusedQKV):
 
 @dataclass(frozen=True, slots=True)
 class HeadBlocks(Layout):
-    """Rows of a gated delta net, to one block for each of its key heads: ``sections`` one below the other.
+    """Sorts the tensor rows of a gated delta net into one block per key head, which has all ``sections`` in turn.
 
     A cut along axis 0 into equal parts then gives every rank whole heads.
     """
 
     sections: tuple[str, ...]
-    """For each HF tensor its sections, a letter for each: k rows of keys (or queries), v rows of the values (or gates)
-    of a key head, n a row for each of its value heads; in capitals where HF has them key head by key head too."""
+    """For each HF tensor, a letter per section: k has a key head's rows of keys (or queries), v its rows of values (or
+    gates), n a row for each of its value heads. Capitals mean that HF too stores the section key head by key head."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]
@@ -102,7 +102,7 @@ class HeadBlocks(Layout):
         return [torch.cat([next(sections).reshape(-1, *rest) for _ in rows]) for rows in counts]
 
     def _rows(self, hf: Mapping[str, Any]) -> list[list[int]]:
-        """Return for each HF tensor how many rows a key head has in each of its sections."""
+        """Return, for each HF tensor, the number of tensor rows that a key head has in each of its sections."""
         values = hf["linear_num_value_heads"] // hf["linear_num_key_heads"]
         rows = {"k": hf["linear_key_head_dim"], "v": values * hf["linear_value_head_dim"], "n": values}
         return [
@@ -113,7 +113,7 @@ class HeadBlocks(Layout):
 
 @dataclass(frozen=True, slots=True)
 class GateUp(Layout):
-    """gate [F, H], up [F, H] to [2F, H], gate first."""
+    """Fuses gate [F, H] and up [F, H] into [2F, H], gate first."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         gate, up = parts
@@ -125,7 +125,7 @@ class GateUp(Layout):
 
 @dataclass(frozen=True, slots=True)
 class PaddedVocabulary(Layout):
-    """[V, H] to [V, H]; ``split`` drops the padding rows that a TP cut adds at the end."""
+    """Keeps [V, H] as it is; ``split`` drops the padding rows that a tensor-parallel cut adds at the end."""
 
     def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
         return [whole[: hf["vocab_size"]]]

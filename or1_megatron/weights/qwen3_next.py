@@ -1,8 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5: in most layers a gated delta net, every few layers full attention.
 
-That attention's output is gated, and part of each head is rotated. Norms are zero-centred (x / rms(x) * (1 + w)), but
-for that of the delta net's output. In mixtures one more expert, with a gate of its own, computes every token. Qwen3.5
-is published inside of models for images, whose folders ``families`` refuses with the way to its text model.
+The full attention's output is gated, and part of each head is rotated. Norms are zero-centred (x / rms(x) * (1 + w)),
+except that of the delta net's output. In mixtures a shared expert, with a gate of its own, computes every token.
+Qwen3.5 is published inside models for images; ``families`` refuses their folders and says how to get the text model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import DELTA_NET_SIZES, DeltaNet, Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final = {"attn_output_gate": True, "layer_scale": False, "qkv_bias": False, "is_causal": True}
-"""The values that are computed of keys which transformers does not read, and vLLM does."""
+"""Keys that vLLM reads and transformers does not, with the only value supported."""
 
 
 def full_attention(hf: HFConfig, layer: int) -> bool:
@@ -51,7 +51,7 @@ def delta_net(hf: HFConfig) -> DeltaNet:
 
 
 def hybrid_conflicts(hf: HFConfig, **only: Any) -> Iterator[str]:
-    """Yield conflicts; ``only``: further keys of which one value is computed."""
+    """Yield a sentence for each unsupported setting. ``only`` names further keys with the one value supported."""
     yield from switched_window_conflicts(hf, "partial_rotary_factor")
     if missing := [key for key in DELTA_NET_SIZES if not isinstance(hf.get(key), int)]:
         yield f"config.json lacks {', '.join(missing)}: numbers of the gated delta net"
@@ -65,7 +65,7 @@ def in_layers(kind: Any, *rows: Row) -> tuple[Row, ...]:
 
 
 def linear_attention(projections: Mapping[str, str], layout: HeadBlocks) -> tuple[Row, ...]:
-    """Return the rows of the delta net, whose HF ``projections`` (name to axis letter of its rows) are one tensor."""
+    """Return the weight table's rows of the delta net. ``projections`` (HF name to axis letter) are fused into one."""
     net, there = HF + "linear_attn.", MEGATRON + "self_attention."
     return in_layers(
         _linear,

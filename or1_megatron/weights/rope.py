@@ -1,6 +1,6 @@
-"""Rotary position embeddings as HF configs describe them: the frequencies, and the factor that sharpens attention.
+"""Rotary position embeddings (RoPE, YaRN) from HF configs: the frequencies, and the factor that sharpens attention.
 
-Shapes: R dimensions of a head that are turned, all or the first of them. A position turns the pair (i, i + R/2) by
+Shapes: R dimensions of a head that are turned: all, or the first ones. A position turns the pair (i, i + R/2) by
 position * frequency[i].
 """
 
@@ -27,7 +27,7 @@ _NEEDED: Final = {
 def rope_parameters(hf: HFConfig) -> dict[str, Any]:
     """Return the RoPE parameters, which HF configs keep in ``rope_scaling`` or ``rope_parameters``.
 
-    ``rope_type`` and ``rope_theta`` are always there.
+    The result always has ``rope_type`` and ``rope_theta``.
     """
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     theta = rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
@@ -54,7 +54,7 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def rotary_share(hf: HFConfig) -> float:
-    """Return the share of each head's dimensions, from the first on, that positions turn."""
+    """Return which share of each head's dimensions positions turn; the first dimensions are turned."""
     unset = 0.5 if hf.get("model_type") == "glm4_moe" else 1.0  # as in transformers
     return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or unset)
 
@@ -62,11 +62,11 @@ def rotary_share(hf: HFConfig) -> float:
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
     """Return ([R/2] fp32 frequencies in radians per token, factor on both rotated queries and rotated keys).
 
-    Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands
-    (arXiv 2407.21783 and its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
+    Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands (arXiv 2407.21783 and
+    its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
 
     Raises:
-        ValueError: the scaling is of an unknown type, or lacks a parameter.
+        ValueError: the RoPE scaling is of an unknown type, or lacks a parameter.
     """
     for problem in rope_conflicts(hf):
         raise ValueError(problem)
@@ -78,7 +78,7 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
 
 
 def context_tokens(hf: HFConfig) -> int:
-    """Return the longest sequence of the model, as vLLM counts it: linear scaling and YaRN make it longer."""
+    """Return the model's longest sequence in tokens, as vLLM counts it: linear scaling and YaRN lengthen it."""
     rope = rope_parameters(hf)
     if rope["rope_type"] == "yarn":
         return int(_original_positions(rope, hf) * (rope.get("factor") or 1.0))
@@ -94,7 +94,7 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tenso
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Scale as ``_llama3``, but blend linearly in the pair's index; the returned factor sharpens attention."""
+    """Scale like ``_llama3``, but blend linearly in the pair's index; the second value sharpens attention."""
     positions, pairs = _original_positions(rope, hf), len(plain)
     factor = rope["factor"] or hf["max_position_embeddings"] / positions
 
@@ -122,7 +122,7 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def _original_positions(rope: Mapping[str, Any], hf: HFConfig) -> int:
-    """Return the context length of pre-training, before the scaling."""
+    """Return the context length in tokens of pre-training, before RoPE scaling."""
     outside = hf.get("original_max_position_embeddings")
     return int(outside or rope.get("original_max_position_embeddings") or hf["max_position_embeddings"])
 

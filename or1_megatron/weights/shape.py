@@ -1,4 +1,4 @@
-"""The sizes of a model, from which memory, FLOPs and possible layouts follow."""
+"""A model's sizes and parameter counts, from which memory, FLOPs and possible parallel layouts follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Latent attention in numbers."""
+    """The sizes of multi-head latent attention."""
 
     query: int
     """Latents of queries; 0 where queries are made of the hidden state."""
@@ -52,7 +52,7 @@ class Shape:
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
-        """Read the sizes. Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
+        """Read the sizes from an HF config. Raises KeyError if a key is missing (``read_hf_config`` checks them)."""
         latents = None
         if has_latents(hf):
             latents = Latents(hf["q_lora_rank"] or 0, hf["kv_lora_rank"], hf["qk_rope_head_dim"], hf["v_head_dim"])
@@ -73,16 +73,16 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Weights of embedding, output, attention, gated MLPs, routers and norms; biases are left out (below 0.1%)."""
+        """Number of weights of embedding, output, attention, MLPs, routers and norms, without biases (below 0.1%)."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self._decoder(whole=True)
 
     @property
     def trained(self) -> int:
-        """Weights that are trained and saved: all, or with LoRA the adapters' alone."""
+        """Number of weights that are trained and saved: all, or with LoRA only the adapters' weights."""
         return sum(self.adapters.values()) or self.parameters
 
     def expert_parameters(self, layers: Collection[int] | None = None) -> int:
-        """Weights of the routed experts, of all layers or of ``layers``."""
+        """Return the number of weights of the routed experts, in all layers or in ``layers``."""
         if self.experts is None:
             return 0
         sparse = sum(layers is None or layer in layers for layer in self.experts.layers)
@@ -90,12 +90,12 @@ class Shape:
 
     @property
     def multiplied_weights(self) -> int:
-        """Weights that multiply a token: all but the input embedding (unless it is also the output layer) and the
-        experts that do not compute the token."""
+        """Number of weights that multiply a token: all but the input embedding (unless it is also the output layer) and
+        the experts that do not compute the token."""
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
-        """Weights of one layer, with all its experts (``whole``) or only those that compute a token."""
+        """Return the number of weights of a layer, with all experts (``whole``) or only those that compute a token."""
         every, experts = self.attention_parameters(layer) + 2 * self.hidden, self.experts
         if experts is None or layer not in experts.layers:
             return every + 3 * self.hidden * self.intermediate
@@ -103,22 +103,22 @@ class Shape:
         return every + 3 * self.hidden * width + self.hidden * experts.count  # the router last
 
     def _decoder(self, whole: bool) -> int:
-        """Weights of all layers and the last norm."""
+        """Return the number of weights of all layers and the last norm; ``whole`` as in ``layer_parameters``."""
         return sum(self.layer_parameters(layer, whole) for layer in range(self.layers)) + self.hidden
 
     def attention_channels(self, layer: int) -> int:
-        """Return the channels that a layer's attention computes: queries, keys, values, gates, output."""
+        """Return the number of channels that a layer's attention computes: queries, keys, values, gates, output."""
         if (net := self.delta_net) is not None and layer in net.layers:
             return net.mixed + 2 * net.values + 2 * net.value_heads
         return (2 if net is None else 3) * self.query_channels + self.key_value_channels
 
     def full_attention(self, layers: Iterable[int] | None = None) -> int:
-        """Return how many layers, of all or of ``layers``, have full attention."""
+        """Return how many layers, among all or among ``layers``, have full attention."""
         linear = () if self.delta_net is None else self.delta_net.layers
         return sum(layer not in linear for layer in (range(self.layers) if layers is None else layers))
 
     def attention_parameters(self, layer: int) -> int:
-        """Weights of a layer's attention, and of the convolution before a delta net."""
+        """Return the number of weights of a layer's attention, with the convolution before a delta net."""
         if (latents := self.latents) is None:
             net = self.delta_net
             convolution = net.mixed * net.conv_kernel_dim if net is not None and layer in net.layers else 0
@@ -130,27 +130,27 @@ class Shape:
 
     @property
     def query_channels(self) -> int:
-        """Query channels of one layer; the mean of query and value channels where they differ."""
+        """Number of query channels of one layer; the mean of query and value channels where the two differ."""
         return self.heads * (self.head_dim if self.latents is None else (self.head_dim + self.latents.value) // 2)
 
     @property
     def key_value_channels(self) -> int:
-        """Channels of keys and values with which a layer computes."""
+        """Number of key and value channels with which a layer computes."""
         return 2 * self.query_channels if self.latents else 2 * self.kv_heads * self.head_dim
 
     @property
     def attention_width(self) -> int:
-        """Query channels of all layers with full attention together."""
+        """Number of query channels of all layers with full attention together."""
         return self.full_attention() * self.query_channels
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values of one token, or their latents, in all layers, unsharded."""
+        """Return the KV cache's bytes per token: keys and values, or their latents, in all layers, unsharded."""
         held = self.key_value_channels if self.latents is None else self.latents.key + self.latents.rotated
         return self.full_attention() * held * BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
-        """Return what an engine keeps of one sequence of any length in the layers with linear attention, unsharded: a
-        matrix per head in fp32, and what the convolution still needs."""
+        """Return the bytes that an engine keeps per sequence of any length for the layers with linear attention,
+        unsharded: a matrix per head in fp32, and the convolution's last inputs."""
         if (net := self.delta_net) is None:
             return 0
         matrices = 4 * net.values * net.key_head_dim

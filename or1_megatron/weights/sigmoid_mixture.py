@@ -1,7 +1,7 @@
-"""The mixture of experts of DeepSeek-V3, which GLM-4.5 has too (arXiv 2412.19437, section 2.1.2).
+"""The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), which GLM-4.5 also has.
 
 The first layers are dense. In the others the router scores each expert by a sigmoid. A correction bias per expert,
-which balanced the experts' load in pre-training, takes part in the choice alone. One more expert computes every token.
+which balanced the experts' load in pre-training, affects only the choice. A shared expert computes every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *("routed_scaling_factor", "n_group", "topk_group"),
 )
 _ONLY: Final = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""The values of these keys that are computed; a config without such a key has that value."""
+"""Keys with the only value supported, which is also the default of a config that lacks the key."""
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:
@@ -48,7 +48,7 @@ def sigmoid_experts(hf: HFConfig) -> Experts:
 
 
 def sigmoid_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Yield what is missing of the mixture's numbers, and what is not computed."""
+    """Yield a sentence for each missing number and for each unsupported setting of the mixture."""
     if missing := [key for key in _NEEDED if not isinstance(hf.get(key), int | float)]:
         yield f"config.json lacks {', '.join(missing)}; expected a number for each"
         return

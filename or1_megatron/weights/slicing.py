@@ -25,10 +25,10 @@ class Cut(Enum):
 
 
 def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
-    """Return rank ``rank``'s part of ``whole`` over ``size`` ranks.
+    """Return the part of ``whole`` that rank ``rank`` of ``size`` tensor-parallel ranks holds.
 
     Raises:
-        ValueError: the axis is not divisible by ``size``.
+        ValueError: the length of the axis that is cut is not divisible by ``size``.
     """
     if how is Cut.WHOLE or (size == 1 and how is not Cut.VOCABULARY):
         return whole
@@ -46,7 +46,7 @@ def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], how: Cut) -> Tensor:
-    """Undo ``cut`` over all ranks. Vocabulary padding stays; the row's layout drops it."""
+    """Join all ranks' parts: the inverse of ``cut``. Vocabulary padding stays; ``PaddedVocabulary`` drops it."""
     if how is Cut.WHOLE or len(parts) == 1:
         return parts[0]
     if how is Cut.HALVES:

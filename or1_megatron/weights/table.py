@@ -1,6 +1,6 @@
-"""What the weight table is made of: rows that say which HF tensors make which Megatron tensor, and how it is cut.
+"""The weight table's types: a row says which HF tensors make which Megatron tensor, and how tensor parallelism cuts it.
 
-The rows of each family are in ``decoder``, ``dense`` and ``qwen3_moe``.
+The rows of each family are in the family's module (``decoder``, ``dense``, ``qwen3_moe``, ...).
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
@@ -21,7 +21,7 @@ HFConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Megatron tensor and the HF tensors that it is made of."""
+    """A row of the weight table: one Megatron tensor and the HF tensors that it is made of."""
 
     hf: tuple[str, ...]
     axes: tuple[str, ...]
@@ -34,15 +34,15 @@ class Row:
     expert: int | None = None
     """For a weight of an expert: the expert's number in its layer."""
     float32: bool = False
-    """Whether it is in fp32, whatever the model's dtype."""
+    """Whether the weight is in fp32, whatever the model's dtype."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether the row is repeated for each expert."""
+        """Whether the row stands for one tensor per expert."""
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int | None = None) -> Row:
-        """Return the row of one layer (and expert), with the placeholders filled in."""
+        """Return this row for one layer (and expert), with the placeholders filled in."""
         return replace(
             self,
             hf=tuple(name.format(layer=layer, expert=expert) for name in self.hf),
@@ -61,7 +61,7 @@ OUTPUT: Final = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOC
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in numbers."""
+    """The sizes and the routing rule of a mixture of experts."""
 
     count: int
     """Experts in a layer."""
@@ -92,21 +92,21 @@ DELTA_NET_SIZES: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Linear attention by a gated delta net, in numbers."""
+    """The sizes of linear attention by a gated delta net."""
 
     key_heads: int
     value_heads: int
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
-    """Tokens that the convolution before it sees: a token and those just before."""
+    """Taps of the convolution before the delta net: it sees a token and those just before."""
     layers: tuple[int, ...]
-    """The layers with it; the others have full attention."""
+    """The layers with a delta net; the other layers have full attention."""
 
     @property
     def axes(self) -> dict[str, int]:
-        """Letters of axes: C convolved channels, T taps, N value heads, B channels of a value head, W all value
-        channels, P rows of the projection to queries, keys, values and gates, Z to betas and alphas."""
+        """Sizes by axis letter: C convolved channels, T taps, N value heads, B channels of a value head, W all value
+        channels, P outputs of the projection to queries, keys, values and gates, Z of that to betas and alphas."""
         return {
             "C": self.mixed,
             "T": self.conv_kernel_dim,
@@ -119,18 +119,18 @@ class DeltaNet:
 
     @property
     def mixed(self) -> int:
-        """Channels of queries, keys and values, which the convolution mixes."""
+        """Number of channels of queries, keys and values, which the convolution mixes."""
         return 2 * self.key_heads * self.key_head_dim + self.values
 
     @property
     def values(self) -> int:
-        """Channels of values, and of the gates of the output."""
+        """Number of channels of values; the gates of the output have as many."""
         return self.value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Everything that the policy must know of one family of HF models."""
+    """What the policy must know of one family of HF models: weights, unsupported settings, experts, defaults."""
 
     architecture: str
     """``architectures[0]`` of the HF config."""
@@ -148,7 +148,7 @@ class ModelFamily:
     """What transformers takes for a key that a config lacks."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
-        """Yield every row of a model, in the model's order."""
+        """Yield every row of a model's weight table, in the model's order."""
         yield EMBEDDING
         mixture = self.experts(hf)
         for layer in range(hf["num_hidden_layers"]):
@@ -161,12 +161,12 @@ class ModelFamily:
             yield OUTPUT
 
     def has(self, hf: HFConfig, parameter: str) -> bool:
-        """Return whether some layer has a Megatron parameter whose name ends so."""
+        """Return whether some layer has a Megatron parameter whose name ends with ``parameter``."""
         named = [row for row in self.layers if row.megatron.endswith(parameter)]
         return any(row.in_layer(hf, layer) for row in named for layer in range(hf["num_hidden_layers"]))
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
-        """Return every HF tensor of a model with the shape that its config implies."""
+        """Return the shape of every HF tensor of a model, by name, as its config implies."""
         size = axis_sizes(hf, self.experts(hf), self.delta_net(hf))
         return {
             name: tuple(size[axis] for axis in axes)
@@ -176,7 +176,7 @@ class ModelFamily:
 
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
-        """Return the size of a head's query and key."""
+        """Return the number of channels of a head's query, which its key has too."""
         if has_latents(hf):
             return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
@@ -217,10 +217,10 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
 
 
 def has_latents(hf: HFConfig) -> bool:
-    """Whether keys and values are made of latents (multi-head latent attention, arXiv 2405.04434)."""
+    """Return whether keys and values are made of latents (multi-head latent attention, arXiv 2405.04434)."""
     return "kv_lora_rank" in hf
 
 
 def tied(hf: HFConfig) -> bool:
-    """Whether input embedding and output layer are one tensor."""
+    """Return whether input embedding and output layer are one tensor."""
     return bool(hf.get("tie_word_embeddings", False))

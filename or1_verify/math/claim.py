@@ -1,6 +1,6 @@
-"""Finds the answer that a response without a box claims (``verify.math.without_box: claimed``).
+"""Finds the final answer that a response claims without ``\\boxed`` (``verify.math.without_box: claimed``).
 
-A claim is the last sentence if it has words of a list, which end in a verb or a colon, and then a value; or only a
+A claim is the last sentence, if it is only a value, or if known words that end in a verb or a colon come before a
 value. A sentence that hedges, denies or asks claims nothing.
 """
 
@@ -48,7 +48,7 @@ def claimed_answer(text: str) -> str | None:
 
 
 def _claim(sentence: str) -> tuple[bool, str | None]:
-    """Return whether a sentence speaks of the answer, or is a value alone, and the value that it claims if any."""
+    """Return (whether a sentence mentions the answer or is only a value, the value that it claims or None)."""
     end = 0
     while (word := _WORD.match(sentence, end)) and change_nothing([word[1].lower()], _FRAMES):
         end = word.end()
@@ -63,7 +63,7 @@ def _claim(sentence: str) -> tuple[bool, str | None]:
 
 
 def _plain(value: str) -> str:
-    """Strip dollar signs and the end of a sentence."""
+    """Remove dollar signs and the full stop from a value."""
     value = re.sub(r"^[\s#>:-]*(?=\s)|[.。!！\s]+$", "", value).strip().strip("$").strip()
     shown = re.fullmatch(r"\\[(\[](.*)\\[)\]]", value)
     return shown[1].strip() if shown else value

@@ -59,7 +59,7 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
 def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
     """Judge as the released code does, on the whole text that follows the reasoning (RECIPE, verifiers).
 
-    The extracted string is compared with each gold; then Math-Verify compares values. What raises is not right.
+    The extracted string is compared with each gold; then Math-Verify compares values. An error counts as not right.
     """
     from math_verify import verify
 
@@ -83,7 +83,7 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)  # the M responses to a problem share its golds
 def _parse_boxed(content: str) -> Sequence[Any]:
-    """Parse in a box, because a bare gold can change its meaning when parsed (RECIPE section 8)."""
+    """Parse a bare gold inside a box, because parsing it bare can change its meaning (RECIPE section 8)."""
     return _parse(f"\\boxed{{{content}}}")
 
 

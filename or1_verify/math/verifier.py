@@ -32,7 +32,7 @@ _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, 
 
 
 class MathVerifier:
-    """``types.Verifier`` for ability "math", by the default rules unless some are given.
+    """The ``types.Verifier`` for ability "math"; uses the default rules unless others are given.
 
     Its child process starts when it is first needed.
     """
@@ -55,14 +55,14 @@ class MathVerifier:
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError unless the ground truth is a JSON list of answers.
 
-        A gold that cannot be read is no error: an answer of the same text is right, any other ``unreadable``.
+        A gold that cannot be read is no error: an answer of the same text is right, any other is ``unreadable``.
         """
         parse_golds(problem.ground_truth)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold.
 
-        The judge ``math_verify`` follows the released code, which checks neither of the first two.
+        The judge ``math_verify`` follows the released code, which does not check the end or the closed reasoning.
         """
         started_s = time.perf_counter()
 
@@ -96,7 +96,7 @@ class MathVerifier:
         return verdict(status, read or box, detail)
 
     def close(self) -> None:
-        """End the child process. The next request starts another."""
+        """End the child process. The next request starts a new process."""
         self._child.close()
 
 

@@ -1,4 +1,4 @@
-r"""Rewrites gold and answer in one notation if only the two together show which one is meant: vectors, derivatives."""
+r"""Rewrites gold and answer in one notation where only the two together show which is meant: vectors, derivatives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PRIME = re.compile(r"[a-zA-Z]\s*(?:'|′|\^\s*\{?\s*\\prime)")
 
 
 def alike(gold: str, answer: str) -> tuple[str, str]:
-    """Return both texts, with vectors and derivatives in one notation where that is needed to compare them."""
+    """Return (gold, answer), with vectors and derivatives in one notation where they can only be compared so."""
     return _derivatives(*_vectors(gold, answer))
 
 
 def _vectors(gold: str, answer: str) -> tuple[str, str]:
-    r"""Mark the letters that either text prints as vectors, where one has a cross or an arrow.
+    r"""Mark as vectors, in both texts, the letters that one text prints as vectors, if a text has a cross or arrow.
 
-    ``\mathbf a \times \mathbf b``, ``\vec a \times \vec b`` and ``a \times b`` then say the same; ``\cdot`` does not.
+    ``\mathbf a \times \mathbf b``, ``\vec a \times \vec b`` and ``a \times b`` become equal; ``\cdot`` stays different.
     """
     both = gold + answer
     if not any(sign in both for sign in (r"\times", "×", r"\vec")):
@@ -43,7 +43,7 @@ def _marked(text: str, names: set[str]) -> str:
 
 
 def _derivatives(gold: str, answer: str) -> tuple[str, str]:
-    r"""Write ``\frac{dy}{dx}`` as ``y'`` where the other text has primes, and not the other one of x and t."""
+    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and has no t (no x, for ``dt``)."""
     if _PRIME.search(gold) and not _PRIME.search(answer):
         return gold, _primed(answer, gold)
     if _PRIME.search(answer) and not _PRIME.search(gold):

@@ -1,4 +1,4 @@
-"""Looks at tokens by their brackets: how deep each one stands, and the parts outside all brackets."""
+"""Finds how many brackets enclose each token, and splits tokens at separators outside all brackets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spelling(items: Sequence[Token]) -> str:
 
 
 def depths(items: Sequence[Token]) -> list[int]:
-    """Return the depth of brackets around each token. A half-open interval's brackets close each other."""
+    """Return for each token how many brackets enclose it. ``[`` may be closed by ``)``, as in an interval."""
     depth, levels = 0, []
     for token in items:
         if token.kind != "word" and token.text in _CLOSE:
@@ -29,7 +29,7 @@ def depths(items: Sequence[Token]) -> list[int]:
 
 
 def split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """Return the parts between separators outside all brackets, and the separators."""
+    """Return (the parts between the separators that stand outside all brackets, these separators)."""
     parts: list[list[Token]] = [[]]
     separators: list[str] = []
     for token, depth in zip(items, depths(items), strict=True):

@@ -1,4 +1,4 @@
-"""Compares two readings, by one rule for each pair of types."""
+"""Compares a gold and an answer, both already read, by one rule for each pair of types."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LETTER = re.compile(r"[a-z](?:\([a-z]\))?")
 
 
 def compare(gold: Reading, answer: Reading) -> bool:
-    """Return whether two readings are equal by the rules of docs/math_verifier.md.
+    """Return whether gold and answer are equal by the rules of docs/math_verifier.md.
 
     Raises Unreadable if they cannot be compared.
     """
@@ -79,7 +79,7 @@ def compare(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_restated(gold: Reading, answer: Reading) -> bool:
-    """An answer in two notations must be right in both; a gold in two is met by either."""
+    """Compare a value in two notations: all of an answer's must be right, but one of a gold's is enough."""
     if isinstance(answer, Restated):
         return all(compare(gold, way) for way in answer.ways)
     assert isinstance(gold, Restated)
@@ -87,7 +87,7 @@ def _same_restated(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_conditional(gold: Reading, answer: Reading) -> bool:
-    """Compare formulas, and what both sides say of a letter."""
+    """Compare two formulas and the conditions that both sides state for the same letters."""
     values = (
         gold.value if isinstance(gold, Conditional) else gold,
         answer.value if isinstance(answer, Conditional) else answer,
@@ -102,7 +102,7 @@ def _same_conditional(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_set(gold: Reading, answer: Reading) -> bool:
-    """Compare where a side is a set of integers by a condition. Raises Unreadable for conditions that are no ranges."""
+    """Compare sets of integers given by a condition. Raises Unreadable for a condition that is no range."""
     sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
@@ -128,7 +128,7 @@ def _word_key(text: str) -> tuple[str, ...]:
 
 
 def _content(words: list[str]) -> list[str]:
-    """Return the words without articles, and without "the function is" or "f is" in front."""
+    """Return the stems of words, without articles and without "the function is" or "f is" in front."""
     verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
     said = (
         words[verb + 1 :]
@@ -156,7 +156,7 @@ def _all_same(gold: Sequence[Reading], answer: Sequence[Reading]) -> bool:
 
 
 def _congruent(reading: Reading) -> Reading:
-    r"""Return ``3 \bmod 7`` as ``3 \pmod 7``, beside a side that is written so."""
+    r"""Return ``3 \bmod 7`` as the congruence ``3 \pmod 7``, for comparison with a congruence."""
     if isinstance(reading, Quantity) and reading.tree.op == "mod":
         return Modular(Quantity(reading.tree.args[0]), reading.tree.args[1])
     return reading
@@ -176,7 +176,7 @@ def _same_modular(gold: Reading, answer: Reading) -> bool:
 
 
 def _is_least(modular: Modular) -> bool:
-    """Whether the residue is the least one: 3 mod 2 is not 3."""
+    """Return whether the residue lies between 0 and the modulus: 1 mod 2 does, 3 mod 2 does not."""
     residue = _residue(modular)
     value = rational(residue.tree) if isinstance(residue, Quantity) else None
     modulus = rational(modular.modulus)
@@ -247,7 +247,7 @@ def _same_order(gold: Relation, answer: Relation) -> bool:
 
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
-    """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
+    """Return (name, value) of an assignment: ``x = 5``, ``5 = x``, ``x \\in A``, ``S = 2 + 3 = 5``; else None."""
     if relation.operators == ("in",) and relation.heads[0]:
         return None if isinstance(relation.sides[1], Quantity) else (relation.heads[0], relation.sides[1])
     if set(relation.operators) != {"="}:
@@ -264,12 +264,12 @@ def _assigned(relation: Relation) -> tuple[str, Reading] | None:
 
 
 def _is_in(name: str, value: Reading) -> bool:
-    """Whether a name is part of the value that it is given, as in ``n = n^2``."""
+    """Return whether a name occurs in the value that is assigned to it, as in ``n = n^2``."""
     return isinstance(value, Quantity) and name in symbols(value.tree)
 
 
 def _measure(side: Reading) -> str:
-    """Return the name of a length or a ratio: AB for ``|AB|`` and ``|BA|``, ``S_1 : S_2``; "" for anything else."""
+    """Return the name of a length (AB for ``|AB|`` and ``|BA|``) or a ratio (``S_1 : S_2``), "" for other sides."""
     if isinstance(side, Ratio):
         return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
     if not (isinstance(side, Quantity) and side.whole.op == "abs"):
@@ -409,20 +409,20 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
 
 
 def _numerals(group: Several) -> list[Fraction] | None:
-    """Return the values of a long list of bare numbers, lowest first; None for any other."""
+    """Return the sorted values if the group is a list of bare numbers only, else None."""
     trees = [item.tree for item in group.items if isinstance(item, Quantity) and item == Quantity(item.tree)]
     values = [value for tree in trees if is_numeral(tree) and (value := rational(tree)) is not None]
     return sorted(values) if len(values) == len(group.items) and group.brackets in ("", "{}") else None
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:
-    """Compare members of sets or lists, where ``\\{1\\}`` is not 1."""
+    """Compare members of sets or lists. Unlike ``compare``, this does not take ``\\{1\\}`` and 1 as equal."""
     braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
     return braces[0] == braces[1] and compare(gold, answer)
 
 
 def _joined_alike(gold: Several, answer: Several) -> bool:
-    """Whether relations are joined alike: "or" and "and" differ, but for one variable's values."""
+    """Return whether relations are joined alike: "or" differs from "and", except for one variable's values."""
     joiners = {gold.joined_by, answer.joined_by}
     relations = [item for item in gold.items if isinstance(item, Relation)]
     if "or" not in joiners or len(joiners) == 1 or not relations:
@@ -434,7 +434,7 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
-    """Whether the names are different variables, and not one variable with numbers, as for the roots x_1 and x_2."""
+    """Return whether the names are different variables; x_1 and x_2 are one variable with numbers."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
@@ -458,7 +458,7 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Return the items without repetitions."""
+    """Return the items, each value only once."""
     kept: list[Reading] = []
     for item in items:
         if not any(compare(other, item) for other in kept):
@@ -467,7 +467,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
-    """Whether the two have the same items, each equally often. A greedy match does: equality is transitive enough."""
+    """Return whether both have the same items, equally often; a greedy match is enough for ``equal``."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)

@@ -1,6 +1,6 @@
-"""Compares formulas and sets with what is said about their letters: where a formula holds, which numbers are meant.
+"""Compares what gold and answer say about their letters: where a formula holds, which numbers are meant.
 
-A letter of which both sides say something must be over the same numbers. Where one side says nothing, a formula's
+If both sides say something about a letter, it must be over the same numbers. If one side says nothing, a formula's
 condition may be left out, and so may the integers or reals that a parameter runs over.
 """
 
@@ -32,7 +32,7 @@ _UNKNOWN = re.compile(r"[a-z]|\\[a-z]+ ")
 
 
 def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
-    """Return ``value`` under conditions. The numbers of an inequality's own letter make it a set by a condition."""
+    """Return ``value`` with conditions. An inequality of x with ``x \\in Z``, for example, becomes a set."""
     kept = []
     for condition in conditions:
         domain, (letter, *more) = number_set(condition), sorted(names_of(condition)) or [""]
@@ -47,7 +47,7 @@ def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
 
 
 def _ranged(value: Reading, letter: str) -> Reading | None:
-    """Return an inequality of the letter, and an interval as ``letter \\in ...``; None for anything else."""
+    """Return an inequality of the letter as it is, an interval as ``letter \\in ...``, None for other values."""
     spans = None if isinstance(value, SetBuilder) else covered(value)
     if spans is None or names_of(value):
         return value if spans is not None and names_of(value) == {letter} else None
@@ -57,13 +57,13 @@ def _ranged(value: Reading, letter: str) -> Reading | None:
 
 
 def number_set(condition: Reading) -> NumberSet | None:
-    """Return Z of ``k \\in Z``, and so on; None for any other condition."""
+    """Return the number set Z of the condition ``k \\in Z``, for example; None for any other condition."""
     inside = condition.sides[1] if isinstance(condition, Relation) and condition.operators == ("in",) else None
     return inside if isinstance(inside, NumberSet) and not inside.without else None
 
 
 def said(reading: Reading, other: Reading) -> Said:
-    """Return what is said of each letter. That it is an integer or real says nothing beside a bound."""
+    """Return the conditions by their letters. "Integer" or "real" is dropped where a bound is also stated."""
     by_names: dict[frozenset[str], list[Reading]] = {}
     for condition in reading.conditions if isinstance(reading, Conditional) else ():
         by_names.setdefault(names_of(condition), []).append(condition)
@@ -77,13 +77,13 @@ def said(reading: Reading, other: Reading) -> Said:
 
 
 def _indices(reading: Reading) -> set[str]:
-    """Return n of a sequence ``a_n = ...``, which is an integer."""
+    """Return the indices of a sequence, which are integers: n for ``a_n = ...``."""
     value = reading.value if isinstance(reading, Conditional) else reading
     return set(re.findall(r"_\{?([a-z])\}?", value.heads[0])) if isinstance(value, Relation) else set()
 
 
 def _counted(bound: Reading) -> NumberSet | None:
-    """Return the integers of ``n >= 1`` or ``n >= 0`` as a number set."""
+    """Return the number set Z+ for the bound ``n >= 1``, N0 for ``n >= 0``, None for other bounds."""
     for low, name in ((1, "Z+"), (0, "N0")):
         spans = covered(bound)
         if spans and same_ranges(spans, (Interval(number_node(low), Node("infty"), True, False),)):
@@ -92,7 +92,7 @@ def _counted(bound: Reading) -> NumberSet | None:
 
 
 def agree_where_one_is_silent(gold: Said, answer: Said, values: tuple[Reading, Reading]) -> bool:
-    """Whether nothing is lost by what one side alone says."""
+    """Return whether conditions that only one side states leave the meaning of gold and answer the same."""
     bounded = [{names for names, stated in side.items() if not _only_number_sets(stated)} for side in (gold, answer)]
     if bounded[0] and bounded[1] and bounded[0] != bounded[1]:
         return False
@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
+    r"""Return whether a condition of the answer alone narrows it: ``x = 0`` for its x, a bound on the k of ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3
@@ -145,7 +145,7 @@ def _words(condition: Reading) -> list[str]:
 
 
 def _is_point(condition: Reading) -> bool:
-    """Whether the reading is ``x = 0`` or ``x \\in \\{0, 1\\}``."""
+    """Return whether the condition gives single values, as ``x = 0`` or ``x \\in \\{0, 1\\}``."""
     if not isinstance(condition, Relation):
         return False
     inside = condition.sides[-1]
@@ -153,14 +153,14 @@ def _is_point(condition: Reading) -> bool:
 
 
 def _inside(value: Reading) -> frozenset[str]:
-    """Return the letters of an expression or relation, without those that are a side of their own."""
+    """Return the letters of an expression or relation; a side that is a single letter does not count."""
     sides = value.sides if isinstance(value, Relation) else (value,)
     trees = [side.tree for side in sides if isinstance(side, Quantity) and side.tree.op != "sym"]
     return frozenset().union(*map(symbols, trees))
 
 
 def _formula(value: Reading) -> tuple[str, Node | None]:
-    """Return (name, expression) of ``x = 2k``, and ("", expression) of a bare one."""
+    """Return (name, expression) of ``x = 2k``, and ("", expression) of an expression without a name."""
     if isinstance(value, Relation) and value.operators == ("=",):
         last = value.sides[1]
         return value.heads[0], last.tree if isinstance(last, Quantity) else None
@@ -168,7 +168,7 @@ def _formula(value: Reading) -> tuple[str, Node | None]:
 
 
 def parameter(gold: Said, answer: Said) -> str:
-    """Return the letter that both sides declare an integer and restrict no further; "" unless it is exactly one."""
+    """Return the only letter that both sides declare an integer and restrict no further; "" if there is no such one."""
     both = [
         names
         for names in gold.keys() & answer.keys()

@@ -1,7 +1,7 @@
 r"""Splits off what an answer says about its letters: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
 
-Each is a condition ``letter \in ...``: of a set of numbers, of an interval, or of words that no rule knows, so that a
-letter of which two answers say different things is seen. Inequalities stay in the answer, behind a comma.
+Each statement becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows. So
+two answers that say different things about a letter are told apart. Inequalities stay in the answer, behind a comma.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ARGUMENT = re.compile(r"[A-Za-z]\w*\(([a-z])\)=")
 
 
 def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tuple[list[Token], tuple[Reading, ...]]:
-    """Return the answer without what it says about its letters, and what it says, as conditions. ``read`` reads one."""
+    """Return (the answer without statements about its letters, these as conditions). ``read`` reads one condition."""
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)
@@ -50,7 +50,7 @@ def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tup
 
 
 def _behind_word(items: list[Token]) -> tuple[list[Token], list[Token]]:
-    """Return the answer, and what stands behind "for", "where" or "with". An inequality stays in the answer."""
+    """Return (the answer, the words behind "for", "where" or "with"). An inequality stays in the answer."""
     around = depths(items)
     for index, token in enumerate(items):
         if token.kind == "word" and token.text in QUALIFIERS and around[index] <= 1 and index > 0:
@@ -82,7 +82,7 @@ def _without_each(items: list[Token]) -> list[Token]:
 
 
 def _unwrapped(items: list[Token]) -> list[Token]:
-    """Write a condition in parentheses at the end, ``(k \\in Z)`` or ``(x > 0)``, behind a comma."""
+    """Return the tokens with a last condition in parentheses, ``(k \\in Z)`` or ``(x > 0)``, behind a comma instead."""
     if items and items[-1].text == ")" and not any(token.text == "," for token in items):
         start = max(index for index, depth in enumerate(depths(items)[:-1]) if depth == 0)
         inside = items[start + 1 : -1]
@@ -96,7 +96,7 @@ def _is_member(items: Sequence[Token]) -> bool:
 
 
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
-    """Return the answer without its parts such as ``k \\in Z``, and these; ``x \\in R`` only for another part's x."""
+    """Return (the other parts, parts like ``k \\in Z``); ``x \\in R`` counts only if another part has x."""
     parts, separators = split(items, lambda token: token.text == "," or (token.kind == "word" and token.text == "and"))
     members = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
     if not members or len(members) == len(parts):
@@ -117,7 +117,7 @@ def _is_used(part: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
 
 
 def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[Token]], Reading]) -> Iterator[Reading]:
-    """Read a phrase such as "all real x", "domain (0, 1)", ``x = 0``, or one that no rule knows."""
+    """Yield the conditions of a phrase: "all real x", "domain (0, 1)", ``x = 0``, or words that no rule knows."""
     part = _without_each(part) if any(token.text == "in" and token.kind == "command" for token in part) else part
     if part and part[0].text == "domain":
         part = [_argument(items), Token("command", "in"), *(token for token in part[1:] if token.text not in ":=")]
@@ -145,7 +145,7 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
 
 
 def _argument(items: Sequence[Token]) -> Token:
-    """Return the variable of a formula: that of ``f(x) =``, or the only letter of its right side."""
+    """Return the variable of a formula: x for ``f(x) =``, else the only letter of the right side, else x."""
     if match := _ARGUMENT.match(spelling(items)):
         return Token("symbol", match[1])
     start = next((index for index, token in enumerate(items) if token.text == "="), -1)

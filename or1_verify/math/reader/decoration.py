@@ -38,7 +38,7 @@ _TYPED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 
 
 def undecorated(raw: str, typed: bool) -> str:
-    """Return the text without its decoration, typed operators in LaTeX. ``typed``: it came without any macro."""
+    """Return the text without decoration, with typed operators in LaTeX. ``typed``: the text has no LaTeX macro."""
     text = raw
     while environment := _ENVIRONMENT.match(text):
         body = environment[3].replace(r"\&", "\0").replace("&", "").replace("\0", r"\&")
@@ -55,6 +55,6 @@ def undecorated(raw: str, typed: bool) -> str:
 
 
 def _chosen(match: re.Match[str]) -> str:
-    """Return ``C(n, 2)`` as a binomial coefficient. ``C(2, 3)`` is a point."""
+    """Return ``C(n, 2)`` as a binomial coefficient; ``C(2, 3)`` stays, because it is a point named C."""
     point = match[1].isdigit() and int(match[1]) < int(match[2])
     return match[0] if point else rf"\binom{{{match[1]}}}{{{match[2]}}}"

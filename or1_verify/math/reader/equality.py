@@ -69,7 +69,7 @@ def same(left: Node, right: Node) -> bool:
 
 
 def same_constant(left: Node, right: Node) -> bool:
-    """Compare two constants, by twice the digits of the largest number in them: a root of 4^500 - 1 is not 2^500."""
+    """Return whether two constants agree, to twice the digits of their largest number or to 300 digits."""
     digits = 60
     for _ in range(2):
         with mpmath.workdps(digits + 10):
@@ -80,7 +80,7 @@ def same_constant(left: Node, right: Node) -> bool:
 
 
 def _longest(tree: Node) -> int:
-    """Return how many digits the largest or smallest part of a constant has before, or zeros behind, its point."""
+    """Return the most digits before the point, or zeros behind it, that a constant or any part of it has."""
     value = abs(evaluate(tree, {}))
     return max([int(abs(mpmath.log10(value))) if value else 0, *map(_longest, tree.args)])
 
@@ -100,7 +100,7 @@ _INTEGERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 
 
 def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
-    """Whether two rational expressions differ at one point of small integers, however little."""
+    """Return whether two rational expressions differ, even slightly, at one point of small integers."""
     numbers = [_INTEGERS[index % 10] + index // 10 for index in range(len(names))]
     values = rational(_at(left, names, numbers)), rational(_at(right, names, numbers))
     return None not in values and values[0] != values[1]
@@ -112,7 +112,7 @@ _WIDE_DIGITS = 150
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
-    """Yield points on both sides of 0, beyond all numbers, for trees that may be other functions there: |x + 10|."""
+    """Yield points beyond all the trees' numbers, on both sides of 0, if a tree may change form there, as |x + 10|."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
     numbers = [abs(node.number) for tree in trees for node in tree.walk()]
@@ -130,9 +130,8 @@ _NEAR_DIGITS = 40
 
 
 def _samples(left: Node, right: Node, names: list[str]) -> Iterator[tuple[mpmath.mpc, mpmath.mpc, bool, int]]:
-    """Yield both values at all points where they are defined, whether they count even where complex, and their digits.
-
-    Raises TooLarge where one is too large near 0.
+    """Yield (left value, right value, whether they count even where complex, digits) at points where both are defined.
+    Raises TooLarge where a value is too large near 0.
     """
     for strict, point in _points(names):
         try:
@@ -160,7 +159,7 @@ _CHECKED_POINTS = 200
 
 
 def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
-    """Compare at small integers, beside the multiples and powers of the numbers in both, and at random ones."""
+    """Return whether both agree at small integers, around multiples and powers of their numbers, at random integers."""
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):
@@ -199,7 +198,7 @@ def _integer_points(names: list[str], *trees: Node) -> Iterator[tuple[int, ...]]
 
 
 def _alternates(tree: Node) -> bool:
-    """Whether a negative number has a variable in its exponent."""
+    """Return whether a negative number has a variable in its exponent, as (-1)^n."""
     powers = [node.args for node in tree.walk() if node.op == "pow" and symbols(node.args[1])]
     return any((base := rational(args[0])) is not None and base < 0 for args in powers)
 
@@ -244,7 +243,7 @@ def fraction(tree: Node) -> tuple[Node, Node]:
 
 
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
-    """Whether left / right is one constant, not zero (``positive``: above zero): the same curve or inequality."""
+    """Return whether left / right is one constant other than zero (``positive``: above zero): the same curve."""
     names = sorted(symbols(left) | symbols(right))
     ratio: mpmath.mpc | None = None
     seen = 0

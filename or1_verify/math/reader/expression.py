@@ -36,7 +36,7 @@ def _has_vector(tree: Node) -> bool:
 
 
 def _cross(left: Node, right: Node) -> Node:
-    """Return the cross product, with the numbers of either side in front: ``q v \\times B`` is ``q (v \\times B)``."""
+    """Return the cross product with both sides' numbers in front: ``q v \\times B`` becomes ``q (v \\times B)``."""
     factors = [_factors(side) for side in (left, right)]
     numbers = [factor for side in factors for factor in side if not _has_vector(factor)]
     vectors = [[factor for factor in side if _has_vector(factor)] for side in factors]
@@ -201,7 +201,7 @@ class _Parser:
         return tree
 
     def arguments(self, closer: str) -> tuple[Node, ...]:
-        """Read what is between commas, up to the closing bracket."""
+        """Read a function's arguments, which commas separate, and the closing bracket."""
         read = [self.sum()]
         while self.take(","):
             read.append(self.sum())
@@ -228,7 +228,7 @@ class _Parser:
         return self.primary()
 
     def argument(self) -> Node:
-        r"""Read a macro's argument: in braces, or one token; in ``\frac12`` each digit is one."""
+        r"""Read a macro's argument: braces and what they enclose, or one token, or one digit of ``\frac12``."""
         if self.take("{"):
             tree = self.sum()
             self.expect("}")
@@ -240,7 +240,7 @@ class _Parser:
         return self.primary()
 
     def raw_argument(self) -> str:
-        """Read a subscript's letters as a name."""
+        """Read the letters of a subscript, as a name."""
         if not self.take("{"):
             token = self.peek()
             if token is None:
@@ -290,7 +290,7 @@ class _Parser:
         return Node("binom" if letter == "C" else "perm", (parts["_"], parts["^"]))
 
     def scripts[T](self, read: Callable[[], T]) -> dict[str, T]:
-        """Read what stands below, by "_", and above, by "^"."""
+        """Return what stands below (key "_") and above (key "^"), each read by ``read``."""
         parts: dict[str, T] = {}
         while (token := self.peek()) and token.text in ("_", "^") and token.text not in parts:
             self.at += 1
@@ -387,7 +387,7 @@ class _Parser:
         return Node(name, (argument,) if base is None else (argument, base))
 
     def extend(self, argument: Node) -> Node:
-        """Read on to ``2x`` in ``\\sin 2x``: factors side by side, up to the next function, bracket or sign."""
+        """Read the further factors of an argument, as x in ``\\sin 2x``, up to the next function, bracket or sign."""
         while self.starts_factor() and not self.is_next("(", "[", "|", *FUNCTIONS):
             argument = self.juxtaposed(argument)
         if self.is_next("/") and (following := self.peek(1)) and following.kind == "number":

@@ -1,4 +1,4 @@
-r"""Compares families over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
+r"""Compares families of values over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
 Two families are the same when they have the same members around 0, wherever k starts and however many formulas there
 are: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
@@ -51,7 +51,7 @@ def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
 
 
 def _family(value: Reading, parameter: str) -> _Family | None:
-    """Return one unknown's formulas; None for anything else."""
+    """Return the family if the value is formulas of one unknown in ``parameter``; None for any other value."""
     spreaded = spread(value)
     parts = spreaded.items if isinstance(spreaded, Several) and spreaded.brackets == "" else (spreaded,)
     heads: set[str] = set()
@@ -70,9 +70,9 @@ def _family(value: Reading, parameter: str) -> _Family | None:
 
 
 def _members(tree: Node, parameter: str) -> list[int]:
-    """Return the values in order of k, in units of the last digit that counts.
+    """Return the values of a formula in order of k, in units of the last digit that counts.
 
-    None where one is no real number, and where those of even k, or of odd, are no arithmetic progression.
+    The list is empty if a value is not real, or if the values of even k, or of odd k, are no arithmetic progression.
     """
     try:
         values = [evaluate(tree, {parameter: mpmath.mpf(k)}) for k in range(-_LOOKED_AT, _LOOKED_AT + 1)]

@@ -38,7 +38,7 @@ Judgement = tuple[bool, str]
 def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
     """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read.
 
-    ``rounding``: an exact answer is right where it rounds to a decimal gold (``reader.rounding``).
+    With ``rounding``, an exact answer is right if it rounds to a decimal gold (``reader.rounding``).
     """
     if any(len(side) > _MAX_CHARS and not _LIST.fullmatch(side) for side in (gold, answer)):
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
@@ -55,7 +55,7 @@ def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
 
 
 def is_readable(gold: str) -> bool:
-    """Whether :func:`judge` can compare answers with this gold."""
+    """Return whether :func:`judge` can compare answers with this gold."""
     try:
         _reading(gold, True)
     except (Unreadable, RecursionError):
@@ -71,7 +71,7 @@ def _same_value(gold: str, answer: str, rounding: bool) -> bool:
 
 
 def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
-    """Try both ways to read commas between digits: ``1,234`` can be one number or two."""
+    """Judge with both ways to read commas between digits: ``1,234`` can be one number or two."""
     rename = _renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
@@ -98,7 +98,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """Judge with a letter right behind the answer's number read as a unit (``7 m``), where the gold has a unit."""
+    """Judge with a letter after the answer's number read as a unit (``7 m``), if the gold has a unit; else None."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -123,20 +123,20 @@ def _reading(text: str, commas_group: bool) -> Reading:
 
 
 def _comma_readings(text: str) -> tuple[bool, ...]:
-    """Return how commas are to be read: in brackets of its own, ``(1,234)`` is no number."""
+    """Return, for each way to read the text, whether ``1,234`` is one number; ``(1,234)`` is always two."""
     if not re.search(r"\d,\d{3}", text):
         return (True,)
     return (False,) if _IN_BRACKETS.fullmatch(text) else (True, False)
 
 
 def _gold_readings(gold: str) -> tuple[bool, ...]:
-    """Return the same for a gold. Digits in groups and nothing else, or a sum of money, are one number."""
+    """Return the ways to read a gold, like ``_comma_readings``; a gold that is only ``1,234`` is one number."""
     alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
     return (True,) if alone else _comma_readings(gold)
 
 
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
-    """Return the readings of ``answer`` to compare: itself, and for 25% also 25 if the gold is a number above 1."""
+    """Return the readings of ``answer`` that may be right: 25% is also read as 25 if the gold is a number above 1."""
     if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
         return (answer,)
     plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
@@ -155,7 +155,7 @@ def _name(reading: Reading) -> str:
 
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return what renames the answer's parameter, or its function's argument, to the gold's; None for neither."""
+    """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
     for rule in (_integers, lambda a, b: _integers(b, a), _arguments, _reals, _constants):
         names = rule(gold, answer)
         if names and names[0] != names[1]:
@@ -173,7 +173,7 @@ def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the real parameters of two tuples: declared, or the only letter that the answer alone has."""
+    """Return (gold's, answer's) real parameter of tuples: the declared one, or the only letter that the answer adds."""
     names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
     if not names[0]:
         return None
@@ -184,7 +184,7 @@ def _reals(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the constant of integration C, or C_1 and c_1, of a gold in x or t, and the answer's in its place."""
+    """Return (gold's, answer's) letter for the constant of integration, for a gold in x or t; None if there is none."""
     ours, theirs = _symbols(gold), _symbols(answer)
     constants, others = ours - theirs, theirs - ours
     named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
@@ -201,7 +201,7 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return the integer that ``one`` declares, and the other's: declared, or its only letter of k, l, m, n."""
+    """Return (integer letter that ``one`` declares, the other's declared one or only letter of k, l, m, n), or None."""
     declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
     if len(declared[0]) != 1:
         return None

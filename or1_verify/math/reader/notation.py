@@ -1,6 +1,6 @@
-r"""Rules for notations that the spelling alone shows, and small helpers over readings and trees.
+r"""Compares answers in special notations: bases, times, dates, multiple choice, ordinals; helpers over readings.
 
-Each rule takes the cleaned gold and answer and says whether they agree, or None where the notation is not used.
+Each rule takes the cleaned gold and answer and returns whether they agree, or None if neither uses the notation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RISING = {"".join(letters) for n in range(2, 9) for letters in combinations("AB
 
 
 def based(cleaned: str) -> tuple[str, int] | None:
-    """Return (digits, base) of ``1011_2``."""
+    """Return (digits, base) of a number such as ``1011_2``; None for any other text."""
     text = re.sub(r"[\s«»]", "", cleaned)
     match = _BASE.fullmatch(text)
     if match is None:
@@ -56,7 +56,7 @@ def based(cleaned: str) -> tuple[str, int] | None:
 
 
 def bases(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare digits in the stated base. A base that is left out is the question's, or ten for a plain gold."""
+    """Compare digits and base. A missing base is the question's for an answer, but ten for a gold."""
     ours, theirs = based(gold), based(answer)
     if ours is None and theirs is None:
         return None
@@ -69,7 +69,7 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
+    """Compare times of day on a 12- or 24-hour clock. A missing am or pm counts as the other side's."""
     both = [_TIME.fullmatch(re.sub(r" ?([ap])\.? ?m\.?$", r"\1m", plain(text))) for text in (gold, answer)]
     if not (both[0] and both[1]):
         return False if both[0] and _is_clock(both[0]) and plain(gold) not in plain(answer) else None
@@ -78,14 +78,14 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _is_clock(match: re.Match[str]) -> bool:
-    """Whether ``10:30`` can be no ratio, which would be in its lowest terms and without a zero in front."""
+    """Return whether ``10:30`` must be a time: a ratio would be in lowest terms, without a leading zero."""
     if match[2] is None or int(match[1]) > 24:
         return False
     return match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1
 
 
 def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
-    """Return (half of the day or None, time on a 12-hour dial)."""
+    """Return (0 for am, 1 for pm, None if not known; (hour, minute, second) on a 12-hour clock)."""
     hour, minute, second = int(match[1] or match[5]), int(match[2] or 0), int(match[3] or 0)
     named = match[4] or match[6]
     half = None if not named else int("p" in named)
@@ -95,7 +95,7 @@ def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
 
 
 def choices(gold: str, answer: str, same_value: SameValue) -> bool | None:
-    """Compare letters of a multiple choice, with or without the value behind them."""
+    """Compare the letters of a multiple choice, and the values behind the letters if both sides have them."""
     ours, theirs = _choice(gold), _choice(answer)
     if ours is None:
         return None
@@ -117,7 +117,7 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
 
 
 def dates(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare a month's name and its day, and the year where both have one."""
+    """Compare month and day, and also the year if both sides have one."""
     ours, theirs = (_date(plain(text)) for text in (gold, answer))
     if ours is None and theirs is None:
         return None
@@ -134,7 +134,7 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare several letters, a gold in rising order: ``ABD``, ``A, B, D``. An answer may have them in any order."""
+    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. Only a gold's must be in rising order."""
     bare = [re.sub(r"\(\s*([A-H])\s*\)", r"\1", text) for text in (gold, answer)]
     texts = [re.sub(r"«?\band\b»?|[\\{}«»,;\s]", "", text) for text in bare]
     if texts[0] not in _RISING or not re.fullmatch("(?:[A-H]|or)+", texts[1]):
@@ -146,7 +146,7 @@ _PLACED = NEUTRAL | {"quadrant", "place", "position", "row", "column", "floor", 
 
 
 def ordinals(gold: str, answer: str) -> bool | None:
-    """Compare ``third`` with ``3^{rd}``, and ``second quadrant`` with ``Quadrant II``. Both are still as written."""
+    """Compare ordinals as written: ``third`` with ``3^{rd}``, ``second quadrant`` with ``Quadrant II``."""
     ours, theirs = _ordinal(gold), _ordinal(answer)
     if ours is None or theirs is None or not (ours[2] or theirs[2]):
         return None
@@ -155,7 +155,7 @@ def ordinals(gold: str, answer: str) -> bool | None:
 
 
 def _ordinal(raw: str) -> tuple[int, str, bool] | None:
-    """Return (number, noun or "", whether it is in words or Roman)."""
+    """Return (number, noun or "", whether the number is in words or Roman) of an ordinal, else None."""
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)|\\[ ,;]|[{}^$~\s]+", " ", raw)
     text = re.sub(r"\s+", " ", text).strip(" .").lower().removeprefix("the ")
     if match := _NUMBERED.fullmatch(text):
@@ -177,7 +177,7 @@ RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
 
 
 def branches(tree: Node) -> tuple[Node, Node]:
-    r"""Return the two values of an expression with ``\pm``. All its signs change together."""
+    r"""Return the two values of an expression with ``\pm``; all its signs change together."""
     return _branch(tree, upper=True), _branch(tree, upper=False)
 
 
@@ -189,7 +189,7 @@ def _branch(tree: Node, upper: bool) -> Node:
 
 
 def same_head(gold: str, answer: str) -> bool:
-    """Whether two names are one: ``\\angle A`` and ``A``, or a function as ``f(x)``, as ``f`` and as ``y``."""
+    """Return whether two names are the same: ``\\angle A`` and ``A``, or the function ``f(x)``, ``f`` and ``y``."""
     names = _head(gold), _head(answer)
     for name, other in (names, names[::-1]):
         if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
@@ -202,7 +202,7 @@ def _head(text: str) -> str:
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return name to value where every item is ``name = value`` or ``name \\approx value`` with a name of its own."""
+    """Return value by name if every item is ``name = value`` or ``name \\approx value``, each name once; else None."""
     named: dict[str, Reading] = {}
     for item in group.items:
         if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):

@@ -1,4 +1,4 @@
-"""Tells which expressions are numbers with nothing left to work out, and how many decimals they show."""
+"""Tells whether an expression is a finished number, such as 6/8 but not 2 + 3, and how many decimals it shows."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def _is_power_of_ten(tree: Node) -> bool:
 
 
 def decimals(tree: Node) -> int:
-    """Return the number of digits behind a decimal point; 0 for anything but a decimal."""
+    """Return the number of digits behind the decimal point; 0 if the tree is no decimal."""
     inner = tree.args[0] if tree.op == "neg" else tree
     return len(inner.name.partition(".")[2]) if inner.op == "num" and re.fullmatch(r"\d*\.\d+", inner.name) else 0

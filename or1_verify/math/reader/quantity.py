@@ -25,7 +25,7 @@ from or1_verify.math.reader.units import (
 
 @dataclass(frozen=True)
 class Quantity:
-    """``tree`` times ``unit``: (dimension, size), such as ("length^2", 1/10000) for square centimetres."""
+    """A value: ``tree`` times ``unit``, which is (dimension, size), ("length^2", 1/10000) for square centimetres."""
 
     tree: Node
     unit: tuple[str, Fraction] | None = None
@@ -37,7 +37,7 @@ class Quantity:
 
     @property
     def whole(self) -> Node:
-        """The value with what counts beside it, for rules that know no units: it equals only what has the same."""
+        """The tree with unit, percent sign and noun as part of it, so that rules without units tell these apart."""
         beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
         return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
 
@@ -46,9 +46,9 @@ class Quantity:
 
 
 def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
-    """Return the factors by which the answer's number may be the gold's: of its unit, or of a percent sign.
+    """Return the factors that may turn the answer's number into the gold's, from their units or percent signs.
 
-    A unit that one side alone has is the question's. A plain gold below 1 is a share, so ``0.25`` is not ``0.25%``.
+    A unit that only one side has counts as the question's. A plain gold below 1 is a share: ``0.25`` is not ``0.25%``.
     """
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:
@@ -103,7 +103,7 @@ def read_quantity(items: list[Token]) -> Quantity:
 
 
 def _multiplied(tree: Node, multiplier: int | Fraction) -> Node:
-    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable unless a number stands before it."""
+    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable if ``tree`` is no number."""
     if tree.op != "num":
         raise Unreadable("a multiplier behind what is no number")
     return number_node(tree.number * multiplier)
@@ -114,7 +114,7 @@ def _signed(quantity: Quantity, negative: bool) -> Quantity:
 
 
 def without_lead_in(items: list[Token], keep: int = 1) -> list[Token]:
-    """Drop words such as "the answer is" from the front, while more than ``keep`` tokens are there."""
+    """Return the tokens without "the answer is" or similar words in front; at least ``keep`` tokens stay."""
     dropped: list[str] = []
     while len(items) > keep and items[0].kind == "word" and items[0].text in LEAD_INS:
         dropped.append(items[0].text)
@@ -178,7 +178,7 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
-    """Return the power that begins at an index, and the index behind it: ``^2``, ``^{-1}``, squared."""
+    """Return (power of a unit, index behind it): ``^2``, ``^{-1}`` or "squared" at ``at``, or power 1."""
     texts = [token.text for token in items[at : at + 5]]
     if texts[:1] in (["squared"], ["cubed"]):
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
@@ -191,7 +191,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
 
 
 def read_compound(items: list[Token]) -> Quantity | None:
-    """Read ``2 hours 30 minutes``, also with "and": numbers and units of one dimension in turn, largest first."""
+    """Read ``2 hours 30 minutes``, with or without "and": units of one dimension, the largest first. Else None."""
     items = [token for token in items if token.text != "and"]
     if len(items) < 4 or len(items) % 2:
         return None

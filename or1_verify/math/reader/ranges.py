@@ -63,7 +63,7 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return what the condition of a set covers, whatever the domain; None where it does not bound the variable."""
+    """Return what a set's condition covers, in any domain; None if the condition does not bound the variable."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
@@ -86,7 +86,7 @@ def members(built: SetBuilder) -> Several | None:
 
 
 def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
-    r"""Return what ``\{3, 4, 5, \ldots\}`` and ``\{\ldots, -2, -1\}`` cover; None for anything else."""
+    r"""Return what ``\{3, 4, 5, \ldots\}`` or ``\{\ldots, -2, -1\}`` covers; None for any other reading."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
     shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
@@ -103,7 +103,7 @@ def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """Return the intervals with integers as closed ends: those of ``n > 2`` begin at 3. Other ends stay."""
+    """Return the intervals with integers as closed ends: ``n > 2`` begins at 3. Ends that are no numbers stay."""
     return tuple(
         Interval(low, high, low_closed, high_closed)
         for span in spans
@@ -154,7 +154,7 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """Return the intervals of all parts in order, with those that touch joined; as they are where ends are letters."""
+    """Return the union of all parts in order; intervals that touch are joined, unless their ends are letters."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -164,7 +164,7 @@ def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | 
 def _combined(
     parts: Sequence[tuple[Interval, ...] | None], combine: Callable[[set[int], list[set[int]]], set[int]]
 ) -> tuple[Interval, ...] | None:
-    """Return what ``combine`` makes of the whole line and of each part; None for parts or ends that are not known.
+    """Return what ``combine`` makes of the whole line and of each part; None if a part or an end is not known.
 
     The ends cut the line into points and gaps: the k-th end is the number 2k, and the gap behind it 2k + 1.
     """
@@ -218,21 +218,21 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
 
 
 def _excluded(relation: Relation) -> Reading | None:
-    """Return 2 of ``x != 2``; None for any other relation."""
+    """Return the excluded value, 2 for ``x != 2``; None for any other relation."""
     sides = relation.sides if relation.operators == ("!=",) else ()
     letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
     return sides[not letters[1]] if any(letters) else None
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
-    """Return where inequalities of one variable hold together: ``x > -3, x \\ne -1``. None where they never do."""
+    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they never all hold."""
     if len(frozenset().union(*map(names_of, relations))) != 1:
         return None
     return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None
 
 
 def _point(relation: Relation) -> tuple[Interval, ...] | None:
-    """Read ``x = 2``, beside an inequality of x."""
+    """Return the interval of one point for ``x = 2``, which may stand among inequalities of x; else None."""
     value = relation.sides[-1]
     if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
         return None
@@ -240,7 +240,7 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
-    """Return all numbers but the given ones, which are values or sets."""
+    """Return all real numbers without the given values and sets."""
     group = spread(Several(points))
     points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.whole, p.whole, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
@@ -248,7 +248,7 @@ def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
-    """Read ``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
+    """Return where ``1 < x <= 2``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1`` or ``x \\in [0, 1]`` holds."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
     sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
@@ -285,7 +285,7 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
 
 
 def _is_bar(tree: Node) -> bool:
-    """Whether the tree is ``|x|``."""
+    """Return whether the tree is an absolute value of one letter, ``|x|``."""
     return tree.op == "abs" and tree.args[0].op == "sym"
 
 

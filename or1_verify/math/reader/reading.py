@@ -1,7 +1,7 @@
 r"""Reads tokens as a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
 
-It goes by structure alone, outermost first: unions, then commas and joining words, then relations, then one bracket
-around everything, then a quantity. Anything else is words, where the text has any, and otherwise unreadable.
+The reader looks only at structure, outermost first: unions, commas and joining words, relations, one bracket around
+everything, a quantity. A text of no such form is read as words if it has any; otherwise it is unreadable.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _of_sets(operator: str, sets: list[tuple[Reading, ...]]) -> Reading:
 
 
 def _is_finite(side: Reading) -> bool:
-    """Whether a side is a set of constants."""
+    """Return whether a side is a finite set of constants, such as ``\\{1, 2\\}``."""
     if not (isinstance(side, Several) and side.brackets == "{}"):
         return False
     return all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)
@@ -173,7 +173,7 @@ def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
-    """Whether the parts give several names values, and some more than once."""
+    """Return whether the parts assign values to several names, and to some name more than once (several solutions)."""
     names = [spelling(split(part, lambda token: token.text == "=")[0][0]) for part in parts]
     given = all(any(token.text == "=" for token in part) for part in parts)
     return given and 1 < len(set(names)) < len(names)
@@ -200,7 +200,7 @@ def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
 
 
 def _conditional(group: Several) -> Conditional | None:
-    """Read a formula with inequalities of its own variables behind it: ``y = x^2, x > 0``."""
+    """Read a formula that is followed by inequalities of its variables: ``y = x^2, x > 0``; None for other groups."""
     value, *rest = group.items
     last = value.sides[-1] if isinstance(value, Relation) and value.operators == ("=",) else value
     if group.joined_by != "," or not isinstance(last, Quantity):
@@ -215,7 +215,7 @@ def _conditional(group: Several) -> Conditional | None:
 
 
 def _labelled(items: list[Token]) -> Relation | Several | None:
-    """Read ``minimum: 1, maximum: 3`` as ``minimum = 1, maximum = 3``, where all words differ.
+    """Read ``minimum: 1, maximum: 3`` as ``minimum = 1, maximum = 3``, if all labels differ.
 
     A single value needs one of ``_LABELS``.
     """
@@ -242,7 +242,7 @@ def _equation(name: str, value: Reading) -> Relation:
 
 
 def _restated(items: list[Token]) -> Restated | None:
-    """Read an inequality and, behind a colon, its interval."""
+    """Read an inequality that is followed by a colon and its interval; None for any other tokens."""
     parts, separators = split(items, lambda token: token.text == ":")
     if len(separators) != 1 or not all(parts) or parts[1][0].text not in ("(", "["):
         return None
@@ -260,7 +260,7 @@ def _number_set(items: list[Token]) -> Reading | None:
 
 
 def _modular(items: list[Token]) -> Reading | None:
-    """Read a congruence. ``n \\bmod 7`` alone is a value, which ``expression`` reads."""
+    """Read a congruence; None otherwise. ``n \\bmod 7`` alone is a value, which ``expression`` reads."""
     if not any(token.text in ("equiv", "=", "pmod") for token in items):
         return None
     for index, (token, depth) in enumerate(zip(items, depths(items), strict=True)):
@@ -297,7 +297,7 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
 
 
 def _side(items: list[Token], spelled: str) -> Reading:
-    """Read one side. A function of several variables, ``u(x,t)``, is a name."""
+    """Read one side of a relation. A function of several variables, ``u(x,t)``, is read as a name."""
     return Quantity(Node("sym", name=spelled)) if _CALL.fullmatch(spelled) else _read(items)
 
 
@@ -307,7 +307,7 @@ def _ratio(parts: list[list[Token]]) -> Reading:
 
 
 def _transposed(items: list[Token]) -> Matrix | None:
-    """Read ``(1, 2)^T`` and a transposed matrix."""
+    """Read a transposed vector, ``(1, 2)^T``, or a transposed matrix; None for any other tokens."""
     start = max((index for index, token in enumerate(items) if token.text == "^"), default=0)
     if start < 2 or "".join(token.text for token in items[start + 1 :]).strip("{}") not in ("T", "top", "intercal"):
         return None

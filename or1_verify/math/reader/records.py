@@ -1,4 +1,4 @@
-"""The typed answers that ``reading.read`` returns, beside ``quantity.Quantity``. A Reading is one of them."""
+"""The types of answers that ``reading.read`` returns. A Reading is one of these types or ``quantity.Quantity``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from or1_verify.math.reader.tree import Node
 
 @dataclass(frozen=True)
 class Several:
-    """Several answers: ``brackets`` is "" for a bare list, else the opening and the closing one, such as "[)"."""
+    """Several answers. ``brackets`` is "" for a bare list, else the opening and closing bracket, such as "[)"."""
 
     items: tuple[Reading, ...]
     brackets: str = ""
@@ -24,7 +24,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Relation:
-    """``sides[0] operators[0] sides[1] ...``; ``heads`` are the sides' spellings where they can name a value."""
+    """A chain ``sides[0] operators[0] sides[1] ...``; ``heads`` are the spellings of sides that are names, else ""."""
 
     operators: tuple[str, ...]
     sides: tuple[Reading, ...]
@@ -35,7 +35,7 @@ class Relation:
         return set(self.operators) <= {"<", "<=", ">", ">="}
 
     def ascending(self) -> tuple[list[str], list[Reading]] | None:
-        """Return (operators, sides) with the smallest side first; None where operators point both ways."""
+        """Return (operators, sides) with the smallest side first; None if the operators do not all point one way."""
         if set(self.operators) <= {"<", "<="}:
             return list(self.operators), list(self.sides)
         if set(self.operators) <= {">", ">="}:
@@ -50,7 +50,7 @@ class Union:
 
 @dataclass(frozen=True)
 class NumberSet:
-    """``\\mathbb{R}`` and the like, without the numbers of ``without``."""
+    """A number set such as ``\\mathbb{R}``, without the numbers in ``without``."""
 
     name: str
     without: tuple[Reading, ...] = ()
@@ -63,7 +63,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Cases:
-    """A piecewise value: (value, condition) by rows."""
+    """A piecewise value: a (value, condition) pair for each of its rows."""
 
     rows: tuple[tuple[Reading, Reading], ...]
 
@@ -91,7 +91,7 @@ class Empty:
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" where there is none."""
+    """The set ``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" for none."""
 
     variable: str
     domain: str

@@ -21,10 +21,10 @@ _FAMILIES = (
 
 
 def is_worked_out(gold: Node, answer: Node) -> bool:
-    """Whether the answer leaves no more to be worked out than the gold does.
+    """Return whether the answer leaves no more to be worked out than the gold does.
 
-    For a plain number only a numeral will do. For a closed form, a function of constants is refused unless the gold has
-    one of its family: the sin 15° of a question must not be its own answer.
+    If the gold is a plain number, the answer must be one. In a closed form, a function of constants is refused unless
+    the gold has a function of its family: the sin 15° of a question must not be its own answer.
     """
     if is_numeral(gold):
         return is_numeral(answer)
@@ -36,7 +36,7 @@ def is_worked_out(gold: Node, answer: Node) -> bool:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether the answer has the gold's value, with regard to units and percent signs."""
+    """Return whether the answer has the gold's value, with regard to units and percent signs."""
     if answer.approximated and not (gold.approximated or decimals(gold.tree)):
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
@@ -58,7 +58,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 
 def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """Take the degree signs off the one side that has some: ``180^\\circ - x`` is 180 - x where no function is."""
+    """Remove degree signs if only one side has some: ``180^\\circ - x`` is 180 - x, unless pi or a sine is there."""
     used = operations(gold), operations(answer)
     if ("degree" in used[0]) == ("degree" in used[1]) or (used[0] | used[1]) & {"pi", *_TRIGONOMETRIC}:
         return gold, answer
@@ -67,7 +67,7 @@ def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
 
 
 def _changes_nothing(answer: Quantity) -> bool:
-    """Whether every word behind a value is on the list of those that change nothing."""
+    """Return whether every word behind the value is on the list of words that change nothing."""
     if answer.tree.op == "sym" and answer.noun:  # "A rectangle", "I think"
         return False
     return change_nothing(answer.noun.split())

@@ -16,7 +16,7 @@ _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def spread(reading: Reading) -> Reading:
-    r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
+    r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name each."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & operations(reading.tree):
         return Several(_branches(reading))
     if isinstance(reading, Relation) and (pairs := pointwise(reading) or _chained(reading)):
@@ -42,7 +42,7 @@ def _branches(quantity: Quantity) -> tuple[Quantity, ...]:
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
-    r"""Whether two lists link values alike: the signs of ``x = \pm 1, y = \mp 2``, the names of ``(x, y) = ...``."""
+    r"""Return whether two lists pair values alike: signs in ``x = \pm 1, y = \mp 2``, names in ``(x, y) = ...``."""
     signs = _signs(gold), _signs(answer)
     if all(signs) and signs[0].keys() == signs[1].keys():
         swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}
@@ -53,7 +53,7 @@ def same_links(gold: Reading, answer: Reading) -> bool:
 
 
 def _signs(reading: Reading) -> dict[str, str]:
-    """Return name to "pm", "mp" or "" of a list of several names' values, where any has a sign; else nothing."""
+    """Return sign ("pm", "mp" or "") by name for a list of several names' values; {} if no value has a sign."""
     items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
     sign_of: dict[str, str] = {}
     for item in items:
@@ -66,14 +66,14 @@ def _signs(reading: Reading) -> dict[str, str]:
 
 
 def _point_names(reading: Reading) -> tuple[str, ...]:
-    """Return (x, y) of ``(x, y) = (1, 2), (3, 4)``."""
+    """Return the names of a list of points: (x, y) for ``(x, y) = (1, 2), (3, 4)``; () for other readings."""
     first = reading.items[0] if isinstance(reading, Several) and len(reading.items) > 1 else None
     points = pointwise(first) if isinstance(first, Relation) else None
     return tuple(item.heads[0] for item in points.items if isinstance(item, Relation)) if points else ()
 
 
 def _signed_points(point: Several) -> Several | None:
-    r"""Return the points of ``(\pm a, \pm b)``: every sign by itself, or all together where one is ``\mp``."""
+    r"""Return the points of ``(\pm a, \pm b)``: signs vary independently, but together if one of them is ``\mp``."""
     signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None
@@ -116,7 +116,7 @@ def _chained(relation: Relation) -> Several | None:
 
 
 def _unnamed(item: Reading) -> Reading:
-    """Return the point of ``(p, q) = (2, 3)``, for a list of points."""
+    """Return the point (2, 3) of ``(p, q) = (2, 3)``; return any other item as it is."""
     if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Several):
         return item.sides[1] if pointwise(item) else item
     return item

@@ -20,7 +20,7 @@ from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN
 
 
 class Unreadable(Or1Error):
-    """The text is in none of the known notations, which says nothing about its meaning."""
+    """The text is in no known notation. This says nothing about whether the answer is right."""
 
 
 _COMMANDS = (
@@ -82,7 +82,7 @@ _NOT_GROUPING = re.compile(r"\D")
 
 
 def clean(raw: str, commas_group: bool = True) -> str:
-    """Return ``raw`` in one spelling. ``commas_group``: whether ``1,234`` is one number (else two).
+    """Return ``raw`` in one spelling. ``1,234`` is one number with ``commas_group``, and two without.
 
     Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
     """
@@ -128,7 +128,7 @@ def _arc(match: re.Match[str]) -> str:
 
 
 def _cardinal(match: re.Match[str]) -> str:
-    """Return the number of an ordinal: 12 for ``12^{th}``. Another suffix than the number's own is none."""
+    """Return the number of an ordinal, 12 for ``12^{th}``; return the text as it is if the suffix does not fit."""
     number = int(match[1])
     own = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     braced = "{" in match[0], bool(match["close"])
@@ -195,7 +195,7 @@ def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
 
 
 def _macros(text: str, depth: int) -> str:
-    """Resolve text and style macros and give the others one spelling."""
+    """Resolve text and style macros, and give all other macros one spelling."""
     if depth > 20:
         raise Unreadable("nested too deep")
     out, position = [], 0
@@ -232,7 +232,7 @@ def _spelled(name: str) -> str:
 
 
 def _argument(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the argument after ``start``; None where no argument follows."""
+    """Return the index of the brace that closes the argument after ``start``; None if no argument follows."""
     opening = re.compile(r"\s*\{").match(text, start)
     if opening is None:
         return None
@@ -246,7 +246,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ](?:[A-Za-zÀ-ӿ'.-]*[A-Za-zÀ
 
 
 def _words(content: str) -> str:
-    """Mark runs of two or more letters as words, and one-letter units."""
+    """Mark runs of two or more letters as words, and also mark one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
     content = _WORD.sub(lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ", content)
     return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units

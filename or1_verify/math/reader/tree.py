@@ -1,4 +1,4 @@
-"""The expression tree, and the value of a numeral."""
+"""The expression tree of a formula, and the exact value of a numeral's text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEK = frozenset(_GREEK.split())
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """``op`` over ``args``; a number has ``number`` and, as ``name``, its spelling; a symbol has ``name``."""
+    """An operation ``op`` on ``args``. A number has ``number``, and its spelling as ``name``; a symbol has ``name``."""
 
     op: str
     args: tuple[Node, ...] = ()
@@ -27,7 +27,7 @@ class Node:
     name: str = ""
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it."""
+        """Yield this node and all nodes below it."""
         pending = [self]
         while pending:
             node = pending.pop()
@@ -35,7 +35,7 @@ class Node:
             pending += node.args
 
     def replaced(self, by: Callable[[Node], Node | None]) -> Node:
-        """Return the tree with what ``by`` returns in the place of a node; None: the node, its arguments replaced."""
+        """Return the tree with ``by(node)`` for each node; if this is None, the node stays, its arguments replaced."""
         other = by(self)
         return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
 

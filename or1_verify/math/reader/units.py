@@ -122,7 +122,7 @@ NAMING = LEAD_INS | NEUTRAL
 
 
 def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
-    """Whether words beside a value are all among those that change nothing."""
+    """Return whether all words beside a value are among the words that change nothing (``known``)."""
     return all({word, word.removesuffix("s")} & known for word in words)
 
 

@@ -1,4 +1,4 @@
-r"""Works out the value of an expression: exactly where it is rational, else to a number of digits, at a point.
+r"""Works out an expression's value at a point: exactly where it is rational, else to a number of digits.
 
 Rational values are exact, whatever their size up to a budget, so that ``2^{1000}`` and ``2^{1000}-1`` differ.
 """
@@ -33,7 +33,7 @@ class Undefined(Or1Error):
 
 @lru_cache(maxsize=4096)
 def rational(tree: Node) -> Fraction | None:
-    """Return the exact value where arithmetic alone gives a rational one that is small enough; None otherwise."""
+    """Return the exact value if arithmetic alone gives a rational number that is small enough, else None."""
     try:
         return _rational(tree)
     except (ZeroDivisionError, TooLarge):
@@ -108,7 +108,7 @@ _EXACT: Mapping[str, Callable[..., Fraction | int | None]] = {
 
 
 def evaluate(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
-    """Return the value at a point, at mpmath's current precision. Raises TooLarge or Undefined."""
+    """Return an expression's value at a point, at mpmath's current precision. Raises TooLarge or Undefined."""
     try:
         value = _value(tree, point)
     except (ZeroDivisionError, ValueError, OverflowError, mpmath.libmp.NoConvergence) as error:
@@ -152,7 +152,7 @@ def _root(radicand: mpmath.mpc, index: mpmath.mpc) -> mpmath.mpc:
 
 
 def _floor(value: mpmath.mpf) -> mpmath.mpf:
-    """Return the floor; what is an integer but for rounding is that integer: the logarithm of 1000 to base 10."""
+    """Return the floor; a value that is an integer except for rounding (log10 of 1000) counts as this integer."""
     nearest = mpmath.nint(value)
     return nearest if abs(value - nearest) < mpmath.mpf(10) ** -(mpmath.mp.dps // 2) else mpmath.floor(value)
 
@@ -176,7 +176,7 @@ def _counting(function: Callable[..., mpmath.mpc]) -> Callable[..., mpmath.mpc]:
 
 
 def _logarithm(of: mpmath.mpc, base: mpmath.mpc | None = None) -> mpmath.mpc:
-    """Return the logarithm, natural for ``base`` None. Raises Undefined for zero."""
+    """Return the logarithm to ``base``; None means the natural logarithm. Raises Undefined for zero."""
     if of == 0:
         raise Undefined("the logarithm of zero")
     return mpmath.log(of) if base is None else mpmath.log(of) / mpmath.log(base)
@@ -210,7 +210,7 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
 
 
 def real(tree: Node) -> mpmath.mpf | None:
-    """Return a constant's real value at 60 digits, or None. Infinity is a value."""
+    """Return a constant's real value (or infinity) at 60 digits; None if it has no real value."""
     if tree.op == "infty":
         return mpmath.inf
     if tree.op == "neg" and tree.args[0].op == "infty":
