@@ -1,4 +1,4 @@
-"""Exit statuses, and the trainer's exceptions that several folders raise. Their base is in ``or1_verify.errors``."""
+"""Exit statuses, and the trainer's exceptions that several folders raise; ``or1_verify.errors`` has the base class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOPPED: Final = 3
 """Exit status of a trainer rank that saved and stopped because it was asked to."""
 
 PART_LOST: Final = 4
-"""Exit status of commands and trainer ranks after a PartLost: the same command may succeed when repeated."""
+"""Exit status of commands and trainer ranks after a PartLost: the command may succeed when it is repeated."""
 
 
 class PartLost(UserError):

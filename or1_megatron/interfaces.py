@@ -1,9 +1,9 @@
-"""Protocols between folders that may not import each other; the training loop calls most of them.
+"""Interfaces (Policy, Rollouts, Sampler, Objective, ...) between folders that may not import each other.
 
-Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
-EngineControl, Sampler), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
-``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.ranks`` joins them. Nothing
-here knows megatron, vllm or ray.
+The training loop calls most of these protocols. Implementations: ``trainer.synced_policy`` (Policy),
+``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts, EngineControl, Sampler), ``data.stream`` (ProblemStream),
+``evaluate.held_out`` (Evaluator), ``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective).
+``trainer.ranks`` joins them. Nothing here knows megatron, vllm or ray.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Sequences:
     lengths: torch.Tensor
     """[S]: counted tokens of the whole sequence, even if this rank holds only a part."""
     add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Adds a tensor over the ranks that share the sequences, with gradient; None: there is one rank."""
+    """Sums a tensor over the ranks that share the sequences, differentiably; None: there is one rank."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` [N] over each whole sequence [S], differentiable. Added in float64."""
+        """Return the sum of ``values`` [N] over each whole sequence [S]. Differentiable; added in float64."""
         total = values.double().new_zeros(len(self.lengths)).index_add(0, self.index, values.double())
         return (total if self.add_ranks is None else self.add_ranks(total)).to(values.dtype)
 
@@ -78,22 +78,22 @@ class TokenInputs:
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
-    """By the engine that sampled the tokens."""
+    """Log-probs by the engine that sampled the tokens."""
     policy_log_probs: torch.Tensor | None = None
-    """By pi_k, from a scoring pass before the step's first SGD step; None: there was no such pass."""
+    """Log-probs by pi_k, from a forward pass before the step's first SGD step; None: no such pass was made."""
     reference_log_probs: torch.Tensor | None = None
-    """By the frozen reference; None: there is no reference."""
+    """Log-probs by the frozen reference model; None: there is no reference."""
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
     log_prob_gradients: torch.Tensor | None = None
-    """d loss / d log-prob of an objective that was evaluated before the update (``rl.objectives.scored``)."""
+    """d loss / d log-prob, when the objective was evaluated before the update (``rl.objectives.scored``)."""
     entropy_gradients: torch.Tensor | None = None
     sequences: Sequences | None = None
     """None for an objective of scope "token"."""
 
     @property
     def old_log_probs(self) -> torch.Tensor:
-        """PPO's log pi_old, the ratio's denominator: ``policy_log_probs`` if given, else ``engine_log_probs``.
+        """Return PPO's log pi_old, the ratio's denominator: ``policy_log_probs`` if given, else ``engine_log_probs``.
 
         Raises ValueError when both are None.
         """
@@ -104,7 +104,7 @@ class TokenInputs:
 
     @property
     def whole(self) -> Sequences:
-        """``sequences``. Raises ValueError when it is None."""
+        """Return ``sequences``. Raises ValueError when it is None."""
         if self.sequences is None:
             raise ValueError('TokenInputs has no sequences; give the objective the scope "sequence" or "batch"')
         return self.sequences
@@ -116,10 +116,10 @@ class TokenInputs:
 
 
 class Objective(Protocol):
-    """A loss. Picklable: it is sent to the ranks with the batch.
+    """A loss. It must be picklable, because it is sent to the ranks with the batch.
 
-    An attribute or property ``scope`` says what a token's term may depend on (``scope_of``); without one it is "token":
-    pointwise in the token's log-prob and entropy.
+    An attribute or property ``scope`` says what a token's loss term may depend on (``scope_of``). An objective without
+    it has the scope "token": each term depends on the log-prob and entropy of its own token only.
     """
 
     @property
@@ -130,9 +130,9 @@ class Objective(Protocol):
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] of counted tokens.
 
-        Return sums, never means: the policy divides once, by the batch's counted tokens. A term of a sequence is
-        spread over its tokens. Named values are added over micro-batches and ranks; for names that begin
-        with ``max_`` the maximum is taken. N may be 0, unless the scope is "batch".
+        Return sums, never means: the policy divides once, by the batch's counted tokens. A loss term of a whole
+        sequence must be spread over its tokens. The policy adds the named values over micro-batches and ranks, but
+        takes the maximum of names that begin with ``max_``. N may be 0, unless the scope is "batch".
         """
 
 
@@ -151,48 +151,48 @@ class Policy(Protocol):
         """Return log-prob and entropy of the counted tokens, without gradient."""
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
-        """Score with the frozen reference (``algorithm.kl``). RuntimeError when there is none."""
+        """Return the frozen reference's scores (``algorithm.kl``). Raises RuntimeError when there is no reference."""
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        """Make one optimizer step on the batch's global token mean of the objective."""
+        """Make one optimizer step on the objective's mean over all counted tokens of the batch."""
 
     def restart_optimizer(self) -> None:
-        """Set the moments to 0 and restart the learning-rate schedule."""
+        """Set the optimizer's moments to 0 and restart the learning-rate schedule."""
 
     def hand_off(self, version: int) -> HandoffReport:
         """Send the current weights to every engine as ``version``, and check that they arrived."""
 
     def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
-        """Start to save parameters, optimizer, RNG and ``state`` (the loop's, JSON-able) as ``folder``.
+        """Start to save parameters, optimizer, RNG and the loop's JSON-able ``state`` as ``folder``.
 
         ``responses``: what ``Rollouts.finished_responses`` returned; empty: no file is written for them.
 
-        Returns once all is copied; it is written in the background, under another name until complete. Waits for an
-        earlier save that is still being written.
+        Returns once all is copied to host memory. The copy is written in the background, under another name until it
+        is complete. An earlier save that is still being written is waited for first.
         """
 
     def finish_save(self, wait: bool) -> float | None:
-        """Return the seconds of writing the save that completed since the last call; None when no save did.
+        """Return the writing time, in seconds, of a save that completed since the last call; None: none completed.
 
         Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Load a checkpoint that is known to be intact; returns the loop's state."""
+        """Load a checkpoint that is known to be intact, and return the loop's state from it."""
 
     def export_hf(self, folder: Path) -> None:
-        """Write the current weights as an HF folder that transformers loads. OSError when it cannot be written."""
+        """Write the current weights as an HF folder that transformers loads. Raises OSError when writing fails."""
 
 
 class Sampler(Protocol):
-    """A model that is not being trained: our engines, or an endpoint."""
+    """Answers chat requests outside training, with our own engines or an OpenAI-compatible endpoint."""
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         """Yield a reply to each request, in any order; read only as many ``requests`` as can be in flight."""
 
 
 class Rollouts(Protocol):
-    """Samples and verifies. The RolloutManager behind it is a separate process."""
+    """Samples responses and has them verified. The RolloutManager, a separate process, does the work."""
 
     def roll_out(
         self,
@@ -215,9 +215,9 @@ class Rollouts(Protocol):
         """Wait until the last response of a rollout (None: the oldest) has been sampled."""
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
-        """Wait until every response of a rollout (None: the oldest) has its verdict.
+        """Wait until every response of a rollout (None: the oldest) has its verdict, and return the groups.
 
-        Returns the groups in the order of the prompts.
+        The groups are in the order of the prompts.
         """
 
     def trained(self) -> None:
@@ -225,31 +225,31 @@ class Rollouts(Protocol):
         is under way (``urgent`` ones aside), the unused responses of ``reuse`` are dropped too."""
 
     def finished_responses(self) -> bytes:
-        """Return, packed (``runtime.message``), the sampled responses of rollouts under way, the collected responses
-        before ``trained``, and the unused responses of ``reuse``; empty: there is none. Responses of ``urgent``
-        rollouts are left out."""
+        """Return the finished responses that are not yet trained on, packed (``runtime.message``); empty: none. They
+        are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
+        responses of ``reuse``. Responses of ``urgent`` rollouts are left out."""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Use these responses for requests with the same problem, prompt, sampling and seed, instead of sampling again.
-        ``urgent`` rollouts do not use them. ``version``: use only responses whose tokens were all sampled by this
-        version of the weights."""
+        """Let later requests with the problem, prompt, sampling and seed of one of these responses get that response
+        instead of sampling again. ``urgent`` rollouts always sample. ``version``: use only responses whose tokens were
+        all sampled by this version of the weights."""
 
 
 class ProblemStream(Protocol):
-    """Endless, resumable, shuffled supply of prompts."""
+    """An endless, shuffled stream of prompts whose position can be saved and restored."""
 
     @property
     def left(self) -> int:
-        """How many different problems ``take`` can return."""
+        """Return how many different problems ``take`` can return."""
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
+        """Return the next ``count`` prompts, of ``count`` different problems. ``take(a)`` begins ``take(a + b)``."""
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on; return how many are left. ValueError if no problem would be."""
+        """Leave these problems out from now on, and return how many are left. Raises ValueError if none is left."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -264,20 +264,20 @@ class PolicyWeights(Protocol):
         """Number of trainer ranks."""
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(HF name, dtype, full shape) of the whole model, on every rank."""
+        """Return (HF name, dtype, full shape) of every tensor of the model; every rank returns the same list."""
 
     def holdings(self) -> list[Holding]:
-        """Which trainer rank holds which part of which tensor; the same on every rank."""
+        """Return which trainer rank holds which part of which tensor; every rank returns the same list."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A rectangle that this rank holds, as a view; not collective."""
+        """Return a view of the box ``box`` of tensor ``name``, which this rank must hold. Not a collective call."""
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank; collective."""
+        """Return rank 0's ``value`` on every rank. A collective call."""
 
 
 class EngineControl(Protocol):
-    """All engines, as trainer rank 0 drives them in a handoff.
+    """Controls all engines in a weight handoff; trainer rank 0 calls it.
 
     Every call goes to all engines concurrently and returns when the last has answered.
     """
@@ -287,7 +287,7 @@ class EngineControl(Protocol):
 
     @property
     def address(self) -> str:
-        """This host's address for the engines' nodes."""
+        """Return the address at which the engines' nodes reach this host."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -301,15 +301,15 @@ class EngineControl(Protocol):
 class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
-    The loop raises it between verbs; a port that waits for long (Rollouts, Evaluator) may raise it too.
+    The loop raises it between its verbs. Rollouts and Evaluator, which wait for long, may raise it too.
     """
 
 
 class EnginesLost(PartLost, RuntimeError):
     """The engines, the RolloutManager or the verifiers are gone.
 
-    A run that has been asked to stop still saves: a pre-empted node often loses its engines before the ranks have
-    saved.
+    A run that has been asked to stop still saves after this error, because a pre-empted node often loses its engines
+    before the ranks have saved.
     """
 
 
@@ -317,9 +317,9 @@ class Evaluator(Protocol):
     """Measures the engines' current weights on held-out problems, without any effect on training."""
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Measure avg@k with k = ``samples`` for a ``whole`` evaluation, else ``samples_during``.
+        """Measure avg@k with k = ``settings.samples`` for a ``whole`` evaluation, else ``settings.samples_during``.
 
-        The same weights and settings give the same result at every call.
+        Calls with equal weights and settings give equal results.
         """
 
 
@@ -327,7 +327,7 @@ class Observer(Protocol):
     """Watches the loop (console, rollout store) without changing the run."""
 
     def verb_started(self, step: int, verb: str) -> None:
-        """``step``: rollout steps done so far."""
+        """Take note that the loop begins ``verb``, when ``step`` rollout steps are done."""
 
     def rolled_out(
         self,
@@ -337,7 +337,7 @@ class Observer(Protocol):
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Take all groups of a finished step (the first is step 1); ``kept`` are those that were not rejected.
+        """Take all groups of a finished step (the first is step 1); ``kept``: the groups that were not rejected.
 
         ``scores``: the policy's first scores of the kept groups' responses in this step, in order; None: unknown.
         """
@@ -352,7 +352,7 @@ class Observer(Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics go: JSONL, TensorBoard, Weights & Biases."""
+    """Writes each step's metrics somewhere: JSONL, TensorBoard, Weights & Biases."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

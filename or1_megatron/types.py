@@ -1,4 +1,4 @@
-"""The records that flow through one training step.
+"""The data types of a training step: Prompt, Request, Completion, Group, Sample, MicroBatch, Batch, and reports.
 
 Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
 record, made when everything in it is known; problems and verdicts are in ``or1_verify.types``. Arrays are NumPy, so
@@ -37,7 +37,7 @@ Aggregation = Literal["token_mean", "response_mean", "released-code"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem as the engines get it: chat template applied, tokenised."""
+    """A problem as the engines get it: with the chat template applied, as token ids."""
 
     problem: Problem
     token_ids: Int32Array  # [p]
@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request in messages instead of tokens, for a model that is not being trained: our engines' or an endpoint's.
+    """A request in messages instead of tokens, for an ``interfaces.Sampler``: our own engines or an endpoint.
 
     ``key`` is the caller's name of the problem; ``sample_index`` distinguishes requests with the same key.
     """
@@ -91,13 +91,13 @@ class FailedRequest:
 
 @dataclass
 class Replies:
-    """A sampler's replies: iteration yields the completions and sorts the failed requests."""
+    """A sampler's replies: iteration yields the completions and collects the failed requests in two lists."""
 
     replies: Iterable[ChatCompletion | FailedRequest]
     refused: list[FailedRequest] = field(default_factory=list)
     """Requests that failed for good."""
     failures: list[str] = field(default_factory=list)
-    """Reasons of all other failed requests."""
+    """Reasons of the requests whose failure is not permanent."""
 
     def __iter__(self) -> Iterator[ChatCompletion]:
         for reply in self.replies:
@@ -119,7 +119,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to sample: which prompt, which sample of its group, how, and with what seed."""
+    """One response to sample: its prompt, its index in the prompt's group, the sampling settings and the seed."""
 
     prompt: Prompt
     sample_index: int
@@ -131,7 +131,7 @@ class Request:
 class Completion:
     """One sampled response.
 
-    ``log_probs`` are those of the sampled tokens as the engine computed them: temperature applied, before any top-p
+    ``log_probs`` are the engine's log-probs of the sampled tokens, with the temperature applied and before any top-p
     or top-k. ``token_ids`` contains the end-of-sequence token when ``finish_reason`` is ``stop``; ``text`` does not.
     """
 
@@ -154,10 +154,10 @@ class Completion:
     request_digest: bytes = b""
     """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
     entropy: float = math.nan
-    """Mean over the tokens, in nats, of the whole distributions that they were drawn from; NaN: unknown."""
+    """Mean entropy of the full-vocabulary distributions from which the tokens were drawn, nats; NaN: unknown."""
     routed_experts: RoutedExperts | None = None
-    """[p + n - 1, layers, k], where the request asked for them: of prompt and response, but for the last token, which
-    no expert has computed."""
+    """[p + n - 1, layers, k], where the request asked for them: the experts that computed each token of prompt and
+    response. The last token has none: no layer has computed it."""
 
     @property
     def truncated(self) -> bool:
@@ -166,7 +166,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All M responses to one prompt with their verdicts, in order of ``sample_index``."""
+    """All M responses to one prompt and their verdicts, both in the order of ``sample_index``."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -187,7 +187,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """End a rollout at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
+    """A rollout ends with the shortest prefix of its prompts in which ``kept`` groups satisfy ``keeps``.
 
     ``keeps`` must be picklable.
     """
@@ -195,13 +195,13 @@ class RefillRule:
     kept: int
     keeps: Callable[[Group], bool]
     expected_rejected: float = 0.0
-    """Expected share of groups that are not kept. It sets how many prompts are started early; the result never depends
-    on it."""
+    """Expected share of groups that ``keeps`` rejects. It sets how many prompts are started early; the rollout's groups
+    never depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantagedGroup:
-    """A group with one advantage per response, shared by all its tokens."""
+    """A group with one advantage per response; all tokens of a response have its advantage."""
 
     group: Group
     advantages: Float32Array  # [M]
@@ -225,15 +225,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows for one forward/backward: sequences laid end to end, then padding to a static length T.
+    """One packed row, for one forward and backward pass: sequences laid end to end, then padding to a static length T.
 
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
     per-token arrays are aligned with the *predicting* position: a response token's values are one position before it.
     ``loss_mask`` is 1 where the target is a *counted* token: a response token that enters the loss. ``sample_index``
     [S] maps each packed sequence to its index in the list of batched samples. Sequence k starts at
     ``cu_seqlens[k]``; its tokens take ``lengths[k]`` positions, and padding for context parallelism takes the rest up
-    to ``cu_seqlens[k + 1]``. The row's own padding is one last sequence, in ``cu_seqlens`` but not in
-    ``sample_index``.
+    to ``cu_seqlens[k + 1]``. The padding at the end of the row is one last sequence, which is in ``cu_seqlens`` but not
+    in ``sample_index``.
     """
 
     token_ids: Int64Array  # [T]
@@ -256,7 +256,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One SGD step's samples, cut for every data-parallel rank: equal micro-batch counts, equal padded lengths.
+    """One SGD step's samples in micro-batches, of which every data-parallel rank has equally many, all of one length.
 
     ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. The
     weighted sum of token losses is divided by it under every aggregation.
@@ -292,7 +292,7 @@ class UpdateReport:
     forward_backward_s: float
     optimizer_s: float
     scores: TokenScores | None = None
-    """The batch's samples scored by the step's own forward pass, before the parameters change; None: not recorded."""
+    """The batch's scores from the step's own forward pass, before the parameters change; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +325,13 @@ class RolloutReport:
     surplus_responses: int = 0
     """Responses started for a refill and discarded."""
     period_s: float = 0.0
-    """Wall time that ``decode_s`` and ``engine_busy_s`` cover: to this report, from the rollout's start or the previous
-    report, whichever is later."""
+    """Wall time that ``decode_s`` and ``engine_busy_s`` cover. It begins at the rollout's start or at the previous
+    report, whichever is later, and ends at this report."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Accuracy on held-out problems, avg@``samples``. With several sets: the mean over sets, weighted equally."""
+    """Accuracy on held-out problems, avg@``samples``. With several problem sets: the unweighted mean over sets."""
 
     accuracy: float
     """Mean reward over all responses."""
@@ -350,4 +350,4 @@ class EvaluationResult:
     entropy: float | None = None
     """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: those that all have."""
+    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: those of every set."""

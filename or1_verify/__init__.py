@@ -1,13 +1,13 @@
-r"""Rule-based verifiers of math and code: responses in, verdicts out. They need no torch, Ray, engine or trainer.
+r"""Rule-based verifiers, which judge responses to math and code problems without torch, Ray, engine or trainer.
 
     from or1_verify import verify
 
     verify("math", '["12"]', r"... </think> \boxed{12}").status  # "right"
 
-``verify_many`` judges many, ``verify_file`` a file; ``build_verifiers`` gives the verifiers themselves, for whoever
-keeps them between verdicts (README.md).
+``verify_many`` judges many responses, ``verify_file`` a file of them; ``build_verifiers`` returns the verifiers, for
+programs that keep them between verdicts (README.md).
 
-What takes long to import comes when it is first used: the verifiers' child processes import this file too.
+Modules that take long to import are imported at first use, because the verifiers' child processes import this file.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def __getattr__(name: str) -> Any:
 def verify(
     ability: str, ground_truth: str, response: str, truncated: bool = False, config: VerifyConfig | None = None
 ) -> Verdict:
-    """Judge one response, in processes that start and end here: a second or so.
+    """Judge one response, with processes that are started for it and ended after it, which takes about a second.
 
     Args:
         ability: "math", "code" or one of ``config.custom``.
-        ground_truth: for math the JSON of a list of answers, for code that of the tests (docs/code_verifier.md).
-        truncated: the response was cut off at its length limit.
+        ground_truth: JSON, for math of a list of answers, for code of an object of tests (docs/code_verifier.md).
+        truncated: whether the response was cut off at its length limit.
 
     Raises:
-        ValueError: an ability without a verifier, or a ground truth that cannot be used.
-        UserError: a custom verifier that cannot be loaded; for code, a machine where no sandbox works.
+        ValueError: the ability has no verifier, or the ground truth cannot be used.
+        UserError: a custom verifier cannot be loaded; for code, no sandbox works on this machine.
     """
     from or1_verify.config import VerifyConfig
     from or1_verify.verifiers import build_verifiers
@@ -74,9 +74,9 @@ def verify(
 
 
 def verify_many(attempts: Sequence[Attempt], config: VerifyConfig | None = None) -> Iterator[Verdict]:
-    """Yield the verdicts on (problem, response, truncated) in their order; ``config.workers`` are made at once.
+    """Yield the verdict on each (problem, response, truncated), in order; ``config.workers`` are judged at a time.
 
-    Raises what ``verify`` does. Ground truths are not checked first: one that cannot be used ends the iteration.
+    Raises what ``verify`` raises; for a ground truth that cannot be used, when the iteration comes to it.
     """
     from or1_verify.config import VerifyConfig
     from or1_verify.verifier_threads import VerifierThreads, judged

@@ -1,4 +1,4 @@
-"""``python -m or1_verify``: the command ``or1-verify``."""
+"""Makes ``python -m or1_verify`` the command ``or1-verify``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Finds the answer in a response: after the reasoning, in the last box."""
+"""Extracts the answer from a response: the text after the reasoning (``</think>``), and the last ``\\boxed``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ REASONING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""How models mark their reasoning: (opened, closed)."""
+"""Pairs of tags that open and close the reasoning in responses of different models."""
 
 
 def after_reasoning(response: str) -> str | None:
-    """Return the text after the reasoning, all of it if a model marks none; None when the reasoning never closes.
+    """Return the part of a response after its reasoning (the whole without tags); None if the reasoning is not closed.
 
-    A chat template that ends its prompt with an open tag has opened the reasoning (``left_open``): whoever samples puts
-    that tag before the response. One that opens another tag behind the reasoning, and does not close it, is still
-    reasoning.
+    If the chat template ends the prompt with an open tag (``left_open``), the caller puts this tag before the response.
+    A response that opens a second tag after closing the first, and does not close the second, is still reasoning.
     """
     ends = [response.rfind(closed) + len(closed) for _, closed in REASONING_TAGS if closed in response]
     answer = response[max(ends, default=0) :]
@@ -43,30 +42,30 @@ def after_reasoning(response: str) -> str | None:
 
 
 def left_open(prompt: str) -> str:
-    """Return the tag of reasoning at the end of a prompt in text, which the response has to close; "" without one."""
+    """Return the open reasoning tag with which a prompt's text ends, and which the response has to close; else ""."""
     return next((opened for opened, _ in REASONING_TAGS if prompt.rstrip().endswith(opened)), "")
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what the last box holds, braces balanced and white space trimmed; "" when that box is broken.
+    r"""Return the trimmed content of the last box in a text; "" if this box is empty or not closed, None without a box.
 
-    Boxes are ``\boxed``, ``\fbox`` and the like with braces, and ``\boxed`` before a value without any. Several boxes
-    with nothing but commas, "and", "or" and names (``x =``) between them are one list. None: there is no box at all. A
-    last box that is empty or never closes is an answer that cannot be read, so an earlier box does not stand in for it.
+    Boxes are ``\boxed``, ``\fbox`` and the like with balanced braces, and ``\boxed`` before a value without braces.
+    Boxes with nothing but commas, "and", "or" and names (``x =``) between them are one list. If the last box cannot be
+    read, no earlier box is taken in its place.
     """
     contents = _last_boxes(text)
     return ", ".join(contents) if contents else None
 
 
 def is_answered_once(text: str) -> bool:
-    """Whether all boxes of a text are one answer: others hold what the last box or list does, or a part of it."""
+    """Whether all boxes of a text give one answer: each holds the same as the last box or list, or a part of it."""
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)
 
 
 def _last_boxes(text: str) -> list[str]:
-    """Return the contents of the last box, or of the last ones that are one list, each behind its name."""
+    """Return the content of the last box, or of the last boxes that form one list, each with its name (``x =``)."""
     found: list[tuple[str, str]] = []
     first = len(text)
     for box, content, end in reversed(_outermost(text)):
@@ -95,7 +94,7 @@ def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
-    """Return the content of a box and the index behind its braces; without braces the formula's rest and None."""
+    """Return (content of a box, index after its closing brace); without braces (rest of the formula, None)."""
     if text[box.end() : box.end() + 1] == "{":
         end = closing_brace(text, box.end())
         return ("", None) if end is None else (text[box.end() + 1 : end].strip(), end + 1)
@@ -104,7 +103,7 @@ def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    r"""Return the index of the brace that closes the one at ``start``, or None. ``\{`` and ``\}`` are not braces."""
+    r"""Return the index of the brace that closes the brace at ``start``, or None; ``\{`` and ``\}`` do not count."""
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,8 +1,8 @@
-"""Runs our Python modules as child processes, which are bounded in time and replaced when they hang or die.
+"""Runs Python modules of ours as child processes with a time limit, and replaces them when they hang or die.
 
-Requests and replies are JSON, one message per line after its CRC-32. The first line out is {} when the child is ready,
-or {"raised": words}. Every request is then answered by its reply, by {"raised": words}, or by {"exhausted": bytes},
-after which the child ends. The end of its input ends it too. ``serve`` is the child's side.
+Requests and replies are JSON, one message per line after its CRC-32. The child's first line is {} when it is ready, or
+{"raised": words}. It answers each request by a reply, by {"raised": words}, or by {"exhausted": bytes}, after which the
+child ends; it also ends when its input ends. ``serve`` is the child's side.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildLimit(Or1Error):
-    """The child met its limit of time or memory, and was replaced. The message says which."""
+    """A child process met its limit of time or memory, which the message names, and was replaced."""
 
 
 class ChildDied(Or1Error):
-    """The child died, and was replaced. The message says how it ended."""
+    """A child process died, in the way that the message says, and was replaced."""
 
 
 class ChildUnusable(Or1Error):
-    """The child did not start. The message says why."""
+    """A child process did not start; the message says why."""
 
 
 def start_module(module: str, *arguments: str, path: Sequence[str] = (), stderr: int | None = None) -> Any:
-    """Start ``python -m module`` with pipes to its standard input and output. Returns the Popen object.
+    """Start ``python -m module`` with pipes to its standard input and output, and return the Popen object.
 
-    The child imports this package from the folder that we have it from; then it looks in ``path`` and in PYTHONPATH.
+    The child imports this package from the same folder as this process, and other modules from ``path`` and PYTHONPATH.
     """
     folders = [str(_PACKAGE_PARENT), *path, os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
@@ -69,7 +69,7 @@ def close_pipes(child: Any) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Say in words what an exit status means; for signal n it is -n (Popen) or 128 + n (shells)."""
+    """Return an exit status in words; death by signal n has the status -n (Popen) or 128 + n (shells)."""
     number = -status if status < 0 else status - 128
     try:
         return f"killed by {signal.Signals(number).name}"
@@ -78,11 +78,11 @@ def describe_exit(status: int) -> str:
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send ``sig`` to this process when its parent dies, so that nothing outlives a killed run.
+    """Ask the kernel to send ``sig`` to this process when its parent dies, so that no process outlives a killed run.
 
-    Call it first in the child, with the pid that the parent had at the start: if the parent has died already, this
-    process ends at once. The kernel watches the parent *thread* that started this process, so that thread must live as
-    long as the parent. Raises OSError on systems other than Linux.
+    Call this first in the child, with the parent's pid at the start: if the parent has died already, this process ends
+    at once. The kernel watches the parent *thread* that started this process, so the thread must live as long as the
+    parent. Raises OSError on systems other than Linux.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
@@ -95,7 +95,7 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
 
 
 def pack(message: Any) -> bytes:
-    """Return a message's line. Raises TypeError when it is no JSON."""
+    """Return the line that carries a message. Raises TypeError if the message is not JSON-able."""
     content = json.dumps(message).encode()
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
@@ -106,7 +106,7 @@ def send(pipe: BinaryIO, line: bytes) -> None:
 
 
 def unpack(line: bytes) -> Any:
-    """Return a line's message. Raises EOFError for a line without an end, ValueError when its bits have changed."""
+    """Return the message in a line. Raises EOFError for a line without an end, ValueError if its bits have changed."""
     if not line.endswith(b"\n"):
         raise EOFError("the other end is gone")
     if line[:8] != b"%08x" % zlib.crc32(line[9:-1]):
@@ -117,13 +117,13 @@ def unpack(line: bytes) -> Any:
 
 
 def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = None) -> None:
-    """Answer requests by what ``make`` returns, until the input ends.
+    """Run the child's side: call ``make`` once, then its result on each request, until the input ends.
 
-    The last two arguments of the process are the time limit of a request, 0 for none, and the pid of the parent for
-    ``die_with_parent``, 0 for none. ``memory_bytes`` limits the address space.
+    The last two arguments of the process are the time limit of a request (0: none) and the pid of the parent for
+    ``die_with_parent`` (0: none). ``memory_bytes`` limits the address space.
 
     A request with a time limit arms a real-time timer whose default action is death, so that a child in one endless
-    operation is gone soon after its limit even when nobody is left to kill it. (Python's signal handlers and threads do
+    operation ends soon after its limit even if no parent is left to kill it. (Python's signal handlers and threads do
     not run during such an operation, and a child that a thread started cannot die with its parent.)
     """
     timeout_s, parent = float(sys.argv[-2]), int(sys.argv[-1])
@@ -131,7 +131,7 @@ def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = N
         die_with_parent(parent)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what somebody prints must not look like a reply
+    os.dup2(2, 1)  # what a verifier prints must not look like a reply
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -150,7 +150,7 @@ def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = N
             except Exception as error:
                 if memory_bytes and isinstance(error, MemoryError):
                     send(replies, pack({"exhausted": memory_bytes}))
-                    return  # a fresh process is better than what is left of this heap
+                    return  # a fresh process works better than one whose memory has run out
                 reply = pack({"raised": f"{type(error).__name__}: {error}"[:1000]})
             signal.setitimer(signal.ITIMER_REAL, 0)
             send(replies, reply)
@@ -159,7 +159,7 @@ def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = N
 
 
 class ChildProcess:
-    """One child at a time, whose module calls ``serve``. Thread-safe: one request at a time."""
+    """The parent's side: keeps one child, whose module calls ``serve``, and asks it one request at a time (locked)."""
 
     def __init__(
         self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
@@ -175,13 +175,13 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, when one runs."""
+        """The process id of the running child, or None."""
         return None if self._child is None else self._child.pid
 
     def start(self, wait: bool = False) -> None:
-        """Start the child, if none runs. ``wait``: return when the child is ready; else return while it imports.
+        """Start a child if none runs; with ``wait``, return only when it is ready.
 
-        Raises ChildUnusable when ``wait`` is set and the child does not start.
+        Raises ChildUnusable if ``wait`` is set and the child does not start.
         """
         with self._lock:
             self._launch()
@@ -191,8 +191,8 @@ class ChildProcess:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and return the answer.
 
-        Raises ChildLimit after ``timeout_s`` and when the child is out of memory, and ChildDied; the child's successor
-        starts at once, so the next request works. Raises ChildUnusable when no child starts.
+        Raises ChildLimit after ``timeout_s`` or when the child is out of memory, and ChildDied; a new child is started
+        at once, so the next request works. Raises ChildUnusable if no child starts.
         """
         with self._lock:
             self._launch()
@@ -211,12 +211,12 @@ class ChildProcess:
                 raise ChildDied(f"its process died: {ending}") from None
 
     def judge(self, request: dict[str, Any]) -> tuple[VerdictStatus, str, str]:
-        """Return (status, answer, detail) of ``verdict``."""
+        """Return (status, answer, detail) of the verdict that the child gives on a request."""
         reply = self.verdict(request)
         return reply["status"], reply["answer"], reply["detail"]
 
     def verdict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what a child that judges replies; where it fails, {status, answer, detail} of a time-out or error."""
+        """Return the fields of the verdict that the child gives; status ``timeout`` or ``error`` if it fails."""
         try:
             reply = self.ask(request)
         except ChildLimit as error:
@@ -226,7 +226,7 @@ class ChildProcess:
         return {"status": "error", "answer": "", "detail": reply["raised"]} if "raised" in reply else reply
 
     def close(self) -> None:
-        """End the child. The next request starts another."""
+        """End the child; a later request starts a new one."""
         with self._lock:
             self._stop()
 
@@ -255,7 +255,7 @@ class ChildProcess:
         self._ready = True
 
     def _stop(self) -> str:
-        """End the child. Returns in words how it ended."""
+        """End the child, and return in words how it ended."""
         child, self._child, self._ready, self._buffer = self._child, None, False, b""
         if child is None:
             return "not running"

@@ -1,4 +1,4 @@
-"""The command ``or1-verify``: scores a file of recorded responses. It exits with 2 when its input is wrong."""
+"""The command ``or1-verify``: scores a file of recorded responses. It exits with 2 if its input is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USER_ERRORS = (UserError, FileExistsError, IsADirectoryError, NotADirectoryErro
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, by default those of the process. Returns the exit status."""
+    """Run the command with ``arguments`` (by default those of the process), and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         config = read_config(options.config).model_copy(update={"workers": options.workers})
@@ -77,7 +77,7 @@ def _explain(row: RecordedRow, verdict: Verdict) -> None:
 
 
 def _table(tally: Mapping[str, Counter[str]]) -> str:
-    """Return the counts by source as text: names to the left, figures to the right."""
+    """Return the table of counts and accuracy by source, as text."""
     statuses = [status for status in get_args(VerdictStatus) if any(counts[status] for counts in tally.values())]
     rows = [("source", "rows", "accuracy", *statuses)]
     total: Counter[str] = sum(tally.values(), Counter())

@@ -1,7 +1,7 @@
-"""The settings of the verifiers: section ``verify`` of a configuration of the trainer, and the file of ``--config``.
+"""The verifiers' configuration: the section ``verify`` of the trainer's configuration, or of a file (``--config``).
 
-The docstring of a key is its documentation: what it is, then ``Unit:`` where the name does not end in the unit, then
-``Recipe:``, what the report (arXiv 2505.22312) or its released code says, where it says something.
+The docstring of a key is its documentation: its meaning, then ``Unit:`` unless the name ends in the unit, then
+``Recipe:`` with what the report (arXiv 2505.22312) or its released code says.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class _Section(BaseModel):
 
 
 class MathConfig(_Section):
-    """What the math verifier counts as right."""
+    """Which answers the math verifier counts as right."""
 
     judge: Literal["own", "math_verify"] = "own"
     """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which can
-    also reward truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code;
-    the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
+    also reward truncated responses and responses that never close their reasoning. Recipe: math_verify in the released
+    code; the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
     without_box: Literal["claimed", "refuse"] = "claimed"
-    """With the judge own, what a response without a box earns. claimed: its last sentence may claim one value, by a
-    phrase such as "the answer is". refuse: nothing. Recipe: Math-Verify's extraction in the released code, which takes
-    the last number of a hedge, too (``judge: math_verify``)."""
+    """With the judge own: how a response without a box is read. claimed: its last sentence may claim one value, by a
+    phrase such as "the answer is". refuse: it has no answer. Recipe: Math-Verify's extraction in the released code,
+    which also takes the last number of a hedge (``judge: math_verify``)."""
     rounding: bool = False
-    """With the judge own, an exact answer is right where it rounds to the digits that a decimal gold shows: 600/7 for
-    85.71, but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: not there."""
+    """With the judge own: count an exact answer as right if it rounds to the digits of a decimal gold: 600/7 for 85.71,
+    but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: no such rule."""
 
     @model_validator(mode="after")
     def _rounds_by_our_rules_only(self) -> Self:
@@ -54,43 +54,43 @@ class MathConfig(_Section):
 
 
 class VerifyConfig(_Section):
-    """The verifiers, and the limits of untrusted programs."""
+    """Settings of the verifiers, and limits of the untrusted programs that they run."""
 
     math: MathConfig = Field(default_factory=MathConfig)
-    """What the math verifier counts as right."""
+    """Which answers the math verifier counts as right."""
     workers: PositiveInt = 1
-    """Verifier workers. Unit: processes."""
+    """Number of verifier workers. Unit: processes."""
     timeout_s: PositiveFloat = 5.0
-    """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced. Code: CPU time of
-    each test, unless its row has ``limits.time_s``."""
+    """Time limit of one verdict of a math or custom verifier, whose process is killed and replaced after it. For code:
+    CPU time limit of each test, unless its problem has ``limits.time_s``."""
     max_error_fraction: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """A step in which a larger share of the verdicts is ``error`` stops the run (of ``timeout``: more than half). Unit:
-    share."""
+    """The run stops if a larger share of a step's verdicts has the status ``error`` (or more than half ``timeout``).
+    Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Verifiers of your own by ability, without regard to case: package.module:name or path/to/file.py:name."""
+    """Your own verifiers by ability (in any case): package.module:name or path/to/file.py:name."""
     right_reward: float = 1.0
-    """A response counts as right in pass rates, filters and reports from this reward of a verifier of your own. Unit:
-    reward."""
+    """Lowest reward of a verifier of your own with which a response counts as right in pass rates, filters and reports.
+    Unit: reward."""
     lowest_reward: float = 0.0
-    """The lowest reward of a verifier of your own, such as -1; one below it is an error. Responses that are cut off,
-    late or that the verifier fails on get it, so that none of them is better off than a wrong one. Unit: reward."""
+    """Lowest reward that a verifier of your own may give, such as -1; a lower one is an error. Responses that are cut
+    off, late, or that the verifier fails on get this reward, so that none gets more than a wrong one. Unit: reward."""
     early_stop: bool = True
-    """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
+    """Stop at a submission's first failed test. False: run all tests; the verdict then has the result of each."""
     budget_s: PositiveFloat = 120.0
-    """Wall time of all tests of one submission together."""
+    """Wall time limit of all tests of one submission together."""
     checker_headers: Path | None = None
-    """A folder that holds testlib.h, for C++ checkers that include it."""
+    """Folder with testlib.h, for C++ checkers that include it."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
-    """Confinement of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak:
-    neither, and files of this machine can be read: only for a machine that holds nothing of value."""
+    """Confinement of untrusted programs. auto: bubblewrap if the machine grants namespaces, else Landlock; weak:
+    neither, so that programs can read this machine's files: only for machines that hold nothing of value."""
     memory_bytes: PositiveInt = 4 << 30
-    """Memory of one untrusted program, unless its row has ``limits.memory_bytes``; at most node_memory_bytes. Recipe:
-    50 GB per test process in the paper (docs/recipe.md, section 8)."""
+    """Memory limit of one untrusted program, unless its problem has ``limits.memory_bytes``; at most node_memory_bytes.
+    Recipe: 50 GB per test process in the paper (docs/recipe.md, section 8)."""
     node_memory_bytes: PositiveInt | None = None
-    """Memory of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get
-    the worker's share of it. Unset: half of the node's memory."""
+    """Memory limit of all untrusted programs on one node together; without cgroups, it is divided equally among the
+    workers. Unset: half of the node's memory."""
     processes: PositiveInt = 64
-    """Processes and threads of one untrusted program. Unit: processes."""
+    """Largest number of processes and threads of one untrusted program. Unit: processes."""
 
     @field_validator("custom")
     @classmethod
@@ -99,9 +99,9 @@ class VerifyConfig(_Section):
 
 
 def read_config(path: Path | None) -> VerifyConfig:
-    """Return the section ``verify`` of a YAML file; the defaults where there is no file, or no section in it.
+    """Return the section ``verify`` of a YAML file; the defaults without a file or without the section.
 
-    Raises UserError for a file that cannot be read, one with a ``base``, and wrong keys or values, all named.
+    Raises UserError if the file cannot be read, has a ``base``, or has wrong keys or values, which are all named.
     """
     if path is None:
         return VerifyConfig()

@@ -1,10 +1,10 @@
-"""A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
+"""Runs a user's own verifier or reward function (``verify.custom``) in a child process, since it may never return.
 
 ``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``, which names a class (made
 without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, or a function of
-(problem, response, truncated), or one of verl's form (docs/custom_verifiers.md). It returns a reward: a number, a
-mapping with it as ``score`` or ``reward``, or a Verdict. Truncated responses are refused before the verifier is asked,
-as everywhere (RECIPE section 3).
+(problem, response, truncated), or a function of verl's form (docs/custom_verifiers.md). It returns a reward: a number,
+a mapping with the number as ``score`` or ``reward``, or a Verdict. Truncated responses get the lowest reward without
+a call of the verifier (docs/recipe.md, section 3).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from or1_verify.types import Problem, Verdict, Verifier
 
 
 class VerifierBroken(UserError, ValueError):
-    """A user's verifier cannot be used; the message names it and says why."""
+    """A user's own verifier cannot be used; the message names it and says why."""
 
 
 class CustomVerifier(Verifier):
-    """``types.Verifier`` over a child process, which has ``config.timeout_s`` for each verdict.
+    """A ``types.Verifier`` that asks the user's own in a child process, which has ``config.timeout_s`` per verdict.
 
-    Raises VerifierBroken at construction when the verifier of ``ability`` cannot be loaded.
+    Raises VerifierBroken at construction if the user's verifier of ``ability`` cannot be loaded.
     """
 
     def __init__(self, ability: str, config: VerifyConfig) -> None:
@@ -41,7 +41,7 @@ class CustomVerifier(Verifier):
             raise VerifierBroken(f"{self._name}: cannot be loaded: {error}") from None
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError with the verifier's objection, if it has one."""
+        """Raise ValueError if the user's verifier objects to the problem's ground truth."""
         try:
             reply = self._child.ask({"operation": "check", "problem": dataclasses.asdict(problem)})
         except (ChildLimit, ChildDied, ChildUnusable) as error:
@@ -50,7 +50,7 @@ class CustomVerifier(Verifier):
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the user's verdict; ``timeout`` when it is late, ``error`` when the verifier raises or dies."""
+        """Return the user's verdict; status ``timeout`` if it is late, ``error`` if the user's code raises or dies."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(self._lowest, "truncated", "", "cut off at the response-length limit", 0.0)
@@ -65,5 +65,5 @@ class CustomVerifier(Verifier):
         return Verdict(**fields, wall_s=time.perf_counter() - started_s)
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process."""
         self._child.close()

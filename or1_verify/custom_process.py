@@ -1,7 +1,7 @@
-"""The child process that holds a user's verifier for ``verify.custom``. Only ``by_path`` is imported elsewhere.
+"""The child process that loads and calls a user's own verifier (``verify.custom``); also finds objects by path.
 
-The process's arguments: the verifier's name, and the configuration's ``right_reward`` and ``lowest_reward``.
-``{"operation": "check" | "verify", "problem", "response"}`` is answered by a verdict's fields.
+Its arguments: the verifier's path, and the configuration's ``right_reward`` and ``lowest_reward``. It answers a request
+``{"operation": "check" | "verify", "problem", "response"}`` by a verdict's fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPECTED = (
 
 
 def by_path(path: str) -> Any:
-    """Return the object that ``path`` names. Raises ValueError, or what its module raises."""
+    """Return the object at ``package.module:name`` or ``path/to/file.py:name``. Raises what its module raises."""
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ValueError("expected package.module:name or path/to/file.py:name")
@@ -41,7 +41,7 @@ def by_path(path: str) -> Any:
 
 
 def load(path: str) -> Any:
-    """Return the object with ``verify``, or the function, that ``path`` names. Raises ValueError."""
+    """Return the user's verifier at ``path``: an object with ``verify`` or a function. Raises ValueError."""
     verifier = by_path(path)
     if isinstance(verifier, type):
         verifier = verifier()
@@ -51,7 +51,7 @@ def load(path: str) -> Any:
 
 
 def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:
-    """Return a function of (problem, response) that calls ``verify`` by its signature. Raises ValueError."""
+    """Return a function of (problem, response) that calls ``verify`` with the arguments that its signature names."""
     parameters = inspect.signature(verify).parameters
     names = [name.strip("_") for name in parameters]
     of_any_name = [item.kind for item in parameters.values() if item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
@@ -67,7 +67,7 @@ def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:
 
 
 def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
-    """Return verl's keywords. A single answer is given itself, as verl's data sets have it, not as a list."""
+    """Return the keyword arguments of verl's reward functions. A list of one answer is given as the answer itself."""
     try:
         golds = json.loads(problem.ground_truth)
     except ValueError:
@@ -82,10 +82,10 @@ def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
 
 
 def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, Any]:
-    """Return a verdict's fields. Raises TypeError or ValueError for anything that is none.
+    """Return the fields of the verdict that a user's verifier returned. Raises TypeError or ValueError if unusable.
 
-    ``result``: a Verdict, or a number of any kind (a bool, NumPy's), or a mapping with one as ``score`` or ``reward``.
-    ``right``: the reward from which a response counts as right; ``lowest``: the lowest that is allowed.
+    ``result``: a Verdict, a number (also a bool or NumPy's), or a mapping with a number as ``score`` or ``reward``.
+    ``right``: lowest reward of a response that counts as right; ``lowest``: lowest reward that is allowed.
     """
     reward, told = result, {}
     if isinstance(result, Mapping):

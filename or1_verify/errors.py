@@ -1,4 +1,4 @@
-"""The base of all exceptions, here and in the trainer."""
+"""The base classes of all exceptions of or1_verify and the trainer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class Or1Error(Exception):
 
 
 class UserError(Or1Error):
-    """An error whose message says all that the user needs: the input is bad, or something outside the code failed.
+    """An error that its message explains to the user: bad input, or a failure outside the code.
 
-    A command prints the message without a traceback and exits with status 2. After a PartLost the trainer exits with
-    PART_LOST instead.
+    A command prints the message without a traceback and exits with status 2 (the trainer after a PartLost: with
+    PART_LOST).
     """

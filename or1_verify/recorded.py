@@ -1,4 +1,4 @@
-"""Recorded responses for ``or1-verify``: a file of rows in, and the same rows with their verdicts out."""
+"""Judges a file of recorded responses for ``or1-verify``, and writes its rows with their verdicts to another file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _TRIED = 20
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none.
+    """One row of the input: a JSON object, or ``{"not_json": ...}`` for a line that is not one.
 
-    It has what a verifier needs of it, or ``error``, which says why it cannot be judged.
+    It has either ``attempt``, which a verifier can judge, or ``error``, which says why it cannot be judged.
     """
 
     row: Mapping[str, Any]
@@ -49,13 +49,13 @@ def verify_file(
 ) -> Mapping[str, Counter[str]]:
     """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; return counts by source and status.
 
-    All rows are checked before the first verdict. Rows that cannot be used are refused, or get the status ``error``
-    when ``unusable`` is drop. If ``out`` holds the first verdicts of the same rows, it is resumed. Verdicts are written
-    in the order of the rows, as soon as the earlier ones are; ``config.workers`` are made at once. ``report`` gets the
-    new ones.
+    All rows are checked before the first verdict. Rows that cannot be used are refused, or with ``unusable`` drop get
+    the status ``error``. If ``out`` already holds verdicts on the first rows, the others are added. Verdicts are
+    written in the order of the rows; ``config.workers`` rows are judged at once. ``report`` is called with each new
+    verdict.
 
     Raises:
-        DataError: unusable rows, no rows, or an ``out`` that is the input, of another file, or in no folder.
+        DataError: rows are unusable or missing, or ``out`` is the input, belongs to other rows, or has no folder.
     """
     if path.exists() and out.exists() and out.samefile(path):
         raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")
@@ -90,9 +90,9 @@ def verify_file(
 def try_verifier(
     path: Path, verifier: str, config: VerifyConfig, report: Callable[[RecordedRow, Verdict], None]
 ) -> None:
-    """Judge the first rows of ``path``, of whatever ability, by the user's ``verifier``; write nothing.
+    """Judge the first 20 rows of ``path``, of any ability, by the user's own ``verifier``, and write no file.
 
-    Raises DataError where there are none that can be judged, VerifierBroken when the verifier cannot be loaded.
+    Raises DataError if no row can be judged, VerifierBroken if the verifier cannot be loaded.
     """
     rows = list(islice(read_recorded(path, None), _TRIED))
     abilities = {row.attempt[0].ability for row in rows if row.attempt}
@@ -105,10 +105,10 @@ def try_verifier(
 
 
 def read_recorded(path: Path, known: Collection[str] | None) -> Iterator[RecordedRow]:
-    """Yield the rows of a .jsonl or .parquet file. Raises DataError when the file cannot be read.
+    """Yield the rows of a .jsonl or .parquet file of responses. Raises DataError if the file cannot be read.
 
     Args:
-        known: abilities that can be verified; None: any.
+        known: abilities that can be verified; None: all.
     """
     for origin, raw in _rows(path):
         try:
@@ -155,7 +155,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _KeepGoing(VerifierThreads):
-    """Gives every row a verdict, whatever its verifier raises, so that one row never ends the rest."""
+    """Verifier threads that give a row the status ``error`` if its verifier raises, so that other rows go on."""
 
     def start_row(self, row: RecordedRow) -> Future[Verdict]:
         if row.attempt:
@@ -172,7 +172,7 @@ class _KeepGoing(VerifierThreads):
 
 
 def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[RecordedRow]:
-    """Replace the responses whose ground truth cannot be used; each ground truth is checked once."""
+    """Return the rows, with an error in place of each response whose ground truth cannot be used."""
     faults: dict[tuple[str, str], RowError | None] = {}
     checked: list[RecordedRow] = []
     with threads.borrowed() as verifiers:
@@ -193,7 +193,7 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
 
 
 def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the verdicts that ``out`` already holds; a torn last line is cut off. Raises DataError."""
+    """Return the judged rows in ``out``, and cut off a torn last line. Raises DataError if they do not fit ``rows``."""
     if not out.exists():
         return []
     content = out.read_bytes()
@@ -218,7 +218,7 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
-    """Return a row as one line. What JSON does not have (a date or bytes of a Parquet file) is written as text."""
+    """Return a row as one line of JSON; values that JSON lacks (dates or bytes of a Parquet file) become text."""
     return json.dumps(row, default=str)
 
 

@@ -1,13 +1,13 @@
-"""``or1_verify`` as the reward function of other trainers, by the signatures with which they call one.
+"""Reward functions for other trainers (TRL, verl, slime, prime-rl), with the signatures that these expect.
 
     TRL        GRPOTrainer(reward_funcs=or1_verify.rewards.trl, ...)
     verl       custom_reward_function.path=.../or1_verify/rewards.py custom_reward_function.name=verl
     slime      --custom-rm-path or1_verify.rewards.slime
     prime-rl   verifiers.Rubric(funcs=[or1_verify.rewards.rubric])
 
-A ground truth is an answer, a list of accepted ones, or an object of tests: that is code, all else math. Verifiers live
-as long as the process; OR1_VERIFY_CONFIG names a file with their section ``verify``. Only slime tells which tag the
-prompt has opened, and what was cut off.
+A ground truth is an answer or a list of accepted answers (math), or an object of tests (code). Verifiers live as long
+as the process; OR1_VERIFY_CONFIG names a file with the section ``verify``. Only slime says which reasoning tag the
+prompt has opened, and which responses were cut off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRUTHS = ("ground_truth", "answer", "solution")
 
 
 def trl(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return a reward for each completion, text or messages; the data has one of the columns _TRUTHS."""
+    """Return TRL's rewards: one for each completion (text or messages). The data must have one column of _TRUTHS."""
     truths = next((columns[name] for name in _TRUTHS if columns.get(name) is not None), None)
     if truths is None:
         raise ValueError(f"the data has the columns {sorted(columns)}; expected one of: {', '.join(_TRUTHS)}")
@@ -46,7 +46,7 @@ def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 
 
 async def slime(args: Any, sample: Any, **_: Any) -> Any:
-    """Return the reward of a Sample, or with ``--group-rm`` those of a list. Each has its ground truth as label."""
+    """Return slime's reward of a Sample, or the rewards of a list (``--group-rm``). ``label`` is the ground truth."""
     if isinstance(sample, list):
         return await asyncio.gather(*(slime(args, one) for one in sample))
     opened = left_open(sample.prompt) if isinstance(sample.prompt, str) else ""
@@ -59,7 +59,7 @@ async def rubric(completion: Any, answer: Any, **_: Any) -> float:
 
 
 def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Verdict]:
-    """Judge text, or the last of messages, in the background. Raises ValueError for an unusable ground truth."""
+    """Start to judge a completion: text, or the last of its messages. Raises ValueError if ``truth`` is unusable."""
     try:
         decoded = json.loads(truth) if isinstance(truth, str) else truth
     except ValueError:
@@ -77,7 +77,7 @@ def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Ver
 
 @cache
 def _threads(ability: str, pid: int) -> VerifierThreads:
-    """Return this process's verifiers: a fork's are its own."""
+    """Return this process's verifier threads for an ability (``pid``: a forked process needs its own)."""
     config = read_config(Path(path) if (path := os.environ.get("OR1_VERIFY_CONFIG")) else None)
     threads = VerifierThreads(partial(build_verifiers, config, {ability}), config.workers)
     atexit.register(threads.close)

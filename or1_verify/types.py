@@ -1,4 +1,4 @@
-"""The records of verifying: a problem, the verdict on a response to it, and the protocol of what judges."""
+"""The verifiers' records (problem, message, verdict) and the protocol ``Verifier`` that every verifier has."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
-"""How a verdict came about: pass rates count ``right``. ``unreadable``: no gold can be read, and the answer is another
-text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
+"""Outcome of a verdict; pass rates count ``right``. ``unreadable``: no gold answer can be parsed, and the answer's text
+differs. ``timeout`` and ``error``: the verifier failed on the response, which does not count as a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a problem set, with the fields of Skywork-OR1-RL-Data (docs/schemas.md).
+    """One problem of a problem set, with the fields of Skywork-OR1-RL-Data (docs/schemas.md).
 
-    ``id`` is stable across files and runs (a hash of source and prompt); ``ground_truth`` is the raw string of the
-    row's ``reward_model``; ``origin`` is ``file:line``, for error messages.
+    ``id`` is stable across files and runs (a hash of source and prompt); ``ground_truth`` is the unparsed string of the
+    data row's ``reward_model``; ``origin`` is ``file:line``, for error messages.
     """
 
     id: str
@@ -37,26 +37,26 @@ class Problem:
 
 
 def problem_of(fields: Mapping[str, Any]) -> Problem:
-    """Return the problem whose fields ``dataclasses.asdict`` gave."""
+    """Return the problem with the given fields, as ``dataclasses.asdict`` makes them of a problem."""
     return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verifier's judgement of one response: its reward, why, and how long it took.
+    """A verifier's judgement of one response: reward, status, extracted answer, explanation, and time taken.
 
-    Our verifiers give 1 for ``right`` and else 0; one of a user's own gives any number (``verify.right_reward``)."""
+    Our verifiers give reward 1 for ``right``, else 0; a user's own may give any number (``verify.right_reward``)."""
 
     reward: float
     status: VerdictStatus
     answer: str
-    """The final answer as extracted from the response; empty when there is none."""
+    """The final answer extracted from the response; empty if there is none."""
     detail: str
     wall_s: float
 
 
 Attempt = tuple[Problem, str, bool]
-"""(problem, response text, truncated): all that a verifier needs of a response."""
+"""(problem, response text, whether the response was truncated): all that a verifier needs to judge."""
 
 
 @runtime_checkable
@@ -64,14 +64,14 @@ class Verifier(Protocol):
     """Judges responses to problems of one ability ("math", "code")."""
 
     def start(self) -> None:
-        """Start what verdicts need, in the background. Without this call the first verdicts start it."""
+        """Start the processes that verdicts need, in the background; otherwise the first verdict starts them."""
         return
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""
+        """Raise ValueError, with what was expected, if the problem's ground truth cannot be used."""
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict. Nothing in the response makes it raise."""
+        """Return the verdict on a response. No response makes this method raise."""
 
     def close(self) -> None:
         """Stop the processes that the verifier has started."""

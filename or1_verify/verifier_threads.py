@@ -1,4 +1,4 @@
-"""Verifiers on several threads: one verifier does one thing at a time."""
+"""Threads that judge several responses at once in this process, each with verifiers of its own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from or1_verify.types import Problem, Verdict, Verifier
 from or1_verify.verifiers import build_verifiers
 
 _MOST_WAITING: Final = 512
-"""Verdicts that are waited for at once: bounds the responses held in memory."""
+"""Most verdicts that are waited for at once, which bounds the responses held in memory."""
 
 
 class VerifierThreads:
-    """``workers`` threads that judge, with as many sets of verifiers by ability, each made when it is first needed."""
+    """Judges responses on ``workers`` threads, with as many sets of verifiers, each made by ``make`` when needed."""
 
     def __init__(self, make: Callable[[], Mapping[str, Verifier]], workers: int) -> None:
         self._make = make
-        # The set used last is taken first, so that no more sets are made than are in use at once.
+        # The set that was used last is taken first, so that no more sets are made than are in use at once.
         self._idle: LifoQueue[Mapping[str, Verifier] | None] = LifoQueue()
         self._all: list[Verifier] = []
         for _ in range(workers):
@@ -31,7 +31,7 @@ class VerifierThreads:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
 
     def start(self) -> None:
-        """Make all verifiers and begin to start their processes, instead of at the first verdicts; does not wait.
+        """Make all verifiers now and begin to start their processes, without waiting for them.
 
         Raises what ``make`` raises.
         """
@@ -41,11 +41,11 @@ class VerifierThreads:
                     verifier.start()
 
     def verdict(self, problem: Problem, response: str, truncated: bool = False) -> Future[Verdict]:
-        """Judge a response on one of the threads."""
+        """Judge a response on one of the threads; return the verdict's future."""
         return self._threads.submit(self.verify, problem, response, truncated)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Judge a response on the calling thread."""
+        """Judge a response on the calling thread; return the verdict."""
         with self.borrowed() as verifiers:
             return verifiers[problem.ability].verify(problem, response, truncated)
 
@@ -56,7 +56,7 @@ class VerifierThreads:
 
     @contextmanager
     def borrowed(self) -> Iterator[Mapping[str, Verifier]]:
-        """Lend a set of verifiers, by ability, that nobody else uses meanwhile."""
+        """Give the caller a set of verifiers, by ability, that no other thread uses within the ``with`` block."""
         verifiers = self._idle.get()
         try:
             if verifiers is None:
@@ -68,16 +68,16 @@ class VerifierThreads:
 
 
 def one_by_one(config: VerifyConfig, abilities: Iterable[str]) -> VerifierThreads:
-    """Return verifiers that have begun to start, for one verdict at a time. Raises what ``build_verifiers`` raises."""
+    """Return one verifier thread, whose processes begin to start. Raises what ``build_verifiers`` raises."""
     verifiers = VerifierThreads(partial(build_verifiers, config, abilities), 1)
     verifiers.start()
     return verifiers
 
 
 def judged[T](items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:
-    """Yield items with their verdicts, in order; more items are read while verdicts are made.
+    """Yield (item, its verdict) in order; ``judge`` starts verdicts on later items in the meantime.
 
-    When ``items`` raises, the items before are judged first.
+    If ``items`` raises, the verdicts on all earlier items are yielded before the exception.
     """
     waiting: deque[tuple[T, Future[Verdict]]] = deque()
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""Says which verifier judges which ability."""
+"""Makes the verifier of each ability: math, code, or a user's own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ABILITIES = frozenset(_MAKERS)
 
 
 def known_abilities(config: VerifyConfig) -> frozenset[str]:
-    """Return the abilities that can be verified: our own and those of configured verifiers."""
+    """Return the abilities that can be verified: math, code, and those of the user's own verifiers."""
     return ABILITIES | config.custom.keys()
 
 
 def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str, Verifier]:
-    """Return a verifier for each ability; a configured one (``verify.custom``) takes precedence over ours.
+    """Return a verifier for each ability; a user's own (``verify.custom``) takes precedence over ours.
 
-    Raises ValueError for an ability without a verifier, VerifierBroken for a configured one that cannot be loaded, and
-    SandboxUnavailable for "code" on a machine that cannot run sandboxes. Math needs no sandbox.
+    Raises ValueError if an ability has no verifier, VerifierBroken if a user's own verifier cannot be loaded, and
+    SandboxUnavailable for "code" if no sandbox works on this machine. Math needs no sandbox.
     """
     wanted = sorted(set(abilities))
     known = known_abilities(config)

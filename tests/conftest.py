@@ -52,7 +52,7 @@ def _left_behind() -> list[psutil.Process]:
 
 
 def _described(process: psutil.Process) -> str:
-    """Return its id, state, the test that started it or an ancestor of it, and its command line."""
+    """Return a process's id, state, the test that started it (or its ancestor), and its command line."""
     try:
         test = process.environ().get("PYTEST_CURRENT_TEST", "no test")
         return f"{process.pid} [{process.status()}] {test}: {' '.join(process.cmdline())[:200]}"
@@ -65,9 +65,9 @@ _report = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if a process that a test started is still there after all fixtures are torn down.
+    """Fail the session if a process that a test started still lives after all fixtures are torn down.
 
-    The workers of pytest-xdist leave it to the process that started them, which looks when they have ended.
+    With pytest-xdist, the process that started the workers checks this after they have ended.
     """
     if hasattr(session.config, "workerinput"):
         return
@@ -80,6 +80,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print them after the summary of the tests, since nothing else may be wrong."""
+    """Print the processes left behind after the summary of the tests, since no test may have failed."""
     if lines := config.stash.get(_report, []):
         print("\nfailed: processes left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)

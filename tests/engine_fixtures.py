@@ -34,13 +34,13 @@ MAX_MODEL_TOKENS = 128
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A folder that engines can load; ``oracle`` is transformers' fp32 model with the same weights."""
+    """A tiny model: ``folder`` is an HF folder for engines, ``oracle`` transformers' fp32 model of the same weights."""
 
     folder: Path
     oracle: Any
 
     def log_probs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> np.ndarray:
-        """Return the oracle's log-prob of each response token, with the temperature applied: [n]."""
+        """Return the oracle's log-prob of each response token, [n], with the temperature applied."""
         rows = self._distributions(prompt, response, temperature)
         return rows[np.arange(len(response)), response]
 
@@ -90,7 +90,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     oracle = Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if name.endswith("bias"):  # zero at initialisation, which would hide a swap of the three
+            if name.endswith("bias"):  # zero at initialisation, which would hide swapped biases of q, k and v
                 parameter.normal_(std=0.3)
     oracle.save_pretrained(folder)
     return TinyModel(folder, oracle)
@@ -114,7 +114,7 @@ def rollout_config(**changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def engine_pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[Any]:
-    """Two engines with the folder's weights. A test that changes the weights must restore them."""
+    """Yield two engines with the tiny model's weights; a test that changes the weights must restore them."""
     from or1_megatron.rollout.engine_pool import EnginePool
 
     pool = EnginePool(rollout_config(), tiny_model.folder, "float32", MAX_MODEL_TOKENS, RUN_ID, on_cpu=True)
@@ -164,7 +164,7 @@ def decode(handle: Any, requests: list[Any]) -> list[Any]:
 
 
 def answer(request: Any, engine: int, *versions: int) -> Any:
-    """A response of a token of each of these versions of the weights, which is its id; without any: of version 0."""
+    """Return a completion with a token per weights version in ``versions`` (default: 0), whose id is the version."""
     from or1_megatron.types import Completion, VersionSpan
 
     ids = np.array(versions or [0], np.int32)

@@ -1,7 +1,7 @@
-"""``pytest --fast`` (``make test-fast``): skips each test at the point where it starts a process.
+"""Implements ``pytest --fast`` (``make test-fast``), which skips each test at the point where it starts a process.
 
-No test is marked for it: a test that starts nothing belongs to the fast run. Engines, Ray, trainer ranks, sandboxes and
-the verifiers' own processes all count. If a session fixture starts one, every test that needs the fixture is skipped.
+Tests need no mark for it. Engines, Ray, trainer ranks, sandboxes and verifiers' processes all count as processes. If a
+session fixture starts a process, every test that needs the fixture is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _skip(event: str, _arguments: tuple[Any, ...]) -> None:
 
 
 def _importing() -> bool:
-    """Whether a module is being imported: some libraries run ``uname`` then, which no test should be skipped for."""
+    """Whether a module is being imported, since some libraries run ``uname`` then, for which no test is skipped."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""Hosts pretended by namespaces of this machine: each has its own network, processes, name and shared memory.
+"""Simulates several hosts by Linux namespaces: each has its own network, processes, host name and shared memory.
 
-They share the file system, as nodes share their storage. Needs root, Linux's network namespaces and ``ip``.
+The hosts share the file system, as nodes share their storage. Needs root, network namespaces and ``ip``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ip(*words: str) -> None:
 
 
 class Hosts:
-    """``count`` hosts on one switch, at 10.77.0.1 and so on; skips the test where that is not possible."""
+    """``count`` simulated hosts on one switch, at 10.77.0.1, 10.77.0.2, ...; skips the test if that is not possible."""
 
     def __init__(self, count: int) -> None:
         self._names = [f"or1-{os.getpid()}-{index}" for index in range(count)]
@@ -53,7 +53,7 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._started:
-            process.kill()  # the first process of a host's namespace dies with it, and so do all
+            process.kill()  # the first process of a host's namespace dies with it, and so do all others in there
             process.wait()
         self._remove()
 
@@ -63,7 +63,7 @@ class Hosts:
     def start(
         self, index: int, command: Sequence[str], environment: Mapping[str, str], output: IO[str]
     ) -> subprocess.Popen[str]:
-        """Run a command on a host; when it ends, so does all that it has started."""
+        """Start a command on a host; when it ends, all processes that it has started end."""
         enter = ["nsenter", f"--net=/run/netns/{self._names[index]}"]
         enter += ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
         enter += ["bash", "-c", ENTER, "host", f"node{index}", str(self._folder / "hosts")]
@@ -81,7 +81,7 @@ class Hosts:
         return process
 
     def cut(self) -> None:
-        """Drop all packets between the hosts; their own interfaces stay up."""
+        """Drop all packets between the hosts; the hosts' own interfaces stay up."""
         ip("-n", self._switch, "link", "set", "switch", "down")
 
     def join(self) -> None:

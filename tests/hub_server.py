@@ -1,4 +1,4 @@
-"""A server that speaks as much of the Hugging Face hub's protocol as loading a dataset asks of it."""
+"""A local server with the part of the Hugging Face hub's protocol that loading a dataset needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 Repositories = Mapping[str, Mapping[str, bytes]]
-"""owner/name to path to content."""
+"""Content of each file, by "owner/name" of the repository and by path."""
 
 
 @contextmanager
 def serving_hub(repositories: Repositories) -> Iterator[str]:
-    """The URL for HF_ENDPOINT."""
+    """Serve the repositories within the ``with`` block, and give the server's URL, for HF_ENDPOINT."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,7 +88,7 @@ def serving_hub(repositories: Repositories) -> Iterator[str]:
 
 
 def _entries(files: Mapping[str, bytes], folder: str, recursive: bool = False) -> list[dict[str, Any]]:
-    """What a folder holds, as the hub lists it."""
+    """Return the entries of a folder, in the form in which the hub lists them."""
     prefix = f"{folder}/" if folder else ""
     entries: dict[str, dict[str, Any]] = {}
     for path, content in files.items():

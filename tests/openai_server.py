@@ -1,4 +1,4 @@
-"""A server that speaks as much of OpenAI's protocol as is asked of it, with whatever a function answers."""
+"""A local server with a small part of OpenAI's protocol, whose answers a function gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""(HTTP status, body: bytes as they are, of an iterator one after another, anything else as JSON)."""
+"""(HTTP status, body). The body is bytes, an iterator of bytes sent one after another, or a value sent as JSON."""
 
 
 def completion(text: Any, finish_reason: str = "stop", **more: Any) -> Reply:
@@ -21,9 +21,9 @@ def completion(text: Any, finish_reason: str = "stop", **more: Any) -> Reply:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
-    """The server's URL, up to /v1; ``answer`` gets each request's body, on a thread of its own.
+    """Run the server within the ``with`` block, and give its URL, up to /v1; its only model is ``solver``.
 
-    Its one model is ``solver``.
+    ``answer`` gets the body of each request, on a thread of its own, and returns the reply.
     """
 
     class Handler(BaseHTTPRequestHandler):

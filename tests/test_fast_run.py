@@ -1,6 +1,6 @@
-"""``pytest --fast`` on a file of small tests, in a session of its own.
+"""Tests ``pytest --fast`` on a file of small tests, in a pytest session of its own.
 
-Not proven: that the skip reaches the test when the process is started on another thread.
+Not proven: that a test is skipped if it starts a process on another thread.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def test_what_starts_a_process_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_skipped_test_ends_without_an_error() -> None:
-    """In the files with processes, and fixtures that clean up after them: what a skipped test never made is not there.
+    """A fixture's clean-up does not fail if the test was skipped before it made what is cleaned up.
 
-    The session of its own looks for processes that it has left behind itself, not for those of this one.
+    The inner pytest session looks for processes that it has left behind itself, not for those of this session.
     """
     root = Path(__file__).parents[1]
     texts = {file: file.read_text() for file in root.glob("tests/*/test_*.py")}

@@ -1,4 +1,4 @@
-"""Who may import what: the contracts of pyproject.toml, and that the algorithm works without the engines."""
+"""Tests the import contracts of pyproject.toml, and that ``rl`` can be imported without Megatron, vLLM and Ray."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_contracts_hold() -> None:
     ],
 )
 def test_what_breaks_the_list(imports: list[tuple[str, str]], problems: list[str]) -> None:
-    """A graph made by hand; that import-linter reads our sources rightly is its own matter."""
+    """The import graph is made by hand; that import-linter reads sources correctly is not tested."""
     graph = grimp.ImportGraph()
     graph.add_module("house")
     for importer, imported in imports:

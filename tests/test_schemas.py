@@ -1,4 +1,4 @@
-"""The tables of ``schemas``: docs are made from them, files are written by them."""
+"""Tests the tables of ``schemas``, from which docs are generated and by which files are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_docs_are_current() -> None:
 
 
 def test_every_table_row_of_the_docs_has_four_cells() -> None:
-    """A | inside a cell would break the table; counted without the escaped ones."""
+    """A | inside a cell would break the table, so it must be escaped."""
     rows = [line for line in markdown().splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") == 5 for line in rows)
 

@@ -29,7 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
+"""RoPE scaling that keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
 SIGMOID_MIXTURE = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -138,12 +138,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", {**LINEAR_ATTENTION, "rope_theta": THETA}),
     "qwen3_next": ("Qwen3Next", {**LINEAR_ATTENTION, **NEXT}),
 }
-"""Maps a name to transformers' class prefix and the config values besides ``SIZES``."""
+"""Tiny models by name: transformers' class prefix, and the config values beside ``SIZES``."""
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny(name, **changes)`` returns the folder of a tiny random model of ``FAMILIES`` and makes each once."""
+    """Give ``tiny(name, **changes)``, which returns the HF folder of a tiny random model of ``FAMILIES``, made once."""
     made: dict[str, Path] = {}
 
     def get(name: str, **changes: Any) -> Path:
@@ -157,7 +157,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = "5GB", **changes: Any) -> Any:
-    """Write and return a random model of a family (``FAMILIES``), untied unless ``changes`` of its config say so."""
+    """Write and return a random model of ``FAMILIES``; ``changes`` are config values. Embeddings are not tied."""
     import torch
     import transformers
 
@@ -170,7 +170,7 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     for _, bias in biases:
         bias.data = bias.data.float()  # in files of bf16, too
     for at, parameter in (*model.named_parameters(), *biases):
-        # norms away from 1 (or, zero-centred, from 0) and biases away from 0, so that a row in the wrong place shows
+        # norms away from 1 (or, zero-centred, from 0) and biases away from 0, so that a misplaced row of a weight shows
         mean = 1.0 if "norm" in at and ("linear_attn" in at or not hasattr(config, "linear_conv_kernel_dim")) else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.save_pretrained(folder, max_shard_size=file_size)

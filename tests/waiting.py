@@ -1,4 +1,4 @@
-"""How tests wait: for an event, with a deadline that only ends a hang."""
+"""Waits for events in tests, with a deadline that only ends a hang."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 import psutil
 
 PATIENCE_S = 300.0
-"""Longer than any wait here takes on a machine whose cores are busy with other work. pytest's own limit is longer."""
+"""Default deadline: longer than any wait takes on a machine with busy cores, and shorter than pytest's own limit."""
 
 
 def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.02) -> T:
     """Poll until ``condition()`` holds, and return its value.
 
     Raises:
-        AssertionError: it does not hold after ``timeout_s``; the message names ``what`` was waited for.
+        AssertionError: ``condition()`` does not hold after ``timeout_s``; the message names ``what`` was waited for.
     """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -25,7 +25,7 @@ def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATI
 
 
 def lives(pid: int) -> bool:
-    """Return whether the process is there, stopped ones included; one that only waits for its parent's look is not."""
+    """Whether a process lives, running or stopped; a zombie does not count."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, how they are written and loaded, and which stay."""
+"""Checkpoints: saves, loads and checks them (sharded, at any parallel layout), and decides which of them stay."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: finds the newest intact one, deletes old ones, cleans up after killed saves."""
+"""Finds a run's newest intact checkpoint, deletes old checkpoints, and cleans up after killed saves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from or1_megatron.runtime.run_folder import step_name, step_of
 logger = logging.getLogger(__name__)
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""The end of the name of a checkpoint that was set aside because its files are not as they were saved."""
+"""The end of the name of a damaged checkpoint, whose files are not as they were saved."""
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""
+    """Rename a damaged checkpoint, which may be repairable, and return the new path."""
     names = chain([""], (f"_{number}" for number in count(2)))
     paths = (folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}{name}") for name in names)
     return folder.rename(next(path for path in paths if not path.exists()))
@@ -30,7 +30,7 @@ def set_aside(folder: Path) -> Path:
 def put_in_place(aside: Path, folder: Path) -> None:
     """Rename the complete checkpoint ``aside`` to ``folder``.
 
-    A folder that has this name is damaged, since the run did not resume from it, and is set aside.
+    An existing ``folder`` must be damaged, since the run did not resume from it, and is renamed (``set_aside``).
     """
     if folder.exists():
         set_aside(folder)
@@ -39,8 +39,8 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 class CheckpointKeeper:
-    """Finds the checkpoints of a run. Deletes all but the newest ``keep_last``, the best by evaluation (if
-    ``keep_best``), and those of every ``keep_every_steps``-th step (0: no such rule)."""
+    """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay, the best by evaluation if
+    ``keep_best``, and the checkpoint of every ``keep_every_steps``-th step (0: none for this reason)."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class CheckpointKeeper:
         self._intact: Path | None = None  # compared with its manifest by this process
 
     def folder_for(self, step: int) -> Path:
-        """Return the folder of the checkpoint of ``step``. The saver writes elsewhere first and renames."""
+        """Return the folder of the checkpoint of ``step``. The saver writes to another folder and renames it."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[Path]:
@@ -58,18 +58,18 @@ class CheckpointKeeper:
         return [path for path in self._saved() if (path / MANIFEST).is_file()]
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint without comparing its files; None if there is none."""
+        """Return the newest complete checkpoint, without a check of its files; None if there is none."""
         return next(reversed(self.complete()), None)
 
     def newest_intact(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
 
-        Damaged newer checkpoints are renamed, with a warning in the log and on the console. Files are compared only
-        once per process. Only the process that holds the run's lock may call this.
+        Newer, damaged checkpoints are renamed, with a warning in the log and on the console. A process checks the files
+        of a checkpoint only once. Only the process that holds the run's lock may call this.
 
         Raises:
-            CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
-            CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
+            CheckpointDamaged: there are checkpoints, but none is intact. No checkpoint is renamed then.
+            CheckpointUnreadable: the newest undamaged checkpoint cannot be read now, or has another format.
         """
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
@@ -93,7 +93,7 @@ class CheckpointKeeper:
         return None
 
     def best(self) -> Path | None:
-        """Return the checkpoint that ``best`` points to; None if it is not complete."""
+        """Return the checkpoint to which the link ``best`` points; None if there is no complete one."""
         pointer = self.folder / "best"
         if not pointer.is_symlink():
             return None
@@ -101,7 +101,7 @@ class CheckpointKeeper:
         return target if (target / MANIFEST).is_file() else None
 
     def saved(self, step: int, best: bool) -> None:
-        """Record that the checkpoint of ``step`` is complete, and delete those that need not stay."""
+        """Record that the checkpoint of ``step`` is complete, and delete the checkpoints that need not stay."""
         if best:
             self._point_best_at(self.folder_for(step))
         self._prune()
@@ -117,8 +117,8 @@ class CheckpointKeeper:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _saved(self) -> list[Path]:
-        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get such names; if a
-        file is missing, it was damaged since."""
+        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get such names, so a
+        folder that lacks a file is damaged."""
         saved = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
         return sorted(saved, key=lambda path: step_of(path) or 0)
 

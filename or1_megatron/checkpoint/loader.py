@@ -1,8 +1,8 @@
-"""Loads a checkpoint in Megatron's sharded format, at any layout.
+"""Loads a checkpoint in Megatron's sharded format, at any parallel layout.
 
-A folder holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments; ``shard_files``), ``common.pt``
-(how many SGD steps were made), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and
-``manifest.json`` (``manifest``). ``saver`` writes it.
+A checkpoint folder, which ``saver`` writes, holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments;
+``shard_files``), ``common.pt`` (the number of SGD steps), ``loop.json`` (the loop's state), ``random.pt`` (each rank's
+random generators) and ``manifest.json`` (``manifest``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from or1_megatron.runtime.seeds import restore_random_state
 
 
 def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
-    """Restore a checkpoint, which the caller has compared with its manifest, at this run's layout; collective.
+    """Load a checkpoint into the policy, at this run's parallel layout, and return the loop's state. A collective call.
 
-    The random generators are restored if the number of ranks is the same; otherwise they keep their seeds. Returns the
-    loop's state.
+    The caller must have compared the checkpoint with its manifest. The random generators are restored if the number of
+    ranks has not changed; otherwise they keep their seeds.
 
     Raises:
         StateMismatch: the checkpoint is of another model, or its adapters are of another base.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the size and digest of every file. It is written last and checked before a load.
+"""Integrity of checkpoints: a manifest with the size and digest of every file, written last, checked before a load.
 
     {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
 
@@ -24,7 +24,7 @@ _THREADS: Final = 16  # hashing releases the GIL; a shared file system serves ab
 
 
 class CheckpointDamaged(UserError, RuntimeError):
-    """A file of a checkpoint is not as it was saved; the message names the first such file."""
+    """A file of a checkpoint is not as it was saved. The message names the first such file."""
 
 
 class CheckpointUnreadable(UserError, RuntimeError):
@@ -40,7 +40,7 @@ class FileEntry:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Read the file and return its entry."""
+    """Return the file's size and SHA-256 digest."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -58,8 +58,8 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
     """Write the manifest of all files in ``folder``, and flush it and the folder to the disk.
 
     Args:
-        known: entries by name of files that their writers have digested and flushed already. The other files are read
-            and flushed here.
+        known: entries, by name, of files that have been digested and flushed already. All other files are read and
+            flushed here.
     """
     entries = dict(known or {})
     for path in sorted(folder.rglob("*")):
@@ -75,7 +75,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
 
 
 def check_manifest(folder: Path) -> None:
-    """Compare every file with the manifest: first all names and sizes, which is quick.
+    """Compare every file with the manifest: first names and sizes, which is quick, then digests.
 
     Raises:
         CheckpointDamaged: the manifest or a file is missing, cut or altered.

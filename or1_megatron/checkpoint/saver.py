@@ -1,12 +1,12 @@
 """Saves a checkpoint while training continues: copies the state, then writes the copy in the background.
 
 ``save`` blocks the loop only while it copies the state into host buffers, which are kept for the next save. Over all
-ranks together the buffers take 12 bytes per parameter in fp32 and 14 in bf16 (with CUDA, page-locked, up to twice that:
-torch rounds each up to a power of two); data-parallel ranks divide the state that they share. A thread then writes
-the buffers. It talks to other ranks over its own process group, since training uses the other groups meanwhile.
+ranks together the buffers take 12 bytes per parameter in fp32 and 14 in bf16. (With CUDA they are page-locked and take
+up to twice as much, because torch rounds each to a power of two.) Data-parallel ranks divide the state that they share.
+A thread then writes the buffers, with a process group of its own, because training uses the other groups meanwhile.
 
-Every rank writes and syncs its file. Rank 0 adds the files that exist once, the manifest last, syncs them, and renames
-the folder into place. A kill at any moment leaves the earlier checkpoints as they were.
+Every rank writes and syncs one file. Rank 0 adds the files that exist once, with the manifest last, syncs them, and
+renames the folder to its final name. A kill at any moment leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ RANDOM = "random.pt"
 COMMON = "common.pt"  # Megatron's name for the state that is not sharded
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LAST_WAIT_S = 10.0  # for a save that is overdue
-_NO_ROOM_BYTES = 1 << 20  # a write that fails with less than this free has failed for want of room
+_NO_ROOM_BYTES = 1 << 20  # if a write fails with less than this free, the disk counts as full
 
 
 class CheckpointError(AgreedError):
-    """A checkpoint cannot be loaded or written: names the file, what was found and what was expected."""
+    """A checkpoint cannot be written. The message names its folder and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """What one rank has written."""
+    """The file that one rank has written, its slices, and the rank's random state."""
 
     slices: list[WrittenSlice]
     file: str
@@ -66,7 +66,7 @@ class _RankFile:
 
 @dataclass(frozen=True, slots=True)
 class _PendingSave:
-    """One save, as copies that training does not touch."""
+    """The contents of one save, copied so that training does not change them."""
 
     folder: Path
     slices: Sequence[tuple[TensorSlice, Tensor]]
@@ -77,13 +77,13 @@ class _PendingSave:
 
 
 class CheckpointSaver:
-    """Saves one rank's part. Constructed and closed on every rank; only rank 0 learns from ``finish`` of failures.
+    """Saves one rank's part of checkpoints. Every rank makes and closes a saver; only rank 0's reports errors.
 
     Args:
         asynchronous: write in the background; otherwise ``save`` returns when all is on disk, and needs no copy.
         timeout_s: longest time that a save may take once its state is copied.
-        before_complete: called by rank 0's background thread before it completes a checkpoint. The call waits for
-            files that must be on disk then, since a run that resumes from the checkpoint does not write them again.
+        before_complete: rank 0's background thread calls this before it completes a checkpoint, to wait for files of
+            the run that must be on disk, because a run that resumes from the checkpoint does not write them again.
     """
 
     def __init__(
@@ -96,28 +96,27 @@ class CheckpointSaver:
         self.policy, self._mesh, self._before_complete = policy, policy.mesh, before_complete
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
         self.responses = b""
-        """On rank 0: the finished responses that the next checkpoint gets."""
+        """On rank 0, the finished responses that the next checkpoint will contain."""
         timeout = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._mesh.world > 1 else None
         self._written_here: list[LocalShard] | None = None
         self._buffers: list[tuple[TensorSlice, Tensor]] = []
         self._thread: threading.Thread | None = None
         self._overdue = False
-        self._outcome: float | CheckpointError | None = None  # seconds; None when it has been reported
+        self._outcome: float | CheckpointError | None = None  # seconds or error of the last save, until reported
         if asynchronous:
             self._copied()  # the first use of memory is slow: do it before the loop waits for it
 
     # -- called by the loop --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
-        """Copy trained parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
+        """Start to save trained parameters, optimizer, generators and ``loop_state`` as ``folder``. A collective call.
 
-        ``folder`` appears whole or not at all, before ``finish`` returns seconds. There is one set of buffers, so this
-        first waits for a save that is still being written.
+        Returns when the state is copied. ``folder`` appears only once it is complete, before ``finish`` returns
+        seconds. There is one set of buffers, so this first waits for a save that is still being written.
 
         Raises:
-            CheckpointError: on every rank, when there is no room on disk, or the previous save failed. Earlier
-                checkpoints stay.
+            CheckpointError: on every rank, when the disk is full or the previous save failed. Earlier checkpoints stay.
         """
         problem = self._ended()
         if self._mesh.rank == 0 and problem is None:
@@ -134,7 +133,7 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """Return, on rank 0, the seconds that a save took to write if it has completed since the last call, else None.
+        """On rank 0, return the writing time in s of a save that completed since the last call; None: none completed.
 
         Args:
             wait: wait for a save that is still being written.
@@ -151,7 +150,7 @@ class CheckpointSaver:
         return written_s
 
     def close(self) -> None:
-        """Wait for a running save, before the process group is destroyed."""
+        """Wait for a running save. Call this before the process group is destroyed."""
         if (problem := self._ended(_LAST_WAIT_S if self._overdue else None)) is not None:
             log.error("%s", problem)
 
@@ -165,7 +164,7 @@ class CheckpointSaver:
             self.close()
 
     def _ended(self, wait_s: float | None = None) -> CheckpointError | None:
-        """Wait for the running save, if there is one, and return its failure, which only rank 0 knows."""
+        """Wait for the running save, if there is one, and on rank 0 return its error, if it failed."""
         if self._thread is None:
             return None
         self._thread.join(self._timeout_s if wait_s is None else wait_s)
@@ -179,7 +178,7 @@ class CheckpointSaver:
         return problem
 
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
-        """Return this rank's slices, copied to the buffers; in a synchronous save, the live tensors."""
+        """Return this rank's slices, copied to the buffers; for a synchronous save, the live tensors."""
         if self._written_here is None:
             self._written_here = [shard for shard in local_shards(self.policy) if shard.is_written_here]
         live = [
@@ -218,7 +217,7 @@ class CheckpointSaver:
             self._outcome = time.perf_counter() - started_s
 
     def _written(self, job: _PendingSave) -> _RankFile | str:
-        """Write this rank's file; return the reason if that fails."""
+        """Write this rank's file and return its description, or the reason if writing failed."""
         path = _aside(job.folder) / f"__{self._mesh.rank}_0.distcp"
         try:
             slices, entry = write_slices(path, job.slices)
@@ -228,7 +227,7 @@ class CheckpointSaver:
             return _reason(error)
 
     def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
-        """Gather on rank 0 each rank's part, or the reason why it failed."""
+        """Return on rank 0 what ``_written`` returned on each rank."""
         if self._group is None:
             return [part]
         parts: list[Any] = [None] * self._mesh.world
@@ -242,7 +241,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
-    """On rank 0, add the other files to the ranks' files, the manifest last, and rename the folder."""
+    """On rank 0, add the files that exist once, with the manifest last, and rename the folder to its final name."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
             raise RuntimeError(part if rank == 0 else f"rank {rank}: {part}")
@@ -261,7 +260,7 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
 
 
 def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
-    """Make an empty folder and check that its disk has room for the checkpoint; return the error, if any."""
+    """Make an empty folder for the checkpoint and check that its disk has room. Return the error, if there is one."""
     per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: weight, moments, in bf16 a master
     needed, aside = policy.trained_count * per_parameter, _aside(folder)  # at least
     try:
@@ -284,7 +283,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _not_written(folder: Path, reason: str) -> CheckpointError:
-    """Delete what a failed save has left, since the disk may be full, and return its error."""
+    """Delete the files that a failed save has left, because the disk may be full, and return the save's error."""
     full = any(os.strerror(number) in reason for number in _FULL) or _without_room(folder.parent)
     reason, mended = ("the disk is full", "free some space") if full else (reason, "fix the cause")
     left = "The checkpoints before it are intact" if folder.parent.is_dir() else f"{folder.parent} has been removed"

@@ -1,7 +1,7 @@
-"""Slices of tensors on disk, in the format of torch's distributed checkpoints, which Megatron's loader reads too.
+"""Reads and writes tensor slices in the format of torch's distributed checkpoints, which Megatron's loader reads too.
 
 Each rank writes its slices to one file. ``.metadata``, written when all ranks are done, lists the slices of every whole
-tensor and where they lie. A reader may ask for any slices; it reads the slices on disk that overlap.
+tensor and their positions in the files. A reader may ask for any slices, and reads the slices on disk that overlap.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and writ
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangular slice of a whole tensor, contiguous in a local shard.
+    """A rectangular slice of a whole tensor, which is contiguous in a rank's local shard.
 
-    ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` is the first index in the flat shard.
+    ``whole`` is the whole tensor's shape; ``start`` is the slice's first index in the flat local shard.
     """
 
     key: str
@@ -59,31 +59,31 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One flat tensor of this rank's state. ``tensor()`` is called at each use: the tensor may have moved."""
+    """One flat tensor of this rank's state. ``tensor()`` is called at each use, because the tensor may have moved."""
 
     tensor: Callable[[], Tensor]
     slices: tuple[TensorSlice, ...]
     is_written_here: bool
-    """True on exactly one rank that holds the same shard."""
+    """True on exactly one of the ranks that hold this shard."""
     may_differ: bool
-    """True if the shape depends on the layout (a padded vocabulary): rows that the file lacks become zeros."""
+    """True if the shape depends on the parallel layout (padded vocabulary): rows that the files lack become zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
-    """The state on disk is of another model; names the tensor, what was found and what was expected."""
+    """The state on disk is of another model. The message names the tensor, what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenSlice:
-    """A slice on disk."""
+    """A slice on disk: its file, and its position in the file."""
 
     part: TensorSlice
     dtype: torch.dtype
     file: str
     offset: int
-    """bytes"""
+    """Position of the slice in the file, in bytes."""
     length: int
-    """bytes"""
+    """Length of the slice in the file, in bytes."""
 
 
 class _DigestedFile(io.FileIO):
@@ -93,7 +93,7 @@ class _DigestedFile(io.FileIO):
         super().__init__(path, "wb")
         self._wrote, self._digest = wrote, hashlib.sha256()
         self.failure: Exception | None = None
-        """The first error; torch.save raises another one in its place."""
+        """The first error of a write; torch.save raises another error in its place."""
 
     def write(self, data: Any) -> int:
         view = left = memoryview(data).cast("B")
@@ -109,7 +109,7 @@ class _DigestedFile(io.FileIO):
         return len(view)
 
     def sync(self) -> FileEntry:
-        """Bring the file to the disk; return its entry for the manifest."""
+        """Flush the file to the disk and return its entry for the manifest."""
         os.fsync(self.fileno())
         return FileEntry(self.tell(), self._digest.hexdigest())
 
@@ -117,9 +117,9 @@ class _DigestedFile(io.FileIO):
 def write_slices(
     path: Path, slices: Iterable[tuple[TensorSlice, Tensor]], wrote: Callable[[int], None] = lambda count: None
 ) -> tuple[list[WrittenSlice], FileEntry]:
-    """Write the slices' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
+    """Write the slices' tensors (any shape, on any device) to ``path`` and flush the file to disk. Raises OSError.
 
-    ``wrote`` gets the count of bytes after each write; an error that it raises ends the writing.
+    Returns (slices, manifest entry). ``wrote`` gets the byte count of each write; an error that it raises ends all.
     """
     written = []
     with _DigestedFile(path, wrote) as file:
@@ -136,7 +136,7 @@ def write_slices(
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Copy a view: torch.save would write its whole storage."""
+    """Return the tensor, copied if it is a view, because torch.save would write the view's whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -158,10 +158,10 @@ def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
 
 
 def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
-    """Fill the shards' live tensors.
+    """Read the checkpoint ``folder`` into the shards' live tensors.
 
     Raises:
-        StateMismatch: a tensor is missing or incomplete, or has another shape. Nothing has been changed then.
+        StateMismatch: a tensor is missing or incomplete, or has another shape. No tensor has been changed then.
     """
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
@@ -183,7 +183,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
 
 
 def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """Return the reads that fill a slice; with ``may_differ``, without rows that only disk or slice has."""
+    """Return the reads that fill a slice. ``may_differ``: leave out rows that only the disk or only the slice has."""
     if tuple(on_disk.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
@@ -200,7 +200,7 @@ def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells torch's reader where the data that it has read belongs."""
+    """Gives torch's reader the part of a live tensor into which each read goes."""
 
     def __init__(self, targets: dict[MetadataIndex, tuple[LocalShard, TensorSlice]]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The policy's state for checkpoints, and where this rank's share of it lies in the whole.
+"""Finds the parameters and optimizer state on this rank for a checkpoint, and their slices of the whole tensors.
 
-Names and places are Megatron's: its ``sharded_state_dict`` says which part of which whole tensor a parameter is, at
-any layout. Master weights and moments have their parameter's place. Megatron's distributed optimizer cuts them over the
-data-parallel ranks into flat ranges, which are not rectangles of the whole; its own reshardable format therefore
-gathers all of them at every save, in the foreground. Here a flat range becomes the few slices that it is made of (part
-of a row, whole rows, part of a row). So every rank writes its own slices, no rank sends anything, and any layout can
-read them.
+Megatron's ``sharded_state_dict`` gives the names, and which slice of which whole tensor a parameter is, at any parallel
+layout. Master weights and moments are cut like their parameter. But Megatron's distributed optimizer cuts them over the
+data-parallel ranks into flat ranges, which are no rectangles of the whole tensor. Megatron's own reshardable format
+therefore gathers them at every save, in the foreground. Here a flat range becomes the few rectangles that it consists
+of (part of a row, whole rows, part of a row). So every rank writes its own slices, no rank sends anything, and any
+parallel layout can read them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
     """Return this rank's shards: parameters, their moments, and master weights if separate from the parameters.
 
-    Adam creates its moments in the first update; before that, this function does.
+    Adam creates its moments in the first update. Before the first update this function creates them.
     """
     if policy.sgd_steps == 0:
         for optimizer in _optimizers(policy):
@@ -58,12 +58,12 @@ def _optimizers(policy: MegatronPolicy) -> list[Any]:
 
 
 def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor flat, from the host if it is offloaded, else the device."""
+    """Return the tensor as a flat view, from host memory if it is offloaded, else from the device."""
     return policy.host.readable(tensor().detach()).view(-1)
 
 
 def set_steps(policy: MegatronPolicy, steps: int) -> None:
-    """Set the count of steps: the learning rate's, and Adam's, which counts each parameter group for itself."""
+    """Set the number of SGD steps of the learning-rate schedule and of Adam, which has a count per parameter group."""
     policy.sgd_steps = steps
     for optimizer in _optimizers(policy):
         for group in optimizer.optimizer.param_groups:
@@ -71,7 +71,7 @@ def set_steps(policy: MegatronPolicy, steps: int) -> None:
 
 
 def restart_optimizer(policy: MegatronPolicy) -> None:
-    """Reset moments and step counts, not the master weights. Every rank resets its own part."""
+    """Set this rank's moments and step counts to 0, but keep the master weights."""
     policy.host.require("restart_optimizer", "optimizer")
     for shard in local_shards(policy):
         if any(part.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for part in shard.slices):
@@ -81,17 +81,17 @@ def restart_optimizer(policy: MegatronPolicy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's elements lie in the whole: in one shard, or in consecutive ones (fused gate and up)."""
+    """A parameter's position in the whole tensors: one shard, or consecutive shards (fused gate and up projections)."""
 
     key: str
     shards: tuple[ShardedTensor, ...]  # their data are views of one meta tensor of the parameter's shape
     replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that writes a replicated tensor in Megatron
     count: int
     of_expert: bool
-    """Whether the parameter is an expert's, which has fewer DP replicas."""
+    """Whether the parameter belongs to an expert. Expert parameters have fewer DP replicas."""
 
     def slices(self, first: int, last: int, prefix: str = "") -> tuple[TensorSlice, ...]:
-        """Return the elements [first, last) of the flat parameter as slices; ``start`` counts from ``first``."""
+        """Return the elements [first, last) of the flat parameter as slices, whose ``start`` counts from ``first``."""
         made = []
         for shard in self.shards:
             begin = shard.data.storage_offset()
@@ -108,7 +108,7 @@ class _Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is first of the PP and TP ranks that hold the same elements."""
+        """Return whether this rank is the first of the PP and TP ranks that hold these elements."""
         return not any(self.replica[:2])
 
     @property
@@ -117,7 +117,7 @@ class _Place:
 
 
 def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the elements [first, last) of a row-major array into rectangles; yield their (offset, sizes) in order.
+    """Cut elements [first, last) of a row-major array into rectangles, and yield (offset, sizes) of each in order.
 
     >>> list(slices_of((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
@@ -143,11 +143,12 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 
 
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
-    """Return the place of every trained parameter of this rank, from Megatron's ``sharded_state_dict``, which knows no
-    adapters: those have their names and places from the weight table.
+    """Return the position of every trained parameter of this rank in the whole tensors.
 
-    Names do not depend on the kind of layers, so that a checkpoint of one kind loads into the other.
-    Transformer Engine's ``_extra_state`` is left out: without fp8 it is empty.
+    Positions come from Megatron's ``sharded_state_dict``; those of LoRA's adapters from the weight table.
+
+    Names do not depend on the layers' implementation (local or Transformer Engine), so that a checkpoint of one loads
+    into the other. Transformer Engine's ``_extra_state`` is left out, because it is empty without fp8.
     """
     if policy.adapters is not None:
         return dict(_adapter_places(policy, policy.adapters))
@@ -197,14 +198,14 @@ def _adapter_places(policy: MegatronPolicy, adapters: Adapters) -> Iterator[tupl
 
 
 class _Writers:
-    """Divides the writing of shards that data-parallel ranks share, so that each rank writes about equally much."""
+    """Chooses a writer for each shard that data-parallel ranks share, so that all ranks write about equally much."""
 
     def __init__(self) -> None:
         self._rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._load = [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def shard(self, tensor: Callable[[], Tensor], place: _Place, prefix: str = "") -> LocalShard:
-        """Return a whole parameter, or state of its shape, as a shard that one rank writes."""
+        """Return a parameter, or optimizer state of the parameter's shape, as a shard that one rank writes."""
         slices = place.slices(0, place.count, prefix)
         if place.of_expert:
             return LocalShard(tensor, slices, not any(place.replica), place.may_differ)
@@ -217,7 +218,7 @@ class _Writers:
 def _optimizer_shards(
     optimizer: MegatronOptimizer, places: Mapping[Parameter, _Place], writers: _Writers
 ) -> Iterator[LocalShard]:
-    """Yield master weights and moments of the parameters that an optimizer updates on this rank."""
+    """Yield shards of the master weights and moments that the optimizer holds on this rank."""
     for parameter, place in places.items():
         # An fp32 parameter is its own master.
         names = _MOMENTS if parameter.dtype is torch.float32 else ("param", *_MOMENTS)
@@ -234,7 +235,7 @@ def _optimizer_shards(
 
 
 def _state(optimizer: MegatronOptimizer, parameter: Parameter, name: str) -> Any:
-    """Return this rank's part of a parameter's master weights (``param``) or moment ``name``; None if absent."""
+    """Return this rank's part of the parameter's master weights (``param``) or of moment ``name``; None if absent."""
     if isinstance(optimizer, DistributedOptimizer):
         held = parameter in optimizer.model_param_group_index_map
         return optimizer._get_main_param_and_optimizer_states(parameter)[name] if held else None

@@ -1,1 +1,1 @@
-"""The `or1` command: one file per subcommand."""
+"""The command line, ``or1``: one file per subcommand."""

@@ -1,7 +1,7 @@
 """The ``or1`` command and its subcommands.
 
-No module here imports torch at its top, so that ``or1 --help`` answers at once: a subcommand imports what it needs when
-it is called.
+No module of this folder that the commands import at start imports torch, so that ``or1 --help`` answers at once. A
+subcommand imports what it needs when it is called.
 """
 
 from __future__ import annotations

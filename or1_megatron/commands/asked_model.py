@@ -1,4 +1,4 @@
-"""A model that ``or1 eval`` or ``or1 data build`` asks: an endpoint, or a folder on engines of our own."""
+"""Opens the model that ``or1 eval`` or ``or1 data build`` samples from: an endpoint, or a folder on our own engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LIST_TIMEOUT_S = 10.0
 
 
 class LocalModel:
-    """An HF folder with its tokenizer. Raises DriverTooOld, ModelError, DataError."""
+    """An HF model folder with its tokenizer. Construction raises DriverTooOld, ModelError, DataError."""
 
     def __init__(self, folder: Path) -> None:
         check_driver()
@@ -49,7 +49,7 @@ class LocalModel:
         self._template = ChatTemplate(load_tokenizer(folder))
 
     def longest_prompt(self, problems: Sequence[Problem], limit: int) -> int:
-        """Return the tokens of the longest prompt among those of at most ``limit``; 0 without any."""
+        """Return the length of the longest prompt of at most ``limit`` tokens; 0 if all prompts are longer."""
         lengths = (len(self._template.token_ids(problem.messages)) for problem in problems)
         return max((length for length in lengths if length <= limit), default=0)
 
@@ -64,13 +64,13 @@ class LocalModel:
         requests: int,
         say: Say,
     ) -> Iterator[EngineSampler]:
-        """Start engines, which end with the context. Without a GPU vLLM needs the size of its KV cache: if none is
-        given, one is chosen and said.
+        """Start engines, which end with the context, and yield a sampler over them. Without a GPU vLLM needs the size
+        of its KV cache; if none is configured, a size is chosen and printed.
 
         Args:
             max_prompt_tokens: a request with a longer prompt fails.
-            longest: tokens of the longest prompt + response that will come.
-            requests: how many will come; more at once need no KV cache.
+            longest: tokens of the longest prompt + response.
+            requests: the number of requests, which limits the KV cache that is needed.
         """
         if engines.kv_cache_bytes is None and not torch.cuda.is_available():
             concurrent = min(engines.max_concurrent, -(-requests // engines.engines))
@@ -89,10 +89,10 @@ def load_local_model(folder: Path) -> LocalModel:
 def cpu_kv_cache_bytes(
     shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, concurrent: int, free_bytes: int
 ) -> int:
-    """Return the KV cache of one engine rank on CPU: ``concurrent`` sequences of ``longest`` tokens, if memory allows.
+    """Return the KV-cache bytes of one engine rank on CPU, for ``concurrent`` sequences of ``longest`` tokens or fewer.
 
-    All engines together take at most half of the memory that is free beside their weights: vLLM decodes fewer
-    sequences at once when the cache is full.
+    All caches together take at most half of the memory that is free beside the weights. vLLM decodes fewer sequences
+    at once when the cache is full.
 
     Raises:
         EngineError: not even one sequence fits.
@@ -100,7 +100,7 @@ def cpu_kv_cache_bytes(
     ranks = engines.engines * engines.tensor_parallel
     per_token = shape.kv_bytes_per_token(dtype) // max(1, min(engines.tensor_parallel, shape.kv_heads))
     sequence = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS * per_token
-    block = _BLOCK_TOKENS * per_token  # vLLM keeps one empty
+    block = _BLOCK_TOKENS * per_token  # vLLM keeps one block empty
     weights = shape.parameters * BYTES[dtype] * engines.engines
     room = (free_bytes - weights) // 2 // ranks
     if room < sequence + block:
@@ -118,8 +118,8 @@ def with_length(
 ) -> EvaluationSettings:
     """Return the settings with ``max_response_tokens`` filled in.
 
-    Without a given length, take that of the evaluation begun in ``out``. If there is none, take the paper's length, but
-    at most the model's context less the longest prompt; print the length if the context limits it.
+    If none is given, the length of an evaluation that was begun in ``out`` is taken. Otherwise the paper's length is
+    taken, but at most the model's context minus the longest prompt; this limit is printed where it applies.
     """
     if settings.max_response_tokens is not None:
         return settings
@@ -142,7 +142,7 @@ def with_length(
 def open_model(
     model: str, settings: EvaluationSettings, problems: Sequence[Problem], requests: int, out: Path, console: Console
 ) -> AbstractContextManager[Sampler]:
-    """Open a sampler over the model of an evaluation for so many requests; it ends with the context."""
+    """Return a context with a sampler over an evaluation's model; ``requests``: the number of requests to come."""
     assert settings.max_response_tokens is not None
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
     if _is_endpoint(model):
@@ -164,7 +164,7 @@ def open_model(
 def open_sampler(
     model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
 ) -> AbstractContextManager[Sampler]:
-    """Open the model of a recipe: an endpoint, which judges itself what prompt is too long, or engines of our own."""
+    """Return a context with a sampler over a data recipe's model. An endpoint itself refuses too long prompts."""
     if model.endpoint is not None:
         name, key = model.model or model.name, _key(model.api_key_variable)
         endpoint = Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries)
@@ -187,7 +187,7 @@ def _is_endpoint(model: str) -> bool:
 
 
 def _hf_folder(model: Path, out: Path, console: Console) -> Path:
-    """Return the folder itself, or one made of a Megatron checkpoint, which is kept for the next call."""
+    """Return the HF folder ``model``, or a folder in ``out`` that is converted from the Megatron checkpoint there."""
     if (model / "config.json").is_file():
         return model
     if not model.is_dir():
@@ -202,7 +202,7 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
 
 
 def _key(variable: str | None) -> str | None:
-    """Return the value of the environment variable of an endpoint's key."""
+    """Return an endpoint's key from the environment variable; None without a variable. Raises EvaluationError."""
     if variable is not None and not os.environ.get(variable):
         raise EvaluationError(f"environment variable {variable}, which should hold the key, is not set")
     return os.environ[variable] if variable is not None else None

@@ -1,4 +1,4 @@
-"""`or1 check-parity`: the self-test's check of layouts (``selftest.checks.layouts``) on the user's own model."""
+"""``or1 check-parity``: compares parallel layouts with transformers on a user's model (``selftest.checks.layouts``)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_parity(
 
 
 def parameters(given: Iterable[str]) -> dict[str, Any]:
-    """Return the objective's parameters from NAME=VALUE. Raises ConfigError."""
+    """Return the objective's parameters from arguments NAME=VALUE. Raises ConfigError."""
     from or1_megatron.config.base import ConfigError
     from or1_megatron.config.yaml_reader import read_value
 
@@ -84,12 +84,12 @@ def measure_layouts(
     out: Path | None = None,
     **settings: Any,
 ) -> int:
-    """Measure layouts, print a table, and return the exit status: 0 when all agree with the reference.
+    """Measure parallel layouts, print a table, and return the exit status: 0 when all agree with transformers.
 
     Args:
-        layouts, settings: as in ``task_of``. Nothing is measured of an objective with a fault, which is named.
+        layouts, settings: the arguments of ``task_of``. For an objective with a fault, only the fault is printed.
         tolerance: multiplies ``TOLERANCE``.
-        out: where to write the numbers as JSON.
+        out: the JSON file for the differences.
 
     Raises:
         ConfigError, LayoutError, ModelError: before any rank starts.
@@ -117,7 +117,7 @@ def measure_layouts(
 
 
 def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, console: Console) -> None:
-    """Print the largest differences of each kind from transformers + torch."""
+    """Print a table of the layouts' largest differences from transformers + torch, by kind."""
     from or1_megatron.selftest.checks.layouts import TOLERANCE, bounds, kind_in_words
 
     kinds = TOLERANCE[dtype]

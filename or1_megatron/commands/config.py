@@ -1,4 +1,4 @@
-"""``or1 config``."""
+"""``or1 config``: prints the resolved configuration, or explains its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``or1 convert``."""
+"""``or1 convert``: converts between HF folders and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hf_to_megatron(
     dtype: _Dtype = None,
     verify: _Verify = False,
 ) -> None:
-    """Make a Megatron checkpoint, loadable at any layout, of an HF folder."""
+    """Convert an HF folder to a Megatron checkpoint, which loads at any parallel layout."""
     with explained():
         from or1_megatron.convert.to_megatron import hf_to_megatron as run
 
@@ -45,7 +45,7 @@ def megatron_to_hf(
     dtype: _Dtype = None,
     verify: _Verify = False,
 ) -> None:
-    """Make an HF folder, as transformers loads it, of a Megatron checkpoint."""
+    """Convert a Megatron checkpoint to an HF folder that transformers loads."""
     with explained():
         from or1_megatron.convert.to_hf import megatron_to_hf as run
 

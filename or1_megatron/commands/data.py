@@ -1,4 +1,4 @@
-"""``or1 data ...``: ``data.pipeline`` joined to verifiers, engines and endpoints."""
+"""``or1 data``: builds training sets (``data.pipeline``), explains exclusions, and writes evaluation sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_dataset(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
     ] = None,
 ) -> None:
-    """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
+    """Run RECIPE's steps, without steps that are done and have not changed. A build that was killed resumes."""
     with explained():
         from or1_megatron.commands.asked_model import open_sampler
         from or1_megatron.config.load import load_as
@@ -90,7 +90,7 @@ def _say(line: str) -> None:
 
 
 def _check_model(model: SampledModel) -> None:
-    """Refuse at once what would otherwise be found after hours of other steps."""
+    """Raise DataError if a model's folder or key is missing, before hours of other steps."""
     from or1_verify.problems.rows import DataError
 
     if model.hf is not None and not (model.hf / "config.json").is_file():

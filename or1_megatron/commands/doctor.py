@@ -1,4 +1,4 @@
-"""``or1 doctor``: the self-test's first check, as a table of what this machine has and what follows from it."""
+"""``or1 doctor``: prints what this machine has and lacks for training (the self-test's first check)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[re
 
 
 def doctor() -> None:
-    """Say what this machine has and lacks, and what follows from it. Exits with 1 where training cannot start."""
+    """Print what this machine has and lacks for training, and what follows. Exits with 1 if training cannot start."""
     from or1_megatron.selftest.known_checks import MACHINE
     from or1_megatron.selftest.one_check import CheckOutcome, Context
 

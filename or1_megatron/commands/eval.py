@@ -1,4 +1,4 @@
-"""``or1 eval``: a model's engines or endpoint, verifiers, and the evaluation between them."""
+"""``or1 eval``: evaluates a model (avg@k, pass@k) on a benchmark or problem file, with our engines or an endpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def evaluate(
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)}")
         outlive_console()
-        if not model.startswith(("http://", "https://")):  # engines of our own
+        if not model.startswith(("http://", "https://")):  # the model runs on our own engines
             check_driver()
         from or1_megatron.config.load import load_as
         from or1_megatron.evaluate.settings import EvaluationSettings
@@ -86,9 +86,9 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Evaluate ``model`` (an HF folder, a Megatron checkpoint, or an endpoint's URL) on ``data``; return the results.
 
-    ``out`` gets responses.jsonl as they come, then results.json and results.svg. After a kill the same call resumes and
-    samples only what is missing; a larger ``samples`` adds to what there is. ``samples`` None: as many as the report
-    has of a set, else one.
+    Responses are written to ``out``/responses.jsonl as they arrive, and then results.json and results.svg. After a kill
+    the same call resumes and samples only missing responses; so does a call with larger ``samples``. ``samples`` None:
+    the number of samples in the report for a set that it has, else one.
 
     Raises:
         DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
@@ -141,7 +141,7 @@ def evaluate_model(
 
 
 def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
-    """Return how many samples to take. Raises EvaluationError for several where all would be the same."""
+    """Return the number of samples per problem. Raises EvaluationError for several samples at temperature 0."""
     from or1_megatron.evaluate.benchmarks import BENCHMARKS
 
     greedy = settings.temperature == 0.0
@@ -169,7 +169,7 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 
 def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
-    """Return what a response and its verdict depend on: not how many engines or requests serve it."""
+    """Return the settings on which a response and its verdict depend, such as temperature and seed, not concurrency."""
     from or1_verify.config import MathConfig
 
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}

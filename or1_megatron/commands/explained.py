@@ -1,4 +1,4 @@
-"""How a command ends on an error that its user can correct."""
+"""Prints an error that the user can correct without a traceback, and sets the command's exit status."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from or1_verify.errors import UserError
 
 @contextmanager
 def explained(*also: type[Exception]) -> Iterator[None]:
-    """Print a UserError, an OSError about a path the user gave, or one of ``also`` on stderr, and exit with USER_ERROR.
+    """Print a UserError, an OSError about a path of the user, or an error in ``also`` on stderr; exit with USER_ERROR.
 
-    A PartLost exits with PART_LOST, since the same command may succeed later. Any other error keeps its traceback.
+    A PartLost exits with PART_LOST, because the command may succeed later. Any other error keeps its traceback.
     """
     try:
         yield

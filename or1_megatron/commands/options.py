@@ -20,9 +20,9 @@ RunDir = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
 def config_file(given: Path) -> Path:
-    """Return the file that a ConfigFile stands for. A file comes before a recipe of the same name, with a note.
+    """Return the configuration file for ``given``: this file if it exists, else the recipe of this name.
 
-    Raises ConfigError when there is neither.
+    If both exist, a note is printed. Raises ConfigError when there is neither.
     """
     from or1_megatron.config.recipes import find, named
 
@@ -33,9 +33,9 @@ def config_file(given: Path) -> Path:
 
 
 def shape_folder(config: Config) -> Path | None:
-    """Return the shape to plan with where the model's folder is absent and a shape is named like it, with a note.
+    """Return the model shape to plan with if the model's folder is absent, and print a note; None if it is present.
 
-    Raises ModelError when there is neither.
+    The shape is named like the folder. Raises ModelError when there is neither folder nor shape.
     """
     from or1_megatron.config.recipes import shape_like
     from or1_megatron.weights.families import ModelError

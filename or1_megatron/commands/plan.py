@@ -1,4 +1,4 @@
-"""``or1 plan``: reads what a plan needs, and prints it."""
+"""``or1 plan``: prints the memory, disk and time that a configuration will need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan(
 def _asked(
     config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path | None, shape: Path | None
 ) -> PlanRequest:
-    """Read what the options name. Raises ConfigError, LengthsError and ModelError for what cannot be read."""
+    """Return the plan request that the options describe. Raises ConfigError, LengthsError, ModelError."""
     from or1_megatron.config.hardware import read_hardware
     from or1_megatron.config.load import load_config
     from or1_megatron.config.recipes import find
@@ -64,7 +64,7 @@ def _asked(
 
 
 def _hardware_for(config: Config) -> Hardware:
-    """Return this machine's GPU; without one, a GPU with the memory that the layout names, else the CPU."""
+    """Return this machine's GPU, or else a GPU with the memory ``cluster.gpu_memory_gb``, or else the CPU."""
     import torch
 
     from or1_megatron.config.hardware import hardware_of, read_hardware
@@ -85,7 +85,7 @@ def _hardware_for(config: Config) -> Hardware:
 
 
 def _show(given: PlanRequest, as_json: bool) -> None:
-    """Print one plan; exit with USER_ERROR if it does not fit."""
+    """Print the plan, and exit with USER_ERROR if the run does not fit."""
     from or1_megatron.plan.request import outcome
     from or1_megatron.plan.tables import as_dict, render, time_tables
 

@@ -1,4 +1,4 @@
-"""``or1 recipes``."""
+"""``or1 recipes``: lists the named recipes, cluster layouts and model shapes."""
 
 from __future__ import annotations
 

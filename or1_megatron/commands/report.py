@@ -1,4 +1,4 @@
-"""``or1 report``."""
+"""``or1 report``: draws runs as an HTML page (``report.page``)."""
 
 from __future__ import annotations
 

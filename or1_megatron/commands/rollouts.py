@@ -1,4 +1,4 @@
-"""``or1 rollouts``."""
+"""``or1 rollouts``: shows a run's sampled responses on the console."""
 
 from __future__ import annotations
 

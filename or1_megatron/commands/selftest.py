@@ -1,4 +1,4 @@
-"""``or1 selftest``: its options, and what it prints. ``or1_megatron.selftest`` does the work, in its own processes."""
+"""``or1 selftest``: tests this machine. ``or1_megatron.selftest`` runs the checks, in its own processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``or1 train``."""
+"""``or1 train``: trains, resumes, or with --dry-run and --check only plans and checks a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is resumed.
 
-    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once. What dies or stalls is started again.
+    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second signal stops at once. Parts that die or stall start again.
     """
     with explained():
         if not (dry_run or check):
@@ -90,7 +90,7 @@ def train(
 
 @contextmanager
 def _naming_what_makes_data(config: Path) -> Iterator[None]:
-    """Name the ``run.sh`` beside a configuration where a file of problems is missing, as the quickstart's does."""
+    """Add to a DataFileMissing error of the block that the ``run.sh`` beside the configuration makes the data."""
     from or1_megatron.config.base import DataFileMissing
 
     try:
@@ -143,7 +143,7 @@ def _check(config: Config, device: Device | None, nodes: int) -> None:
 
 
 def _check_node(config: Config, count: int, rank: int, address: str | None) -> None:
-    """Raise UserError where the options of nodes contradict each other or the configuration."""
+    """Raise UserError if the options for nodes contradict each other or the configuration."""
     from or1_verify.errors import UserError
 
     ranks = config.parallel.ranks
@@ -178,9 +178,9 @@ def _ranks_here(config: Config, nodes: Nodes | None) -> int:
 
 
 def _keep_running(config: Config, nodes: Nodes | None) -> int:
-    """Run this node's ranks, and again after what can be mended; return the exit code for the shell.
+    """Run this node's ranks, restart them after failures, and return the exit code for the shell.
 
-    They are given the configuration as it has been read, so that a file that is changed meanwhile changes nothing.
+    The ranks get the configuration as it was read, so that later changes of the file have no effect.
     """
     from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
@@ -217,7 +217,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:
-    """Return the device that ``--device`` names; else this machine's, or GPUs where a plan is made for them."""
+    """Return the device that ``--device`` names; else this machine's, or "cuda" if ``planned`` has a GPU transport."""
     if named is not None:
         return named
     import torch

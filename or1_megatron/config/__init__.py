@@ -1,1 +1,1 @@
-"""The configuration: its schema, how YAML files become it, and what each key means."""
+"""The configuration of a run: its schema, how it is loaded from YAML files, and the explanation of each key."""

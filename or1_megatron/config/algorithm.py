@@ -1,6 +1,6 @@
-"""The section ``algorithm``: every switch of the report, and switches beyond it, which are off by default.
+"""The configuration section ``algorithm``: objective, advantages, loss, KL, importance correction, entropy bonus.
 
-docs/recipe.md (RECIPE) says where each default comes from; its section 9 lists the switches.
+Switches beyond the report are off by default. docs/recipe.md says where each default comes from; section 9 lists all.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class ObjectiveConfig(Section):
-    """Which objective is trained on (docs/objectives.md). docs/changing_the_objective.md shows how to add one."""
+    """The objective that is trained on (docs/objectives.md); docs/changing_the_objective.md shows how to add one."""
 
     name: str = "clipped"
     """clipped, gspo, cispo, dr_grpo, dapo, or package.module:Name of a dataclass of your own. Recipe: clipped in the
     paper (eq. 3.1) and every released model."""
     args: dict[str, float | int | bool | str | None] = Field(default_factory=dict)
-    """Parameters by name that an objective of your own has beside those that it takes from ``loss``, ``kl``,
-    ``correction`` and ``entropy``. Unit: each its own."""
+    """Values, by name, of the parameters of your own objective that ``loss``, ``kl``, ``correction`` and ``entropy`` do
+    not set. Unit: that of the parameter."""
 
 
 class AdvantageConfig(Section):
     """Advantages: A = (r - mean) / (std + eps) over the group."""
 
     std_ddof: Literal[0, 1] = 1
-    """1: unbiased standard deviation; 0: that of the population. Unit: none. Recipe: 1 in the released code
+    """1: the unbiased standard deviation; 0: the population's. Unit: none. Recipe: 1 in the released code
     (docs/recipe.md, section 1)."""
     eps: NonNegativeFloat = 1e-6
-    """Added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md, section 1)."""
+    """eps of A: added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md,
+    section 1)."""
     scale: Literal["std", "none"] = "std"
-    """What the difference from the mean is divided by. std: the standard deviation plus ``eps``; none: 1, as in Dr.
-    GRPO. Recipe: std in the paper and every released model (docs/recipe.md, section 1)."""
+    """Divisor of r - mean. std: the standard deviation plus ``eps``; none: 1, as in Dr. GRPO. Recipe: std in the paper
+    and every released model (docs/recipe.md, section 1)."""
     overlong_tokens: Positive | None = None
-    """L_cache of DAPO's soft penalty (docs/objectives.md): over the last so many tokens before the stage's
-    max_response_tokens ``overlong_penalty`` is taken off the reward linearly. Unset: no penalty. Unit: tokens. Recipe:
-    none in any released model."""
+    """L_cache of DAPO's soft penalty on length (docs/objectives.md): over the last L_cache tokens before the stage's
+    max_response_tokens, the penalty grows linearly from 0 to ``overlong_penalty``. Unset: no penalty. Unit: tokens.
+    Recipe: none in any released model."""
     overlong_penalty: PositiveFloat = 0.5
-    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. 0.5 is DAPO's 1: rewards are 0
-    and 1 here, and -1 and 1 there. Unit: reward."""
+    """What is subtracted from the reward of a response of max_response_tokens, where ``overlong_tokens`` is set. 0.5
+    corresponds to DAPO's 1: our rewards are 0 and 1, DAPO's are -1 and 1. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
-    """Advantages of truncated responses. none: like any other; before: they stay out of mean and std and
-    get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
-    3 and 4); ablation 3 compares."""
+    """Advantages of truncated responses. none: computed as for any response; before: 0, and their rewards do not count
+    in mean and std; after: 0, but their rewards count in mean and std. Recipe: none in every released model
+    (docs/recipe.md, sections 3 and 4); ablation 3 compares the three."""
     reject_uniform_groups: bool = True
-    """Keep groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
+    """Leave groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
     released model (docs/recipe.md, sections 1 and 4)."""
 
     @model_validator(mode="after")
@@ -69,41 +70,41 @@ class AdvantageConfig(Section):
 
 
 class LossConfig(Section):
-    """The objective's clips, and how it is averaged."""
+    """Clipping of the importance ratio, and how the token losses of a mini-batch are averaged."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """epsilon_low: the ratio is clipped at 1 - this. Unit: none. Recipe: 0.2 in every released model (docs/recipe.md,
-    sections 1 and 4)."""
+    """epsilon_low: the ratio is clipped below at 1 - epsilon_low. Unit: none. Recipe: 0.2 in every released model
+    (docs/recipe.md, sections 1 and 4)."""
     clip_high: NonNegativeFloat = 0.2
-    """epsilon_high: the ratio is clipped at 1 + this; clip-higher: above ``clip_low``. Unit: none. Recipe: 0.2 in every
-    released model; ablation 10 compares 0.25, 0.265 and 0.28 (docs/recipe.md, sections 4 and 5)."""
+    """epsilon_high: the ratio is clipped above at 1 + epsilon_high; a value above ``clip_low`` is clip-higher. Unit:
+    none. Recipe: 0.2 in every released model; ablation 10 has 0.25, 0.265 and 0.28 (docs/recipe.md, sections 4, 5)."""
     dual_clip: AboveOne | None = None
-    """c: the objective's term of a token with A < 0 is at least c * A, however large the ratio. Unset: off. Unit:
-    none."""
+    """c of dual clipping: for a token with A < 0 the objective is at least c * A, however large the ratio. Unset: no
+    dual clipping. Unit: none."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: mean over all tokens of the mini-batch; response_mean: over each response's tokens, then over
-    responses (vanilla GRPO); released-code: over the tokens of each of the released code's micro-batches, then over
-    these, weighted by their numbers of responses; no layout changes it.
+    """token_mean: the mean over all tokens of the mini-batch; response_mean: the mean over each response's tokens, then
+    over responses (vanilla GRPO); released-code: the mean over the tokens of each of the released code's micro-batches,
+    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result.
     Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
     and 9)."""
 
 
 class KLConfig(Section):
-    """KL penalty to a frozen reference."""
+    """Penalty on the KL divergence of the policy from a frozen reference model."""
 
     coefficient: NonNegativeFloat = 0.0
-    """beta. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3 (docs/recipe.md, sections 4 and
-    5)."""
+    """beta, the factor of the KL in the loss. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3
+    (docs/recipe.md, sections 4 and 5)."""
     reference: Path | None = None
-    """HF folder of the reference: the run's own start (``model.hf``), or the export of the stage before. It is scored
-    once per rollout step; with beta 0 the KL is measured and weighs nothing. Unset: no reference is loaded."""
+    """HF folder of the reference model: the run's own start (``model.hf``), or the export of the stage before. Its
+    log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no reference."""
 
     estimator: KLEstimator = "k3"
     """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
-    that of the KL. Recipe: k3."""
+    the gradient of the KL. Recipe: k3."""
     cap: PositiveFloat | None = None
-    """The estimate of a token is cut to at most this, without gradient beyond. Unset: no cap. Unit: nats. Recipe: the
-    released code cuts at 10; the paper names no cap."""
+    """Largest KL estimate of a token: a larger one is cut to the cap and has no gradient. Unset: no cap. Unit: nats.
+    Recipe: the released code cuts at 10; the paper names no cap."""
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -116,7 +117,7 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Importance correction for the difference between the engine's and the policy's log-probs. Beyond the report.
+    """Importance correction for the difference between the engine's and the policy's log-probs (not in the report).
 
     Each token's policy-gradient term is multiplied by w = pi_k / pi_engine, without gradient.
     """
@@ -124,12 +125,12 @@ class CorrectionConfig(Section):
     mode: Literal["off", "truncated", "masked"] = "off"
     """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
     level: CorrectionLevel = "token"
-    """token: each token has its own w; sequence: all tokens of a response have the product of their ratios; geometric:
-    the geometric mean of their ratios."""
+    """token: each token's w is its own ratio; sequence: the w of all tokens of a response is the product of their
+    ratios; geometric: it is the geometric mean of their ratios."""
     cap: AboveOne = 2.0
-    """C, the bound of w. Unit: none."""
+    """C, the upper bound of w. Unit: none."""
     floor: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """With masked, the lowest w that is kept; IcePop has 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
+    """With mode masked: the lowest w that is kept. IcePop has 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
@@ -141,14 +142,14 @@ class CorrectionConfig(Section):
 
 
 class EntropyConfig(Section):
-    """Entropy bonus alpha_k * H. Adaptive: alpha_k = c_k * 1{e_k <= target}, and c moves by delta per step."""
+    """Entropy bonus alpha_k * H. With mode adaptive, alpha_k = c_k * 1{e_k <= target}; c moves by delta per step."""
 
     mode: Literal["off", "fixed", "adaptive"] = "adaptive"
-    """fixed: alpha = coefficient; adaptive: the rule above. Recipe: adaptive in the paper (section 3.2.5) and every
+    """fixed: alpha_k = coefficient; adaptive: alpha_k as above. Recipe: adaptive in the paper (section 3.2.5) and every
     released model."""
     coefficient: NonNegativeFloat = 0.0
-    """alpha when fixed; c_0 otherwise. Unit: none. Recipe: c_0 = 0 (paper, section 3.2.5); ablation 8 compares fixed
-    values from 1e-4 to 1e-2."""
+    """With mode fixed: alpha; with mode adaptive: c_0. Unit: none. Recipe: c_0 = 0 (paper, section 3.2.5); ablation 8
+    compares fixed values from 1e-4 to 1e-2."""
     target: NonNegativeFloat = 0.2
     """Entropy above which the bonus is off. Unit: nats per token. Recipe: 0.2 in the paper (section 3.2.5) and every
     released model."""
@@ -156,14 +157,14 @@ class EntropyConfig(Section):
     """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5); 0.0001 in the released
     scripts."""
     maximum: PositiveFloat | None = None
-    """Highest c; the lowest is 0. Unset: no bound. Unit: none. Recipe: the paper names none; 0.005 in the released
-    scripts (docs/recipe.md, section 2)."""
+    """Upper bound of c; the lower bound is 0. Unset: no upper bound. Unit: none. Recipe: the paper names none; 0.005 in
+    the released scripts (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
-    """Responses that e_k is measured on, by the log-probs of their sampled tokens: all of the step, or those that were
-    not rejected. Recipe: the released code measures after rejection (docs/recipe.md, section 2)."""
+    """Responses from whose sampled tokens' log-probs e_k is measured. all: all responses of the step; kept: those whose
+    groups were not rejected. Recipe: the released code measures after rejection (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """Entropy that switches the bonus off above the target. now: e_k; late: that of the step before; off: never.
-    Recipe: now in the paper (section 3.2.5); the released code applies it one step late (docs/recipe.md, section 2)."""
+    """Entropy that switches the bonus off when it is above the target. now: e_k; late: the previous step's; off: none.
+    Recipe: now in the paper (section 3.2.5); the released code is one step late (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:
@@ -179,7 +180,7 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """What is computed from the rollouts: advantages, loss, KL, importance correction, entropy bonus."""
+    """The algorithm: objective, advantages, loss, KL, importance correction, entropy bonus."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -1,4 +1,4 @@
-"""The base of all sections, their number types, and ConfigError."""
+"""The base class of all configuration sections, their number types, and ConfigError."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and strict about names and types."""
+    """Base class of all configuration sections: immutable, and strict about names and types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -31,7 +31,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _home_is_found(cls, value: Any) -> Any:
-        """``~`` and ``~user`` at the start of a path are a home, as in a shell."""
+        """Return a path with ``~`` or ``~user`` at its start replaced by the home folder, as in a shell."""
         if not isinstance(value, Path):
             return value
         try:
@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> None:
-    """Raise ValueError for the first of ``keys`` that is not at its default: "... has no effect" and ``why``."""
+    """Raise ValueError ("KEY = X has no effect WHY") for the first of ``keys`` whose value is not its default."""
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].default:
@@ -50,18 +50,18 @@ def refuse_idle(section: Section, name: str, keys: Iterable[str], why: str) -> N
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
+    """A configuration cannot be used; the message names file and key, what was found and what was expected."""
 
 
 class DataFileMissing(ConfigError):
-    """A file of problems that the configuration names is not there."""
+    """A problem file that the configuration names does not exist."""
 
 
 def as_annotated(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return values of YAML or JSON in the types of the class's annotations: a list becomes a tuple.
+    """Return (values in the types of the class's annotations, errors "KEY: found X, expected Y").
 
-    Also "KEY: found X, expected Y" for each value that its annotation does not allow. Annotations that cannot be
-    evaluated, or that pydantic does not know, allow anything: the class is a user's.
+    ``values`` come from YAML or JSON: a list becomes a tuple where a tuple is annotated. An annotation that cannot be
+    evaluated, or that pydantic does not know, allows any value, because the class may be a user's own.
     """
     typed: dict[str, Any] = dict(values)
     wrong: list[str] = []

@@ -1,8 +1,8 @@
-"""What each configuration key means: ``or1 config --explain``, and docs/config.md.
+"""Explains each configuration key: the text of ``or1 config --explain`` and of docs/config.md.
 
     python -m or1_megatron.config.explain > docs/config.md
 
-A key's text is the docstring of its attribute in the schema; it ends in ``Unit: ...`` and ``Recipe: ...`` where needed.
+A key's text is the docstring of its attribute in the schema, with ``Unit: ...`` and ``Recipe: ...`` last if needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, RESUMA
 from or1_megatron.config.schema import Config
 
 _UNITS: Final = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "steps": "rollout steps"}
-"""Unit by the last word of a key's name."""
+"""The unit of a key whose name ends in this word."""
 
 HEADING: Final = """\
 # Configuration keys
@@ -76,7 +76,7 @@ def _shown(path: tuple[str, ...]) -> str:
 
 
 def _entry(key: Key) -> Iterator[str]:
-    """Yield the lines of one key."""
+    """Yield the Markdown lines that explain one key."""
     text, unit, recipe = _document(key)
     kind = _kind(key.owner.model_json_schema()["properties"][key.path[-1]])
     if re.match(r"(list of )?(integer|number)", kind):
@@ -102,7 +102,7 @@ def _document(key: Key) -> tuple[str, str, str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema in words: ``integer above 0``."""
+    """Return in words the values that a JSON schema allows: ``integer above 0``."""
     match schema:
         case {"anyOf": choices}:
             return " or ".join(_kind(choice) for choice in choices if choice.get("type") != "null")

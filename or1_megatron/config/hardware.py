@@ -1,6 +1,6 @@
-"""Hardware files: what a device, its links and its node can do, and what was fitted to runs on it.
+"""Hardware files (configs/hardware/*.yaml): rates and memory of a device, its links and node; constants fitted to runs.
 
-``configs/hardware/NAME.yaml`` is the one place for such figures. Each figure has its source:
+All such figures are in ``configs/hardware/NAME.yaml``, each with its source:
 
     bf16_flops: {value: 9.89e14, source: "data sheet, dense"}
 """
@@ -20,80 +20,80 @@ from or1_megatron.config.recipes import find, named
 
 
 class Constant(Section):
-    """A figure and where it comes from."""
+    """A number, and the source that it comes from."""
 
     value: NonNegativeFloat
     source: str
 
 
 class Fit(Section):
-    """Constants fitted to runs of one model. A plan takes those of the nearest in size, of its own kind if any."""
+    """Constants fitted to runs of one model; a plan takes the fit whose model is most like its own (``fit_for``)."""
 
     model_parameters: PositiveFloat
-    """Size of the model they were fitted on. Unit: parameters."""
+    """Size of the model that the constants were fitted on. Unit: parameters."""
     experts: bool = False
-    """Whether that model is a mixture of experts."""
+    """Whether the fitted model is a mixture of experts."""
     iteration_s: Constant
     """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
-    """Part of a decoding iteration's time for each response in it, beside its arithmetic and its keys and values."""
+    """Part of a decoding iteration's time that each response adds, beside its arithmetic and reads of its KV cache."""
     update_share: Constant
     """Share of ``bf16_flops`` that the update's arithmetic reaches."""
     other_response_s: Constant
-    """Per response, between rollout and update and after it."""
+    """Time per response that a step takes between rollout and update, and after the update."""
     covers: tuple[str, ...] = ()
-    """Verbs whose time is part of ``other_response_s``: a plan does not count them again."""
+    """The loop's verbs whose time is part of ``other_response_s``: a plan does not count them again."""
 
 
 class Hardware(Section):
-    """One kind of device in its node."""
+    """Figures of one kind of device and of a node of such devices."""
 
     title: str
-    """Name for people."""
+    """Name of the hardware in output."""
     match: tuple[str, ...] = ()
-    """Parts of the device names that CUDA reports."""
+    """Parts of device names, as CUDA reports them, by which this hardware is recognised; empty for a CPU."""
     bf16_flops: Constant
-    """Dense bf16 operations per second; on CPU, of the run's dtype."""
+    """Dense bf16 operations per second of a device; on CPU, operations in the run's dtype."""
     memory_bytes: Constant
-    """Memory of a device."""
+    """Bytes of memory of a device."""
     memory_bytes_per_s: Constant
     """Bandwidth of the device's memory."""
     link_bytes_per_s: Constant
-    """Between devices of a node, one direction, all links of a device together."""
+    """Rate between devices of a node, in one direction, over all links of a device together."""
     host_bytes_per_s: Constant
-    """Between a device and its host, one direction."""
+    """Rate between a device and its host, in one direction."""
     network_bytes_per_s: Constant
-    """Between nodes, one direction, a device's share."""
+    """One device's share of the rate between nodes, in one direction."""
     node_devices: Constant
-    """Devices of a node."""
+    """Number of devices of a node."""
     product_share: Constant
-    """Share of ``bf16_flops`` that large products reach."""
+    """Share of ``bf16_flops`` that large matrix products reach."""
     memory_share: Constant
     """Share of ``memory_bytes_per_s`` that large reads reach."""
     link_share: Constant
     """Share of a link's rate that large collectives reach."""
     message_s: Constant
-    """A small all-reduce within a node."""
+    """Time of a small all-reduce within a node."""
     network_message_s: Constant = Constant(value=8.0e-05, source="about as fitted for H100")
-    """A small all-reduce between nodes."""
+    """Time of a small all-reduce between nodes."""
     verdict_s: Constant
-    """One verdict of one verifier."""
+    """Time in which one verifier judges one response."""
     busy_share: Constant = Constant(value=1.0, source="devices of a node do not slow each other")
-    """Share of its speed that a device keeps while all devices of its node compute. On CPU, where cores share memory
-    and other processes need them, too, less than 1."""
+    """Share of its speed that a device keeps while all devices of its node compute. It is below 1 on CPU, where cores
+    share memory bandwidth and other processes need them too."""
     activation_passes: Constant = Constant(value=0.0, source="part of update_share")
-    """Times that an update moves what a layer keeps for its backward pass through memory, beside its products."""
+    """How often an update moves a layer's kept activations through memory, beside the layer's matrix products."""
     error: Constant
-    """Relative error of a step's time: the half width of a plan's interval."""
+    """Relative error of a predicted step time, which is the half width of a plan's interval."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
-        """Return the fit whose model is nearest in size, among those with, or without, experts if there are any."""
+        """Return the fit nearest in model size among those of the kind (dense, or ``experts``), else among all."""
         kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
         return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
     def rates(self, parameters: float, experts: bool = False) -> Rates:
-        """Return the figures for a model of ``parameters`` parameters."""
+        """Return this hardware's figures with those fitted to the model nearest in size to ``parameters``."""
         fit = self.fit_for(parameters, experts)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
@@ -104,7 +104,7 @@ class Hardware(Section):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The values of a Hardware and of one of its fits, under the same names."""
+    """The values of a Hardware's constants and of one of its fits, under the same names."""
 
     bf16_flops: float
     memory_bytes: float
@@ -128,7 +128,7 @@ class Rates:
     other_response_s: float
 
     def with_busy(self, devices: int) -> Rates:
-        """Return the figures of one device while ``devices`` compute."""
+        """Return the figures of one device while ``devices`` devices of its node compute."""
         if devices < self.node_devices or self.busy_share == 1:
             return self
         share = self.busy_share
@@ -143,15 +143,15 @@ class Rates:
 
 @cache
 def read_hardware(given: str) -> Hardware:
-    """Read a hardware file: a path, or the name of one that travels with the package.
+    """Read a hardware file, given by its path or by the name of a packaged one.
 
     Raises:
-        ConfigError: no such file (names known ones), or not a hardware file.
+        ConfigError: the file does not exist (the message lists known names), or is not a hardware file.
     """
     return load_as(Hardware, find("hardware", Path(given if Path(given).is_file() else given.lower())))
 
 
 def hardware_of(device_name: str) -> Hardware | None:
-    """Return the hardware of a device with the name ``device_name``, if it is known."""
+    """Return the packaged hardware file that matches the name CUDA gives a device, or None."""
     known = map(read_hardware, named("hardware"))
     return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)

@@ -1,4 +1,4 @@
-"""The dotted keys of a schema, and the known name nearest to an unknown one."""
+"""The dotted keys of a configuration schema, and the error for an unknown key, with the known name nearest to it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from or1_megatron.config.removed import why_removed
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a schema."""
+    """One key of a configuration schema."""
 
     path: tuple[str, ...]
     """The key's parts; ``*`` stands for a list index."""
     field: FieldInfo
     owner: type[BaseModel]
-    """The section that declares it."""
+    """The section class that declares the key."""
     section: type[BaseModel] | None
-    """The section of its value or of its list's items; None for a plain value."""
+    """The section class of the key's value, or of the items of its list; None for a plain value."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Key:
 
 
 def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Yield every key, parents before children."""
+    """Yield every key of a schema, sections before the keys in them; ``above``: the path of ``schema`` itself."""
     for name, field in schema.model_fields.items():
         section, in_list = _section_of(field.annotation)
         key = Key((*above, name), field, schema, section)
@@ -43,7 +43,7 @@ def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Ke
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return (section class, whether the field is a list of it) for a field with a section, else (None, False)."""
+    """Return (section class in a field's annotation or None, whether the field is a list of that section)."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
     for argument in typing.get_args(annotation):
@@ -54,14 +54,14 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X or Y?`` for the known names nearest to ``name``; empty where none is near."""
+    """Return ``; did you mean X or Y?`` with the known names nearest to ``name``; empty if no name is near."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """Return why the schema has no such key: ``was removed: ...``, or ``unknown key`` with a similar sibling,
-    else a similar key of any section, else all siblings."""
+    """Return why a schema does not have the key ``parts``: ``was removed: ...``, or ``unknown key`` with the nearest
+    key of the same section, else of any section, else all keys of the section."""
     if (removed := why_removed(parts)) is not None:
         return removed
     known = [key.path for key in keys_of(schema)]

@@ -1,4 +1,4 @@
-"""From YAML files and overrides to a Config, and back.
+"""Loads a configuration from YAML files, their ``base`` files and ``--set`` overrides, and writes it back.
 
     base: recipe.yaml           # optional; relative to this file, or the name of a recipe or layout
     run: {dir: "${RUNS:-runs}/mine"}
@@ -8,8 +8,8 @@ A base may have a base. A file's values win over those of its base, key by key; 
 over files.
 
 ``${VAR}`` and ``${VAR:-default}`` in a value are replaced from the environment; ``$${`` stands for a literal ``${``. An
-unquoted value is read as YAML again after that, so ``steps: ${STEPS}`` may be a number. Relative paths (data, model,
-run folder) are relative to the working directory, not to the file: one config serves every place it is run from.
+unquoted value is read as YAML after the replacement, so ``steps: ${STEPS}`` may be a number. Relative paths (data,
+model, run folder) are relative to the working directory, not to the YAML file.
 
 Types are strict: ``"3"`` and ``true`` are not integers, ``3`` is not a string.
 """
@@ -41,11 +41,11 @@ _EXPECTED: Final = {
     "string_type": "a string (put it in quotes)",
     "path_type": "a path (put it in quotes)",
 }
-"""pydantic's error types in YAML's words."""
+"""What was expected, in YAML's words, by pydantic's error type."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path``, its bases, then ``overrides`` (``a.b=value``, value in YAML; ``stages.0.steps=3`` indexes a list).
+    """Load a Config from ``path`` over its bases, then ``overrides`` (``optimizer.lr=1e-6``, ``stages.0.steps=3``).
 
     Raises:
         ConfigError: a line for each wrong key or value, with file:line and the dotted key.
@@ -56,9 +56,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load_as[Schema: BaseModel](
     schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), own: bool = False
 ) -> Schema:
-    """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides.
+    """Load a YAML file of any schema as ``load_config`` does; without a file, the defaults with the overrides.
 
-    ``own``: it is a run's own config.yaml, which has every key; those that were removed since are passed over.
+    ``own``: the file is a run's own config.yaml, which has every key; keys that were removed since are dropped.
     """
     data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
     for override in overrides:
@@ -81,9 +81,9 @@ def resolved_yaml(config: Config) -> str:
 
 
 def to_json(config: Config) -> str:
-    """Return the whole configuration on a line, as ``from_json`` reads it back equal.
+    """Return the whole configuration as one line of JSON, which ``from_json`` reads back equal.
 
-    It has no ``$``: torchrun replaces ``$$`` and ``$local_rank`` in a worker's arguments.
+    The line has no ``$``: torchrun replaces ``$$`` and ``$local_rank`` in a worker's arguments.
     """
     return json.dumps(config.model_dump(mode="json")).replace("$", "\\u0024")
 
@@ -93,7 +93,7 @@ def from_json(text: str) -> Config:
 
 
 def value_of(config: Config, key: str) -> str:
-    """Return the value of one dotted key: a plain value as it is, a section or list as YAML.
+    """Return the value of one dotted key as text: a section or list as YAML.
 
     Raises:
         ConfigError: there is no such key.
@@ -109,7 +109,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """Read ``path`` over its bases. ``above``: the files whose bases led to ``path``, to detect a cycle."""
+    """Return (mapping of ``path`` merged over its bases, origin of each key); ``above``: files that led to ``path``."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")
@@ -136,7 +136,7 @@ def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any
 def _lay_over(
     below: dict[str, Any], over: Mapping[str, Any], below_origins: Origins, origins: Origins, key: tuple[str, ...]
 ) -> None:
-    """Merge ``over`` into ``below`` in place: mappings key by key; other values replace."""
+    """Merge ``over`` into ``below`` in place: mappings are merged key by key, other values are replaced."""
     for name, value in over.items():
         child = (*key, name)
         if isinstance(value, dict) and isinstance(below.get(name), dict):
@@ -149,7 +149,7 @@ def _lay_over(
 
 
 def _override(data: dict[str, Any], origins: Origins, override: str) -> None:
-    """Apply one ``a.b=value`` in place."""
+    """Apply one override ``a.b=value`` to ``data`` and ``origins``, in place."""
     dotted, equals, text = override.partition("=")
     parts = tuple(dotted.strip().split("."))
     where = f"--set {override}"
@@ -196,7 +196,7 @@ def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[Ba
 
 
 def _shown(value: Any) -> str:
-    """Return a value with its type in YAML's words, cut to a line."""
+    """Return a value as JSON of at most 60 characters, with its type in YAML's words."""
     names = {bool: "true/false", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
     text = json.dumps(value)
     if value is None:

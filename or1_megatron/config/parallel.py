@@ -1,4 +1,4 @@
-"""The section ``parallel``: how the policy is spread over trainer ranks."""
+"""The configuration section ``parallel``: how the policy is spread over trainer ranks (TP, PP, CP, EP, DP), offload."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class ParallelConfig(Section):
     """How the policy is spread over trainer ranks. Data parallelism is ranks / (tensor * pipeline * context)."""
 
     ranks: Positive = 1
-    """Trainer ranks in all. Unit: torchrun processes."""
+    """Number of trainer ranks in all. Unit: torchrun processes."""
     tensor: Positive = 1
-    """Tensor parallelism. Unit: ranks."""
+    """Tensor parallelism: each weight is cut over this many ranks. Unit: ranks."""
     pipeline: Positive = 1
-    """Pipeline parallelism. Unit: stages, a rank each."""
+    """Pipeline parallelism: the layers are cut into this many stages, one per rank. Unit: pipeline stages."""
     virtual_pipeline: Positive = 1
-    """Model chunks per pipeline stage (interleaved 1F1B); layers go round the stages this many times. Unit: chunks."""
+    """Model chunks per pipeline stage (interleaved 1F1B schedule). Unit: chunks."""
     layers_per_stage: tuple[Positive, ...] | None = None
-    """Decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order. Set it where they are not
-    equal: the first and last stages also hold the embedding and the head. Unit: layers."""
+    """Number of decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order. Set it to give
+    fewer to the first and last stages, which also hold embedding and head. Unset: equal numbers. Unit: layers."""
     context: Positive = 1
     """Context parallelism: every sequence is cut zig-zag over this many ranks. Unit: ranks."""
     expert: Positive = 1
@@ -34,27 +34,27 @@ class ParallelConfig(Section):
     distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass. selective: MLPs, which take most of the memory; full: whole
-    layers."""
+    """Activations that are computed again in the backward pass. selective: those of the MLPs, which take most memory;
+    full: those of whole layers."""
     head: Literal["recompute", "one_pass"] = "recompute"
-    """The fused head. recompute: computes logits again in the backward pass, with the smallest workspace; one_pass:
-    forms the gradient in the forward pass, with three products of tokens and vocabulary instead of four."""
+    """How the fused head (log-probs without all logits in memory) gets its gradient. recompute: from logits computed
+    again in the backward pass, in less memory; one_pass: in the forward pass, with three matrix products, not four."""
     layers: Literal["auto", "own", "transformer_engine"] = "auto"
-    """Implementation of linears, norms and attention. auto: Transformer Engine's for bfloat16 on a GPU if it can be
-    imported, else ours."""
+    """Implementation of linear layers, norms and attention. own: ours; auto: Transformer Engine's for bfloat16 on a GPU
+    if it can be imported, else ours."""
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
     grad_bucket_size: Positive | None = None
-    """Size of a bucket: its gradients are reduced together. Needs overlap_grad_reduce. Unset: 40 million, or a million
-    per data-parallel rank if that is more (Megatron's rule). Unit: parameters."""
+    """Size of a bucket, whose gradients are reduced together. Needs overlap_grad_reduce. Unset: Megatron's rule, 40
+    million or a million per data-parallel rank, whichever is more. Unit: parameters."""
     offload: Literal["auto", "always", "never"] = "auto"
-    """Move optimizer state and gradients to the host before the engines wake, and parameters once they are handed over.
-    auto: where engines take turns with the trainer on its GPUs."""
+    """Move optimizer state and gradients to host memory before the engines wake, and parameters once they are handed
+    over. auto: only if engines use the trainer's GPUs (placement colocated)."""
     micro_batch_tokens: Positive = 8192
-    """Token budget of one packed micro-batch row; never below the longest prompt + response. From 1.5 times that on,
-    rows pad by less than 1%."""
+    """Token budget of one packed row of a micro-batch; raised to the longest prompt + response if below it. With 1.5
+    times that length or more, padding is below 1%."""
     threads_per_rank: Positive | None = None
-    """Torch threads per rank, on CPU alone. Unset: the cores divided by the ranks. Unit: threads."""
+    """Torch threads per rank, used only on CPU. Unset: the cores divided by the ranks. Unit: threads."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -86,14 +86,14 @@ class ParallelConfig(Section):
 
     @property
     def chunks(self) -> int:
-        """Pieces into which the pipeline cuts the model: PP * VPP."""
+        """Number of chunks into which the pipeline cuts the model: PP * VPP."""
         return self.pipeline * self.virtual_pipeline
 
     def chunk_layers(self, layers: int) -> tuple[range, ...]:
         """Return the decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
 
         Raises:
-            ValueError: a model of ``layers`` layers cannot be cut so.
+            ValueError: a model of ``layers`` layers cannot be cut into these chunks.
         """
         sizes = self.layers_per_stage
         if sizes is None:
@@ -119,7 +119,7 @@ class ParallelConfig(Section):
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer state of one rank's weights; for experts' weights fewer."""
+        """Number of ranks that share the optimizer state of the same weights (of experts' weights: fewer ranks)."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property

@@ -1,4 +1,4 @@
-"""The recipes, layouts, model shapes and hardware files that travel with the package, by name."""
+"""The recipes, parallel layouts, model shapes and hardware files in the package, by name."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PATTERNS: Final[dict[Kind, str]] = {
 
 
 def named(kind: Kind) -> dict[str, Path]:
-    """Return the file of each recipe, layout or kind of hardware, or each shape's folder, by name: released/or1_7b."""
+    """Return the path of each packaged file (for shapes: folder) of a kind by its name, such as ``released/or1_7b``."""
     top = CONFIGS / _PATTERNS[kind].partition("/")[0]
     return {str(path.relative_to(top).with_suffix("")): path for path in sorted(CONFIGS.glob(_PATTERNS[kind]))}
 
 
 def find(kind: Kind, given: Path) -> Path:
-    """Return ``given`` where there is such a file (for a shape: a folder), else the packaged one of that name.
+    """Return ``given`` if that file (for a shape: folder) exists, else the packaged file or folder of that name.
 
     Raises:
-        ConfigError: neither exists; the nearest name is given.
+        ConfigError: neither exists; the message gives the nearest known name.
     """
     known = named(kind)
     if given.is_dir() if kind == "shape" else given.is_file():

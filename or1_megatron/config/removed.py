@@ -1,4 +1,4 @@
-"""Keys that the configuration had once, and what to do in their place."""
+"""Configuration keys that were removed, with the reason and what to do instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OBJECTIVES: Final = dict.fromkeys(
     "at N_SGD 4 entropy collapsed with Clip-Cov as without it (lab/ablations/entropy_at_n_sgd_4.md); take clipped with "
     "algorithm.entropy.mode = adaptive, or write a class of your own of scope batch (docs/changing_the_objective.md)",
 )
-"""Values that ``algorithm.objective.name`` had once."""
+"""Removed values of ``algorithm.objective.name``, with the reason and what to do instead."""
 
 REMOVED: Final = {
     "checkpoint.in_memory": "checkpoints are on disk only, written while training goes on; take the key out and set "
@@ -69,7 +69,7 @@ REMOVED: Final = {
     "algorithm.loss.clip_high_control": "steering epsilon_high showed no gain and ruined one run of three "
     "(lab/ablations/14_steered_clip_high.md); set a fixed algorithm.loss.clip_high",
 }
-"""By the dotted key without list indices."""
+"""The reason and what to do instead, by the removed key (dotted, without list indices)."""
 
 _AS_MEASURED: Final = "the figures of docs/building_data.md are those of its fixed value; take the key out"
 
@@ -89,17 +89,17 @@ OF_RECIPES: Final = {
     "judges.retries": "a vote that cannot be read is not asked for again; ask for more votes",
     "judges.max_without_vote": "a judge of whose votes more than half cannot be read stops the build; take the key out",
 }
-"""Keys that recipes of ``or1 data build`` had once."""
+"""As REMOVED, for keys of the recipes of ``or1 data build``."""
 
 
 def why_removed(parts: Iterable[str]) -> str | None:
-    """Return ``was removed: ...`` for a key, given by its parts, that the configuration had once; None for others."""
+    """Return ``was removed: ...`` with reason and advice for a removed key, given by its parts; None for other keys."""
     why = (REMOVED | OF_RECIPES).get(".".join(part for part in parts if not part.isdecimal()))
     return None if why is None else f"was removed: {why}"
 
 
 def pass_over_removed(data: dict[str, Any], above: tuple[str, ...] = ()) -> None:
-    """Drop removed keys from a run's own configuration, in place: an earlier version wrote every key into it."""
+    """Drop removed keys, in place, from a run's own configuration, into which an earlier version wrote every key."""
     for name, value in list(data.items()):
         if why_removed((*above, name)) is not None:
             del data[name]

@@ -1,4 +1,4 @@
-"""What may change in the configuration of a run that is resumed, or of the next stage."""
+"""Which configuration keys may change when a run is resumed, or when the next stage starts; refuses other changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "safety.*",
     "track.*",
 )
-"""Dotted keys (``*``: any part) whose value may differ from that of the run that is resumed."""
+"""Dotted keys (``*``: any text) whose values may change when a run is resumed."""
 
 NOT_RESUMABLE: Final[tuple[str, ...]] = (
     "rollout.max_staleness",
@@ -40,7 +40,7 @@ NOT_RESUMABLE: Final[tuple[str, ...]] = (
     "verify.custom*",
     "verify.*_reward",
 )
-"""Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""
+"""Exceptions to RESUMABLE_CHANGES: keys on which the result of the run depends."""
 
 NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     *RESUMABLE_CHANGES,
@@ -49,14 +49,14 @@ NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     "optimizer.*",
     "evaluate.*",
 )
-"""Keys whose value may differ from that of the previous stage's run, beside the stage's own entry in ``stages`` and
-later entries. Model, data and seed may not: the data cursor continues."""
+"""Keys whose values may differ between the runs of two successive stages; so may the entries in ``stages`` of the new
+stage and of later ones. Model, data and seed may not change, because the new stage continues the data cursor."""
 
 _ABSENT: Final = "absent"
 
 
 def check_resume(old: Config, new: Config) -> None:
-    """Refuse to resume a run of ``old`` as ``new`` where they differ in more than RESUMABLE_CHANGES.
+    """Refuse to resume a run of configuration ``old`` with ``new`` if keys differ that may not change on resume.
 
     Raises:
         ConfigError: a line for each such key with its old and new value.
@@ -69,7 +69,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from ``checkpoint``, of a run of ``old``, if keys differ that must not.
+    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if keys differ that may not.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
@@ -84,12 +84,12 @@ def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns stands for a dotted key."""
+    """Whether a dotted key matches one of the patterns (``*``: any text)."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """Return a line for each key that differs and may not."""
+    """Return a line ``KEY: was X, now Y`` for each key that differs and is not allowed, or is forbidden."""
     before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
@@ -100,7 +100,7 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
 
 
 def leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Return the JSON text of every leaf of a dump by its dotted key; an empty list or mapping is a leaf."""
+    """Return the JSON text of every plain value, and empty list or mapping, in a nested dump, by its dotted key."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: json.dumps(value)}

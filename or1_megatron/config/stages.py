@@ -1,4 +1,4 @@
-"""Stages of training and the evaluation beside them: the sections ``stages`` and ``evaluate`` of a configuration."""
+"""The configuration sections ``stages`` (batch sizes, response length, filters) and ``evaluate``; problem sets."""
 
 from __future__ import annotations
 
@@ -21,47 +21,46 @@ from or1_megatron.config.base import (
 
 
 class PlateauConfig(Section):
-    """A stage may end before its ``steps`` once a metric has stopped rising.
+    """A rule that ends a stage before its ``steps`` once a metric has stopped rising.
 
-    The metric's values within the stage are averaged over blocks of ``window`` values (rows without the metric do not
-    count). The mean of each full block is compared with the best mean of the stage's earlier blocks: unless it is
-    higher by more than ``gain``, the block is flat. ``patience`` flat blocks in a row end the stage, though never
-    before ``min_steps`` of its steps. In the recipe a stage ends at a step count or when the metric converges
-    (docs/recipe.md, section 3); the report gives no rule.
+    The metric's values within the stage are averaged over blocks of ``window`` values (steps without the metric do not
+    count). A full block is flat unless its mean exceeds the best mean of the stage's earlier blocks by more than
+    ``gain``. ``patience`` flat blocks in a row end the stage, but never before ``min_steps`` of its steps. In the paper
+    a stage ends at a step count or when the metric converges (docs/recipe.md, section 3); the report gives no rule.
     """
 
     metric: str = "accuracy/all"
-    """A metric of docs/schemas.md of which more is better."""
+    """A metric of docs/schemas.md whose higher values are better."""
     window: Positive = 20
-    """Values per block. Unit: values."""
+    """Number of the metric's values per block. Unit: values."""
     gain: NonNegativeFloat = 0.005
-    """A block makes progress when its mean is above the best earlier mean by more than this. Unit: the metric's."""
+    """A block is flat unless its mean is above the best earlier mean by more than this. Unit: the metric's."""
     patience: Positive = 1
-    """Flat blocks in a row that end the stage. Unit: blocks."""
+    """Number of flat blocks in a row that end the stage. Unit: blocks."""
     min_steps: NonNegative = 0
-    """The stage lasts at least this long."""
+    """The stage has at least this many steps."""
 
 
 class _EvaluationChanges(Section):
     samples_during: Positive | None = None
-    """``evaluate.samples_during`` here. Unit: samples per problem."""
+    """Replaces ``evaluate.samples_during``. Unit: samples per problem."""
     temperature: NonNegativeFloat | None = None
-    """``evaluate.temperature`` here. Unit: none."""
+    """Replaces ``evaluate.temperature``. Unit: none."""
     top_p: Fraction | None = None
-    """``evaluate.top_p`` here. Unit: share."""
+    """Replaces ``evaluate.top_p``. Unit: share."""
     max_response_tokens: Positive | None = None
-    """``evaluate.max_response_tokens`` here."""
+    """Replaces ``evaluate.max_response_tokens``."""
 
 
 class StageEvaluationConfig(_EvaluationChanges):
-    """What one stage changes of ``evaluate``. Unset: as there."""
+    """Settings of ``evaluate`` that one stage replaces. Unset: the value of ``evaluate``."""
 
     every_steps: NonNegative | None = None
-    """``evaluate.every_steps`` in this stage."""
+    """Replaces ``evaluate.every_steps``."""
 
 
 class StageConfig(Section):
-    """One stage: how much is sampled, how it is cut into SGD steps, for how long.
+    """One stage of training: its rollout steps, batch sizes, response length, sampling and filters.
 
     docs/recipe.md, section 4, has the figures of each released model.
     """
@@ -69,17 +68,17 @@ class StageConfig(Section):
     name: str
     """Name of the stage in output and messages."""
     steps: Positive
-    """Rollout steps in this stage; with ``plateau``, at most. Recipe: docs/recipe.md, section 4."""
+    """Rollout steps of this stage; with ``plateau``, the most that it may take. Recipe: docs/recipe.md, section 4."""
     max_response_tokens: Positive
-    """T: the context given to a response; a response that is cut off gets reward 0. Recipe: 8K to 32K, growing from
-    stage to stage (docs/recipe.md, sections 3 and 4)."""
+    """T: the longest response; a response that is cut off at T gets reward 0. Recipe: 8K to 32K, growing from stage to
+    stage (docs/recipe.md, sections 3 and 4)."""
     prompts_per_step: Positive
     """D_R: prompts sampled per rollout step. Unit: prompts. Recipe: docs/recipe.md, section 4."""
     prompts_per_update: Positive
     """D_T: prompts per SGD step; divides D_R. Unit: prompts. Recipe: docs/recipe.md, section 4."""
     group_size: Annotated[int, Field(ge=2)]
-    """gs, M: responses per prompt; an advantage compares the responses of a group. Unit: responses. Recipe: 16, 32 or
-    64 (docs/recipe.md, section 4)."""
+    """gs, M: responses per prompt, which form a group; an advantage compares the responses of one group. Unit:
+    responses. Recipe: 16, 32 or 64 (docs/recipe.md, section 4)."""
     reuse: Positive = 1
     """N_reuse: passes over a step's data. N_SGD = D_R / D_T * reuse SGD steps per rollout step. Unit: passes. Recipe: 1
     in every released model (docs/recipe.md, section 4)."""
@@ -87,29 +86,29 @@ class StageConfig(Section):
     """Sampling temperature of the rollouts; log-probs and entropies use it too. Unit: none. Recipe: 1.0 in every
     released model (docs/recipe.md, section 4); ablation 4 compares 0.6."""
     top_p: Fraction = 1.0
-    """Share of probability that responses are sampled from; below 1 the gradient is biased. Unit: share. Recipe: 1 in
-    every released model (docs/recipe.md, section 4)."""
+    """Share of probability from which tokens are sampled (nucleus sampling); below 1 the gradient is biased. Unit:
+    share. Recipe: 1 in every released model (docs/recipe.md, section 4)."""
     refill_prompts: NonNegative = 0
-    """Prompts that a step may draw beyond D_R, until D_R groups are kept. 0: no refill. Unit: prompts. Recipe: neither
-    the paper nor the released code refills (docs/recipe.md, section 3)."""
+    """Prompts that a step may sample beyond D_R to replace rejected groups, until D_R groups are kept. 0: none. Unit:
+    prompts. Recipe: neither the paper nor the released code refills (docs/recipe.md, section 3)."""
     filter_solved: bool = True
-    """Online filter: at this stage's start, drop the prompts whose every sample was right in the previous stage.
-    Recipe: in the paper; the released code has no such filter (docs/recipe.md, section 3)."""
+    """Online filter: at this stage's start, drop the prompts that were always solved in the previous stage. Recipe: on
+    in the paper; the released code has no such filter (docs/recipe.md, section 3)."""
     min_pass_rate: Share = 0.0
-    """Online filter: drop prompts whose share of right samples in the previous stage lies below this. Unit: share."""
+    """Online filter: drop prompts whose pass rate in the previous stage lies below this. Unit: share."""
     max_pass_rate: Share = 1.0
-    """Online filter: drop prompts whose share of right samples in the previous stage lies above this. Unit: share."""
+    """Online filter: drop prompts whose pass rate in the previous stage lies above this. Unit: share."""
     mixture: Mapping[str, NonNegative] | None = None
-    """How often each source of ``data.train`` (by its name) appears per epoch in this stage; 0: not at all. Unset:
-    their ``repeat``. Unit: times."""
+    """How often each source of ``data.train`` (by its name) appears per epoch in this stage; 0: not at all. Unset: each
+    source's ``repeat``. Unit: times."""
     plateau: PlateauConfig | None = None
     """A rule that may end the stage sooner. Unset: the stage ends after ``steps``."""
     restart_optimizer: bool = False
-    """Begin with fresh optimizer moments and learning-rate schedule. False: they carry over. Recipe: the released code
-    restarts them (docs/recipe.md, section 3)."""
+    """Begin with fresh optimizer moments and learning-rate schedule. False: those of the previous stage go on. Recipe:
+    the released code restarts them (docs/recipe.md, section 3)."""
     restart_controller: bool = False
-    """Begin with the entropy controller at c_0. False: it carries over. Recipe: the released code restarts it
-    (docs/recipe.md, sections 2 and 3)."""
+    """Begin with the entropy controller at c_0. False: its c goes on from the previous stage. Recipe: the released code
+    restarts it (docs/recipe.md, sections 2 and 3)."""
     evaluate: StageEvaluationConfig = StageEvaluationConfig()
 
     @model_validator(mode="after")
@@ -135,23 +134,23 @@ class StageConfig(Section):
 
     @property
     def sgd_steps(self) -> int:
-        """N_SGD = (D_R / D_T) * N_reuse, RECIPE section 1."""
+        """N_SGD = (D_R / D_T) * N_reuse, the SGD steps of a rollout step (docs/recipe.md, section 1)."""
         return self.prompts_per_step // self.prompts_per_update * self.reuse
 
 
 class ProblemSetConfig(Section):
-    """Where a problem set lies, and its name."""
+    """A problem set: its path or hub id, split, columns and name."""
 
     path: Path
-    """A file of problems (JSON, JSONL, Parquet), a folder of them or of ``save_to_disk``, or a Hugging Face hub id:
-    Skywork-OR1-RL-Data's schema, {prompt, answer}, or another published layout (docs/data.md)."""
+    """A file of problems (JSON, JSONL, Parquet), a folder of such files or of ``save_to_disk``, or a Hugging Face hub
+    id. Columns: those of Skywork-OR1-RL-Data, {prompt, answer}, or of another published set (docs/data.md)."""
     split: str | None = None
     """Split of a folder or a hub id, e.g. math or code."""
     columns: dict[Literal["prompt", "answer", "ability", "source"], str] = Field(default_factory=dict)
-    """Reads prompt and answer from columns of these names, whatever the layout: {prompt: question, answer: label}. A
-    name like extra_info.answer goes inside; ability and source may be the value itself, as in ability: code."""
+    """Names of the columns that hold prompt and answer: {prompt: question, answer: label}. A name like
+    extra_info.answer means a field inside a column; ability and source may be a fixed value, as in ability: code."""
     name: str | None = None
-    """Name of the set in mixtures and metrics. Unset: the file's name without its ending, and the split if any."""
+    """Name of the set in mixtures and metrics. Unset: the file's name without its ending, plus the split if any."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -165,29 +164,29 @@ class ProblemSetConfig(Section):
 
 
 class EvaluationSetConfig(_EvaluationChanges, ProblemSetConfig):
-    """One held-out set; its metric is ``evaluation/<name>/accuracy``. Unset: as in ``evaluate``."""
+    """One held-out problem set; its metric is ``evaluation/<name>/accuracy``. Unset keys are as in ``evaluate``."""
 
     samples: Positive | None = None
-    """``evaluate.samples`` of this set. Unit: samples per problem."""
+    """Replaces ``evaluate.samples``. Unit: samples per problem."""
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation on the same engines."""
+    """Evaluation on held-out problem sets, by the engines that sample rollouts."""
 
     data: tuple[EvaluationSetConfig, ...] = ()
-    """The sets. With several, ``evaluation/accuracy`` is the mean of theirs. Recipe: AIME24, AIME25 and LiveCodeBench
-    2024-08 to 2025-02 (docs/recipe.md, section 4)."""
+    """The held-out sets. ``evaluation/accuracy`` is the mean of their accuracies. Recipe: AIME24, AIME25 and
+    LiveCodeBench 2024-08 to 2025-02 (docs/recipe.md, section 4)."""
     every_steps: NonNegative = 0
-    """Evaluate every n-th step. 0: only before and after training."""
+    """Evaluate after every n-th step, and before and after training. 0: only before and after."""
     samples: Positive = 8
     """k of avg@k before and after training. Unit: samples per problem. Recipe: 32 on AIME, 4 on LiveCodeBench
     (docs/recipe.md, section 4)."""
     samples_during: Positive = 1
-    """k of avg@k every ``every_steps``. Unit: samples per problem."""
+    """k of avg@k in the evaluations after every n-th step. Unit: samples per problem."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0: greedy. Unit: none. Recipe: 1 (docs/recipe.md, section 4)."""
     top_p: Fraction = 1.0
-    """Share of probability that responses are sampled from. Unit: share. Recipe: 1 (docs/recipe.md, section 4)."""
+    """Share of probability from which tokens are sampled. Unit: share. Recipe: 1 (docs/recipe.md, section 4)."""
     max_response_tokens: Positive | None = None
     """Longest response. Unset: T of the last stage. Recipe: 32768 (docs/recipe.md, section 4)."""
     seed: NonNegative = 20250522
@@ -201,22 +200,22 @@ class EvaluationConfig(Section):
         return self
 
     def samples_of(self, held_out: EvaluationSetConfig, whole: bool) -> int:
-        """Return k of avg@k for a set: before and after training (``whole``), or within a stage."""
+        """Return k of avg@k for a set, before and after training (``whole``) or else within a stage."""
         if whole:
             return held_out.samples or self.samples
         return held_out.samples_during or self.samples_during
 
     def longest_of(self, held_out: EvaluationSetConfig, default: int) -> int:
-        """Return the longest response of a set in tokens; ``default`` where neither set nor section has one."""
+        """Return a set's longest response in tokens; ``default`` if neither the set nor ``evaluate`` names one."""
         return held_out.max_response_tokens or self.max_response_tokens or default
 
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:
-        """Return these settings with what ``stage`` changes of them."""
+        """Return these settings with those that ``stage`` replaces."""
         return self.model_copy(update=stage.evaluate.model_dump(exclude_none=True))
 
 
 def refuse_twice(names: Iterable[str], key: str) -> None:
-    """Raise ValueError when a name occurs twice."""
+    """Raise ValueError, with the configuration key ``key``, if a name occurs twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"{key}: two of its entries are named '{twice[0]}'; give each a 'name' of its own")

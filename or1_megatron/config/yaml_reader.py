@@ -1,7 +1,7 @@
-"""YAML as this project reads it: no key twice, ``1e-6`` is a number, environment variables, the line of each key.
+"""Reads and writes YAML with stricter rules: refuses double keys, fills in environment variables, keeps line numbers.
 
-Plain YAML 1.1 takes the last of two equal keys, reads ``1e-6`` as a string, ``on`` as true and ``2024-01-01`` as a
-date.
+PyYAML's YAML 1.1 takes the last of two equal keys and reads ``1e-6`` as a string, ``on`` as true and ``2024-01-01`` as
+a date; here ``1e-6`` is a number, and the last two are strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from or1_megatron.config.base import ConfigError
 
 Origins = dict[tuple[str, ...], str]
-"""``file:line`` of every key; an index in a list counts as a part of the key."""
+"""``file:line`` by key: a tuple of the key's parts, list indices included."""
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}|\$\{")
 _RESOLVERS: Final = (
@@ -26,7 +26,7 @@ _RESOLVERS: Final = (
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", "-+.0123456789"),
 )
-"""The unquoted words that are not strings (YAML 1.2's core rules without inf and nan)."""
+"""(Type, pattern, first characters) of unquoted words that are not strings: YAML 1.2's core rules, no inf and nan."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,7 +43,7 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
-    """Return the mapping in ``path``, environment variables filled in, and the origin of each key.
+    """Return (the mapping in the YAML file ``path`` with environment variables filled in, each key's ``file:line``).
 
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
@@ -65,7 +65,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """Read one value in YAML, environment variables filled in; ``where`` names its place in an error (ConfigError)."""
+    """Return the value of YAML text with environment variables filled in; a ConfigError begins with ``where``."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, {}).value(node, ())
 
@@ -102,7 +102,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 class _Reader:
-    """Builds the values of one document."""
+    """Builds the Python values of one YAML document, and records each key's ``file:line`` in ``origins``."""
 
     def __init__(self, where: str, origins: Origins) -> None:
         self._where, self._origins = where, origins

@@ -1,6 +1,6 @@
-"""The HF side: safetensors files mapped into memory, and the files beside them.
+"""Reads an HF folder for conversion: safetensors files mapped into memory, and the files beside them.
 
-``weights.files`` says what a safetensors file looks like; the library pads the header with spaces to a multiple of 8.
+``weights.files`` describes the safetensors format; the library pads a file's header with spaces to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a safetensors file to be written; ``dtype`` in the format's spelling."""
+    """Name, dtype (in safetensors' spelling) and shape of a tensor to be written."""
 
     name: str
     dtype: str
@@ -42,14 +42,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file without its bytes; ``entries`` are in the order of their bytes."""
+    """The header of a safetensors file to be written; ``entries`` are in the order of their bytes."""
 
     name: str
     metadata: Mapping[str, str] | None
     entries: tuple[TensorInfo, ...]
 
     def header(self) -> bytes:
-        """Return the file's first bytes, as the safetensors library writes them."""
+        """Return the header's bytes, as the safetensors library writes them."""
         fields: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
         begin = 0
         for entry in self.entries:
@@ -66,7 +66,7 @@ class WeightFile:
 
 
 class MappedFile:
-    """A file's bytes as tensors that are pages of the file: they take no memory of the process's own."""
+    """A file mapped into memory, whose bytes it gives as tensors without a copy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,15 +76,15 @@ class MappedFile:
         self._address = self.tensor(0, 1, torch.uint8).data_ptr()
 
     def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return [count] elements from byte ``begin``; not to be written to."""
+        """Return a read-only tensor of ``count`` elements from byte ``begin`` on."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "not writable"
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
 
     def populate(self, tensor: Tensor) -> None:
-        """Read all pages of ``tensor``, a contiguous view into this file, at once.
+        """Read all pages of ``tensor``, a contiguous view into this file, into memory at once.
 
-        Reading pages by single page faults costs as much as the copy.
+        Page faults one by one cost as much time as copying the bytes.
         """
         begin = tensor.data_ptr() - self._address
         page = begin - begin % mmap.PAGESIZE
@@ -93,7 +93,7 @@ class MappedFile:
 
 
 class HFWeights:
-    """The tensors of an HF folder whose headers have been checked (``weights.files.check_weight_files``)."""
+    """Reads rows of the tensors of an HF folder (check it first with ``weights.files.check_weight_files``)."""
 
     def __init__(self, folder: Path) -> None:
         self.headers: dict[Path, Header] = {}
@@ -113,7 +113,7 @@ class HFWeights:
         return self._where[name][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return [count, ...] rows as file pages, already in memory."""
+        """Return rows ``first`` to ``first + count`` of the tensor ``name``, [count, ...], without a copy."""
         (mapped, begin), stored = self._where[name], self.tensors[name]
         dtype, numbers = DTYPES[stored.dtype], math.prod(stored.shape[1:])
         rows = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
@@ -122,9 +122,9 @@ class HFWeights:
 
 
 def carried(folder: Path) -> list[Path]:
-    """Return the files beside the weights: configs, tokenizer, chat templates, card.
+    """Return the files of an HF folder beside its weights: configs, tokenizer, chat templates, model card.
 
-    Other folders, hidden files, weights in other formats and the index (which is written anew) are left out.
+    Other folders, hidden files, weights in any format and the index (which is written anew) are left out.
     """
     return [
         path
@@ -134,7 +134,7 @@ def carried(folder: Path) -> list[Path]:
 
 
 def carry(folder: Path, paths: Sequence[Path], target: Path) -> None:
-    """Copy files of ``folder`` into the folder ``target``."""
+    """Copy files of ``folder`` to the same relative paths in the folder ``target``."""
     for path in paths:
         copy = target / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -142,16 +142,16 @@ def carry(folder: Path, paths: Sequence[Path], target: Path) -> None:
 
 
 def index_json(files: Sequence[WeightFile]) -> str:
-    """Return the index of a folder with several weight files."""
+    """Return the text of the index file of an HF folder with several weight files."""
     total = sum(entry.size_bytes for file in files for entry in file.entries)
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
 
 
 def packed(entries: Sequence[TensorInfo], max_bytes: int) -> list[WeightFile]:
-    """Divide tensors, in order, into files of at most ``max_bytes``, named as HF does.
+    """Divide tensors, in order, into safetensors files of at most ``max_bytes``, with HF's file names.
 
-    A larger tensor has a file to itself.
+    A tensor larger than that has a file to itself.
     """
     groups: list[list[TensorInfo]] = [[]]
     held = 0

@@ -1,6 +1,6 @@
-"""Makes a conversion's folder: its files are written beside the target, which appears whole or not at all.
+"""Runs a conversion: writes its files, with a progress bar, to a folder that appears whole or not at all.
 
-A conversion that is killed leaves a folder ``OUT.partial``; the next one to ``OUT`` empties and reuses it.
+A conversion that is killed leaves a folder ``OUT.partial``; the next conversion to ``OUT`` empties and reuses it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ _THREADS: Final = 4  # some of them wait for the disk
 _SPARE_BYTES: Final = 64 << 20  # for headers, tokenizer, metadata
 
 Advance = Callable[[int], None]
-"""Takes how many bytes have just been written or compared. Raises OtherThreadFailed once another thread has failed."""
+"""Reports a number of bytes just written or compared. Raises OtherThreadFailed once another thread has failed."""
 
 
 class ConvertError(UserError, RuntimeError):
-    """A conversion that cannot be made: names the file or tensor, what was found and what was expected."""
+    """A conversion cannot be made; the message names the file or tensor, what was found and what was expected."""
 
 
 class OtherThreadFailed(Exception):
-    """Ends a thread of a conversion that has failed in another thread, or that Ctrl-C has ended."""
+    """Raised in a conversion's thread after another thread has failed, or after Ctrl-C, to end it."""
 
 
 class Conversion(Protocol):
-    """One direction of conversion: the files it makes of one source."""
+    """One direction of conversion, for one source: the files to make, and how to write and compare them."""
 
     sizes: dict[str, int]
-    """Bytes of each weight file, by name."""
+    """Size in bytes of each weight file, by name."""
 
     def write(self, path: Path, advance: Advance) -> None:
-        """Write the weight file ``path`` and sync it."""
+        """Write the weight file ``path``, and sync it to disk."""
 
     def complete(self, folder: Path) -> None:
-        """Write the other files, once all weight files are there."""
+        """Write all other files into ``folder``, after the weight files."""
 
     def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
         """Return a function that compares a weight file in ``folder``, given by its name, with the source."""
 
 
 def convert(conversion: Conversion, out: Path, console: Console, verify: bool) -> None:
-    """Make the folder ``out``.
+    """Run a conversion, which makes the folder ``out``.
 
     Args:
         verify: read every tensor back from the disk and compare it with the source.
@@ -107,7 +107,7 @@ def _aside(out: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _for_each_file(conversion: Conversion, console: Console, label: str, work: Callable[[str, Advance], None]) -> None:
-    """Do the work for every weight file, several at a time, with a progress bar; raise the first failure."""
+    """Call ``work`` for every weight file, in several threads, with a progress bar; raise the first failure."""
     stopped = threading.Event()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with (
@@ -131,7 +131,7 @@ def _for_each_file(conversion: Conversion, console: Console, label: str, work: C
 
 
 def forget(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache, so that they are read from the disk."""
+    """Drop files from the page cache, so that later reads come from the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""The Megatron side: a ``torch_dist`` checkpoint, whoever wrote it, mapped into memory.
+"""Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, for conversion: its files mapped into memory.
 
-Each chunk of a tensor is stored as by torch.save. Loaded without bytes, a chunk says where in the file they lie.
-"""
+Each chunk of a tensor is stored as by torch.save. Loaded as a fake tensor, a chunk tells where its bytes lie in the
+file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from or1_megatron.convert.rows import MegatronTensor
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 _PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors that may have rows of padding at the end."""
+"""Tensors that may end in padding rows of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A rectangle of a tensor, and the bytes of a file that hold it."""
+    """A rectangular part of a tensor, and the bytes of a file that hold it."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,15 +42,15 @@ class _Chunk:
 
 
 class MegatronCheckpoint:
-    """Reads rows of a checkpoint's tensors. Threads may share it.
+    """Reads rows of a checkpoint's tensors. Several threads may use one object.
 
-    Raises (this and all methods):
-        ConvertError: the folder is no such checkpoint, or a file is missing, cut or unreadable.
-        CheckpointDamaged: a file is not the one that the manifest lists.
+    The constructor and all methods raise:
+        ConvertError: the folder is not a torch_dist checkpoint, or a file is missing, cut or unreadable.
+        CheckpointDamaged: a file differs from the manifest's entry.
     """
 
     def __init__(self, folder: Path, digests: bool = True) -> None:
-        """``digests``: compare files with the manifest, if there is one; not needed where all rows are compared."""
+        """``digests``: check the files against the manifest, if any; not needed if all rows are compared anyway."""
         self.folder = resolve(folder)
         try:
             metadata = FileSystemReader(self.folder).read_metadata()
@@ -78,10 +78,10 @@ class MegatronCheckpoint:
         self._lock = threading.Lock()
 
     def locate(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...]]:
-        """Return (the tensor's name here, its index in the stack of that name).
+        """Return (the name of the stack that holds a tensor in this checkpoint, the tensor's index in the stack).
 
         Raises:
-            ConvertError: the checkpoint has none of its names, or another shape.
+            ConvertError: the checkpoint has none of the tensor's names, or another shape.
         """
         for key in tensor.keys:
             if key in self.tensors:
@@ -111,7 +111,7 @@ class MegatronCheckpoint:
         return self.tensors[self.locate(tensor)[0]].properties.dtype
 
     def rows(self, tensor: MegatronTensor, first: int, count: int) -> Tensor:
-        """Return [count, ...] rows: pages of the file if they lie in one chunk, else a copy of several."""
+        """Return ``count`` rows of a tensor, [count, ...]: without a copy if they lie in one chunk."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
         rows = None
@@ -140,7 +140,7 @@ class MegatronCheckpoint:
         return rows
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
-        """Return the chunks that hold part of an entry of a stack."""
+        """Return the chunks that hold parts of entry ``index`` of the stack ``key``."""
         with self._lock:
             if (key, index) not in self._by_entry:
                 depth = len(index)
@@ -156,9 +156,9 @@ class MegatronCheckpoint:
     def _overlap(
         chunk: _Chunk, depth: int, first: int, count: int
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return the wanted part of a chunk, as slices of the chunk's entry and of the result; None if there is none.
+        """Return where a chunk and the wanted rows overlap, as slices of (chunk's entry, result); None if nowhere.
 
-        ``depth`` is the number of axes that the stack has in front of the rows.
+        ``depth``: number of the stack's axes (layers, experts) before the axis of rows.
         """
         row, rows = chunk.offset[depth], chunk.sizes[depth]
         low, high = max(first, row), min(first + count, row + rows)
@@ -171,7 +171,7 @@ class MegatronCheckpoint:
         return (slice(low - row, high - row), *[slice(None)] * len(rest)), (slice(low - first, high - first), *rest)
 
     def _tensor(self, key: str, chunk: _Chunk) -> tuple[Tensor, MappedFile]:
-        """Return a chunk as pages of its file, and the file."""
+        """Return (a chunk as a tensor mapped from its file, the file)."""
         with self._lock:
             if chunk.file not in self._maps:
                 path = self.folder / chunk.file
@@ -205,7 +205,7 @@ class MegatronCheckpoint:
 
 
 def resolve(folder: Path) -> Path:
-    """Return the checkpoint that a folder is or holds: a file of Megatron-LM in the folder names the newest."""
+    """Return ``folder`` if it is a checkpoint, or the newest checkpoint in it, which Megatron-LM names in a file."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

@@ -1,8 +1,8 @@
-"""Says which rows of which HF tensor are which rows of which Megatron tensor, and its name in checkpoints.
+"""Maps rows of HF tensors to rows of Megatron tensors for conversion, and gives the tensors' names in checkpoints.
 
 A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
-``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. Where layers
-differ (dense layers among mixtures of experts) the layer's number stays in the name.
+``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. If layers differ
+(dense layers among mixtures of experts), the layer's number stays in the name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from or1_megatron.weights.holdings import pieces
 from or1_megatron.weights.table import HFConfig, ModelFamily
 
 PIECE_BYTES: Final = 64 << 20
-"""How much a thread reads at a time, or holds in memory where rows must be converted or put together."""
+"""Most bytes that a thread reads at a time, and holds in memory if rows must be converted or put together."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.")
@@ -36,15 +36,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
-    """One HF tensor as rows of one Megatron tensor."""
+    """One HF tensor, and which rows of one Megatron tensor its rows are."""
 
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """In the order of the HF tensor's rows."""
+    """Runs that cover the HF tensor's rows, in their order."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
-        """Yield all rows, at most ``PIECE_BYTES`` at a time; ``itemsize``: bytes of one number."""
+        """Yield runs that cover all rows, each of at most ``PIECE_BYTES``; ``itemsize``: bytes of one number."""
         most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
         for run in self.runs:
             for begin in range(0, run.rows, most):
@@ -53,15 +53,15 @@ class HFSource:
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """One tensor of the model, which a checkpoint holds as entry ``index`` of a stack."""
+    """One Megatron tensor of the model, which a checkpoint holds as entry ``index`` of a stack."""
 
     keys: tuple[str, ...]
-    """The names it may have in a checkpoint; the first is that of a run's checkpoints."""
+    """Names that the stack may have in a checkpoint; the first is its name in our runs' checkpoints."""
     stack: tuple[int, ...]
-    """Shape of the stack: layers, experts; () for a tensor that is not stacked."""
+    """Leading sizes of the stack (layers, experts); () for a tensor that is not stacked."""
     index: tuple[int, ...]
     shape: tuple[int, ...]
-    """The entry's shape, rows first."""
+    """Shape of the tensor itself, the axis of rows first."""
     sources: tuple[HFSource, ...]
     layer: int | None
 
@@ -70,12 +70,12 @@ class MegatronTensor:
         return (*self.stack, *self.shape)
 
     def unstacked(self, key: str) -> str:
-        """Return the name that ``key`` has in a checkpoint that does not stack layers: with the layer's number."""
+        """Return the name of stack ``key`` in a checkpoint that does not stack layers: it has the layer's number."""
         return key.replace("decoder.layers.", f"decoder.layers.{self.layer}.") if self.layer is not None else key
 
 
 def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
-    """Return every Megatron tensor of a model, in the table's order."""
+    """Return all Megatron tensors of a model with HF config ``hf``, in the order of its family's weight table."""
     shapes, rows, experts = family.shapes(hf), list(family.rows(hf)), family.experts(hf)
     layers = hf["num_hidden_layers"] if _alike([row.megatron for row in rows]) else 0
     made = []
@@ -100,7 +100,7 @@ def draft_tensor(name: str, shape: tuple[int, ...]) -> MegatronTensor:
 
 
 def _alike(names: list[str]) -> bool:
-    """Return whether all layers have the same tensors."""
+    """Whether all layers have tensors of the same names."""
     of_layer: defaultdict[int, set[str]] = defaultdict(set)
     for name in names:
         if match := _LAYER.match(name):
@@ -109,7 +109,7 @@ def _alike(names: list[str]) -> bool:
 
 
 def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return (key, shape of the stack, index in it); ``layers`` is 0 where layers are not stacked."""
+    """Return (name of a tensor's stack, leading sizes of the stack, index in it); ``layers`` 0: layers not stacked."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
     if layers and (match := _LAYER.match(name)):

@@ -1,8 +1,8 @@
-"""Megatron checkpoint to HF folder: a checkpoint that ``to_megatron`` wrote, a run's, or one of Megatron-LM's.
+"""Converts a Megatron checkpoint (one that ``to_megatron`` wrote, a run's, or Megatron-LM's) to an HF folder.
 
-The first kind becomes again the files that it was made of, byte for byte. The others take config, tokenizer and so on
-from an HF folder: a run's configuration names it; for Megatron-LM's checkpoints the user does.
-The vocabulary's padding rows are not read (``megatron_folder``).
+A checkpoint that ``to_megatron`` wrote becomes again the files that it was made of, byte for byte. For the others,
+config and tokenizer come from an HF folder, which a run's configuration names, or for Megatron-LM's the user.
+Padding rows of the vocabulary are not read (``megatron_folder``).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SHARD_BYTES: Final = 4 << 30
 
 
 class ToHF:
-    """A ``Conversion``: HF files, and for each of their tensors the checkpoint's rows that make the tensor.
+    """The ``Conversion`` of a checkpoint to an HF folder.
 
     Args:
-        hf_folder: where config, tokenizer and so on come from.
-        record: what ``to_megatron`` recorded of the files that the checkpoint was made of.
+        hf_folder: HF folder from which config, tokenizer and so on are copied.
+        record: names, order and dtypes of the files that ``to_megatron`` made the checkpoint of, if it did.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ToHF:
             sync(path)
 
     def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        """See ``Conversion``; files are read with the safetensors library."""
+        """Return a function that compares a written file, read by the safetensors library, with the checkpoint."""
 
         def compare(name: str, advance: Advance) -> None:
             path = folder / name
@@ -163,17 +163,17 @@ def megatron_to_hf(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
 ) -> None:
-    """Make the HF folder ``out`` of a checkpoint.
+    """Make the HF folder ``out`` from the checkpoint ``megatron``.
 
     Args:
-        hf: the folder that config, tokenizer and so on come from; None: the one that the checkpoint or its run names.
-        dtype: of the weights; None: that of the original HF folder if it is known, else the checkpoint's.
-        shard_bytes: largest file, if the original HF folder's files are not known.
+        hf: HF folder with config, tokenizer and so on; None: the folder that the checkpoint or its run names.
+        dtype: dtype of the weights; None: that of the original HF folder if known, else the checkpoint's.
+        shard_bytes: largest size of a file, if the original HF folder's files are not known.
         verify: read every tensor back from the disk and compare it.
 
     Raises:
-        ModelError: the model is of no known family, or its config lacks something.
-        ConvertError, CheckpointDamaged, DiskFullError: the checkpoint is not readable, or the folder not writable.
+        ModelError: the model is of no known family, or its config lacks a key.
+        ConvertError, CheckpointDamaged, DiskFullError: the checkpoint cannot be read, or the folder not written.
     """
     checkpoint = MegatronCheckpoint(megatron)
     record = _read_record(checkpoint.folder)
@@ -192,7 +192,7 @@ def megatron_to_hf(
 
 
 def _hf_of_run(checkpoint: Path) -> Path | None:
-    """Return the base model's folder, else the export's, of the run that has ``checkpoint``; None without a run."""
+    """Return the HF folder of the base model, else of the export, of the run that a checkpoint belongs to, or None."""
     checkpoint = checkpoint.resolve()  # ``best`` is a link
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():

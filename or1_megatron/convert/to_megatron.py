@@ -1,8 +1,8 @@
-"""HF folder to Megatron checkpoint.
+"""Converts an HF folder to a Megatron ``torch_dist`` checkpoint.
 
-The result holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (which Megatron's
-loader needs), ``hf/`` (all of the HF folder but its weights), ``conversion_record.json`` (which the way back needs) and
-``manifest.json``.
+The checkpoint holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (which
+Megatron's loader needs), ``hf/`` (all of the HF folder but its weights), ``conversion_record.json`` (which ``to_hf``
+needs) and ``manifest.json``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A slice of a Megatron tensor and the rows that it is copied from."""
+    """A slice of a Megatron tensor, and the rows of the HF tensor that are copied into it."""
 
     tensor: MegatronTensor
     source: HFSource
@@ -51,7 +51,7 @@ class _Piece:
 
 
 class ToMegatron:
-    """A ``Conversion``: the pieces of a checkpoint, in files of about ``file_bytes``."""
+    """The ``Conversion`` of an HF folder to a checkpoint in files of about ``file_bytes``."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
         self.folder, self._dtype = folder, dtype
@@ -61,7 +61,7 @@ class ToMegatron:
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
         stored = self.weights.tensors.items()
         self.tensors += [draft_tensor(name, tensor.shape) for name, tensor in stored if is_draft(name, self.hf)]
-        # A tied model's files may hold the output layer, too.
+        # The files of a model with tied embeddings may hold the output layer, too.
         self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}
         self.dropped = sorted(self.weights.tensors.keys() - named - self.copies.keys())
@@ -116,7 +116,7 @@ class ToMegatron:
         write_manifest(folder, {name: entry for name, (_, entry) in self._written.items()})
 
     def _record(self) -> dict[str, Any]:
-        """Return what ``to_hf`` needs besides hf/."""
+        """Return what ``to_hf`` needs beside ``hf/`` to write the same files again."""
         files = [
             {
                 "name": path.name,
@@ -155,7 +155,7 @@ class ToMegatron:
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same to the bit: NaN equals NaN, and -0 does not equal 0."""
+    """Whether two tensors have the same bits: NaN equals NaN, and -0 does not equal 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
@@ -170,11 +170,11 @@ def hf_to_megatron(
     verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Make the checkpoint ``out`` of the HF folder ``hf``.
+    """Make the checkpoint ``out`` from the HF folder ``hf``.
 
     Args:
-        dtype: of the checkpoint; None: the source's.
-        verify: read every tensor back from the disk and compare it.
+        dtype: dtype of the checkpoint; None: that of the HF folder.
+        verify: read every tensor back from the disk and compare it with the source.
 
     Raises:
         ModelError: the HF folder cannot be used.

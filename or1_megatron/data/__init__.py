@@ -1,1 +1,1 @@
-"""Problems in: files, the chat template, and the endless shuffled stream that training draws from."""
+"""Training data: reads problem files, applies the chat template, and supplies shuffled prompts without end."""

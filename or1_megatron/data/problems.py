@@ -1,7 +1,7 @@
-"""Problem sets: the rows of files, folders and sets on the Hugging Face hub, and the ``Problem`` records made of them.
+"""Reads problem sets, from files, folders or the Hugging Face hub, into ``Problem`` records.
 
-Reading is strict: a row that cannot be used is named by file, line and field. ``prompts`` makes their token ids, and
-drops those that are too long.
+Reading is strict: a data row that cannot be used is named by file, line and field. ``prompts`` makes token ids of the
+problems, and drops those that are too long.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from or1_verify.types import Problem, Verifier
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 
 PlacedRow = tuple[str, Any]
-"""(origin, decoded row, or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
-hub id[split]:row, all from 1."""
+"""(origin, decoded data row or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
+hub id[split]:row, counted from 1."""
 
 _SAVED: Final = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
 _ABSENT: Final = object()
@@ -45,20 +45,20 @@ def load_problems(
     subset: str | None = None,
     columns: Mapping[Any, str] = {},
 ) -> list[Problem]:
-    """Read all problems of a file (``SUFFIXES``), a folder of them, or a set on the hub, in their order.
+    """Read all problems of a file (``SUFFIXES``), of a folder of such files, or of a set on the hub, in their order.
 
-    The layout is any of ``or1_verify.problems.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, ... ``split``
-    chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's configuration.
-    Copies of a row are folded into one problem, and counted. That a ground truth can be read is left to
-    ``check_ground_truths``, since the abilities that occur say which verifiers are needed.
+    The columns are of any layout in ``or1_verify.problems.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, ...
+    ``split`` chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's
+    configuration. Copies of a data row are folded into one problem, and counted. Ground truths are checked later, by
+    ``check_ground_truths``, because the abilities that occur decide which verifiers are needed.
 
     Args:
-        unusable: takes the rows that cannot be used, such as a problem that an earlier row has with another answer; the
-            caller settles them. None: they are refused.
-        columns: reads {prompt, answer} from the columns that it names (``data.train.N.columns``), whatever the layout.
+        unusable: collects the data rows that cannot be used, such as a repeated problem with another answer, for the
+            caller to settle. None: such rows raise DataError.
+        columns: names of the columns that hold prompt and answer (``data.train.N.columns``), whatever the layout.
 
     Raises:
-        DataError: a file that is missing or cannot be read, a set without rows, or unusable rows.
+        DataError: a file is missing or cannot be read, a set has no rows, or rows are unusable.
     """
     path = Path(path)
     problems: dict[str, Problem] = {}
@@ -93,9 +93,9 @@ def load_problems(
 
 
 def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
-    """Return {prompt, answer, ability, source} of a row, from the columns that ``columns`` names (``a.b``: b in a).
+    """Return a data row's {prompt, answer, ability, source}, from the columns named in ``columns`` (``a.b``: b in a).
 
-    Where the row has no column for ``ability`` or ``source``, the name itself is the value, as in ability: code.
+    If the row lacks the column named for ``ability`` or ``source``, the name itself is the value, as in ability: code.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -120,14 +120,14 @@ def _say_layout(path: Path, raw: Any) -> None:
 
 
 def _set_name(path: Path) -> str:
-    """Return a file's name without its suffixes: the source of problems that name none."""
+    """Return a file's name without its suffixes, which is the source of problems that name no source."""
     return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.stem)
 
 
 def check_ground_truths(
     problems: Sequence[Problem], verifiers: Mapping[str, Verifier], unusable: UnusableRows
 ) -> list[Problem]:
-    """Return the problems whose ability has a verifier that can use their ground truth; the others are ``unusable``."""
+    """Return the problems whose ground truth their ability's verifier can use; add the others to ``unusable``."""
     usable = []
     for problem in problems:
         try:
@@ -139,9 +139,9 @@ def check_ground_truths(
 
 
 def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
-    """Return the problems that ``model`` neither always solved nor never (failures other than 0 and 16).
+    """Return the problems that ``model`` solved in some but not all of its 16 tries.
 
-    A problem without that model's failures is ``unusable``. Raises DataError when all were measured and none is left.
+    Problems without a number for the model are added to ``unusable``. Raises DataError if all have one and none stays.
     """
     kept, before = [], len(unusable)
     for problem in problems:
@@ -166,11 +166,11 @@ def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: Unus
 
 
 def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a file, of all files of a folder (in the order of their names), of a folder that ``datasets``
-    saved, or of a set on the hub.
+    """Yield the data rows of a file, of all files of a folder (in the order of their names), of a folder that
+    ``datasets`` saved, or of a set on the hub.
 
-    ``split`` chooses, in a folder, the files that are named after it (train.jsonl, data/train-00000-of-00003.parquet).
-    Raises DataError for a file that is missing or cannot be read.
+    In a folder, ``split`` chooses the files named after it (train.jsonl, data/train-00000-of-00003.parquet).
+    Raises DataError if a file is missing or cannot be read.
     """
     path = Path(path)
     if is_saved(path):
@@ -189,17 +189,17 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def is_saved(path: Path) -> bool:
-    """Return whether it is a folder that ``datasets`` saved."""
+    """Whether a path is a folder that ``datasets`` saved (``save_to_disk``)."""
     return any((path / name).is_file() for name in _SAVED)
 
 
 def is_hub_id(path: Path) -> bool:
-    """Return whether a path can name a set on the hub: owner/name, and no such file or folder here."""
+    """Whether a path can name a set on the hub: it has the form owner/name, and no such file or folder exists."""
     return not _is_problem_file(path) and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
 def files_of(folder: Path, split: str | None) -> list[Path]:
-    """Return the problem files of a folder, at any depth. Raises DataError when there are none."""
+    """Return the problem files of a folder, at any depth, of a split if given. Raises DataError if there are none."""
     files = sorted(file for file in folder.rglob("*") if _is_problem_file(file) and file.is_file())
     if split is None:
         if not files:
@@ -216,7 +216,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set that ``datasets`` can load. Raises DataError with the library's error or the splits."""
+    """Yield the rows of a set on the hub. Raises DataError if it cannot be loaded, or ``split`` is needed."""
     try:
         import datasets
     except ImportError:
@@ -260,7 +260,7 @@ def _saved_rows(folder: Path, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set with a loading script (LiveCodeBench) from its files: ``datasets`` runs no script."""
+    """Yield the rows of a hub set that has a loading script (LiveCodeBench), which ``datasets`` does not run."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -273,7 +273,7 @@ def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _unreachable(name: str, error: Exception) -> str:
-    """Return the message, which names any earlier download: ``datasets`` does not use it, and it may be partial."""
+    """Return the error text for a hub set that cannot be loaded; it names any earlier, perhaps partial, download."""
     from huggingface_hub import snapshot_download
 
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""

@@ -1,8 +1,8 @@
-"""The prompts of a run: its problem sets read and checked, and each problem's messages turned into token ids.
+"""Makes the prompts of a run: reads and checks its problem sets, tokenizes prompts, drops those that are too long.
 
-``read_problems`` refuses rows that do not fit their layout, which takes seconds. ``make_prompts`` then reads every
-ground truth and measures every prompt, which may take minutes: engines can start meanwhile. It leaves out prompts that
-are longer than ``data.max_prompt_tokens``.
+``read_problems`` refuses data rows that do not fit their column layout, which takes seconds. ``make_prompts`` then
+reads every ground truth and tokenizes every prompt, which may take minutes; engines can start meanwhile. It leaves out
+prompts longer than ``data.max_prompt_tokens``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """The problems of a run, as read."""
+    """The problems of a run as read from files, before ground truths and lengths are checked."""
 
     train: list[list[Problem]]
     """One list per source of ``data.train``."""
@@ -37,10 +37,10 @@ class ProblemSets:
     """One list per set of ``evaluate.data``."""
     unusable: UnusableRows
     verifiers: Mapping[str, Verifier]
-    """By ability, for each that occurs."""
+    """The verifier of each ability that occurs."""
 
     def close(self) -> None:
-        """End the verifiers, and drop the problems, which may be large."""
+        """Close the verifiers, and drop the problems, which may be large."""
         for verifier in self.verifiers.values():
             verifier.close()
         self.train.clear()
@@ -48,14 +48,14 @@ class ProblemSets:
 
 
 def read_problems(config: Config) -> ProblemSets:
-    """Read all problems; refuse unusable rows, unless ``data.unusable`` says to drop them.
+    """Read all problems of a run; refuse unusable data rows, unless ``data.unusable`` is drop.
 
-    The caller closes the result. Where a row is refused, ground truths and prompts are checked here, so that all
-    unusable rows are named together.
+    The caller closes the result. If a row is refused, ground truths and prompts are checked here too, so that one error
+    names all unusable rows.
 
     Raises:
-        DataError: a file that cannot be read, unusable rows, or a verifier of the user's that no row needs.
-        SandboxUnavailable, VerifierBroken: an ability occurs that cannot be verified here.
+        DataError: a file cannot be read, rows are unusable, or no problem needs one of the user's own verifiers.
+        SandboxUnavailable, VerifierBroken: the problems of an ability cannot be verified on this machine.
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
 
@@ -83,10 +83,10 @@ def read_problems(config: Config) -> ProblemSets:
 
 
 def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource], dict[str, list[Prompt]]]:
-    """Return (training sources, held-out prompts by the name of their set), every ground truth checked.
+    """Check every ground truth; return (training sources with their prompts, held-out prompts by name of their set).
 
     Raises:
-        DataError: all unusable rows of all files at once, or no prompt left, or fewer prompts than a step takes.
+        DataError: rows are unusable (all files' rows in one error), no prompt is left, or a step needs more prompts.
     """
     template = ChatTemplate(load_tokenizer(config.model.hf), read_hf_config(config.model.hf)["vocab_size"])
     template.check_end_of_turn(config.model.hf)
@@ -113,7 +113,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
 
 
 def thinking_rule(sources: Sequence[PromptSource]) -> str:
-    """Return how the answer is found in responses to these prompts, in words (``or1_verify.answer``)."""
+    """Return in words which part of a response to these prompts is searched for the answer (``or1_verify.answer``)."""
     opened = sorted({prompt.opened for source in sources for prompt in source.prompts})
     rules = [
         f"the chat template opens {tag}, so a response counts only from where it closes it"
@@ -125,11 +125,11 @@ def thinking_rule(sources: Sequence[PromptSource]) -> str:
 
 
 def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
-    """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
+    """Raise DataError if the sources of a stage have fewer prompts than one of its steps takes.
 
     Args:
-        read: each source's number of problems before the difficulty filter.
-        rated: the same after that filter.
+        read: number of problems of each source before the difficulty filter.
+        rated: number of problems of each source after the difficulty filter.
     """
     for stage in config.stages:
         taken = [index for index, repeat in enumerate(config.repeats(stage)) if repeat]
@@ -148,7 +148,7 @@ def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequenc
 
 
 def _drop_repeated(sources: Sequence[PromptSet]) -> None:
-    """Remove the prompts of problems that an earlier source has."""
+    """Remove, in place, the prompts of problems that are in an earlier source too."""
     seen: set[str] = set()
     for source in sources:
         own = [prompt for prompt in source.prompts if prompt.problem.id not in seen]
@@ -161,7 +161,7 @@ def _drop_repeated(sources: Sequence[PromptSet]) -> None:
 
 
 def _warn_of_leaks(sources: Sequence[PromptSource], evaluated: Sequence[Prompt]) -> None:
-    """Log when a held-out prompt is trained on too, word for word."""
+    """Log a warning if held-out prompts are in the training data too, with the same token ids."""
     trained = {prompt.token_ids.tobytes(): prompt.problem.origin for source in sources for prompt in source.prompts}
     leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]
     if leaked:

@@ -1,4 +1,4 @@
-"""The endless, shuffled, resumable supply of training prompts: implements ``interfaces.ProblemStream``."""
+"""The endless, shuffled, resumable stream of training prompts, mixed from sources (``interfaces.ProblemStream``)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from or1_verify.problems.rows import DataError
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompts of one source; each occurs ``repeat`` times per epoch."""
+    """The prompts of one training source, each of which occurs ``repeat`` times per epoch."""
 
     prompts: Sequence[Prompt]
     repeat: int = 1
 
 
 class MixtureStream:
-    """Mixes sources by whole repeats, in an order that is a pure function of (seed, epoch).
+    """Supplies prompts in an order that depends only on (seed, epoch).
 
-    An epoch is a permutation of the *pool*, which holds every prompt as often as its source repeats it. The cursor is
-    (epoch, position), so the state is small whatever the size of the data: two integers, a bitmap of excluded prompts,
-    and the few entries that wait because their problem was already in the batch.
+    An epoch is a permutation of the *pool*, which holds every prompt as often as its source repeats it. The state is
+    small whatever the size of the data: the cursor (epoch, position), a bitmap of excluded prompts, and the few pool
+    entries that wait because their problem was already in the batch.
     """
 
     def __init__(self, sources: Sequence[PromptSource], seed: int) -> None:
-        """``sources``: no problem is in two of them."""
+        """Start at epoch 0 of ``sources``, no two of which may have a problem in common."""
         self._prompts: list[Prompt] = [prompt for source in sources for prompt in source.prompts]
         self._index = {prompt.problem.id: index for index, prompt in enumerate(self._prompts)}
         self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
@@ -46,14 +46,14 @@ class MixtureStream:
 
     @property
     def left(self) -> int:
-        """Different problems that are left in the pool."""
+        """Number of distinct problems in the pool that are not excluded."""
         return int((~self._excluded & (self._repeats > 0)).sum())
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts, all of different problems; crosses the ends of epochs.
+        """Return the next ``count`` prompts, all of different problems; goes on into the next epoch as needed.
 
-        An entry whose problem is already in this batch (a repeat, or from the next epoch) waits for the next batch; at
-        most ``repeat`` entries of a problem wait. Raises DataError when fewer than ``count`` problems are left.
+        A pool entry whose problem is already in this batch (a repeat, or from the next epoch) waits for the next batch;
+        at most ``repeat`` entries of a problem wait. Raises DataError if fewer than ``count`` problems are left.
         """
         if count > self.left:
             absent = int((self._repeats == 0).sum())
@@ -86,9 +86,9 @@ class MixtureStream:
         return [self._prompts[index] for index in chosen]
 
     def mix(self, repeats: Sequence[int]) -> None:
-        """Let each problem of source i occur ``repeats[i]`` times per epoch from now on; 0: not at all.
+        """From now on, let each problem of source i occur ``repeats[i]`` times per epoch (0: not at all).
 
-        A change begins a new epoch, since an order is drawn for a whole epoch.
+        A change begins a new epoch, because the order is drawn for a whole epoch.
         """
         mixture = tuple(int(repeat) for repeat in repeats)
         if mixture == self._mixture:
@@ -102,9 +102,9 @@ class MixtureStream:
         self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on; return how many problems are left.
+        """From now on leave out the problems with these ids; return how many problems are left.
 
-        Raises DataError, changing nothing, when none would be left; ValueError when an id is unknown.
+        Raises DataError, and changes nothing, if no problem would be left; ValueError if an id is unknown.
         """
         unknown = sorted(problem_ids - self._index.keys())
         if unknown:
@@ -121,7 +121,7 @@ class MixtureStream:
         return self.left
 
     def state(self) -> Mapping[str, Any]:
-        """Return seed, cursor, exclusions (zlib + base64 of a bitmap) and the data's fingerprint, JSON-able."""
+        """Return the JSON-able state: seed, cursor, exclusions (a bitmap as zlib + base64), the data's fingerprint."""
         bitmap = zlib.compress(np.packbits(self._excluded).tobytes(), level=9)
         return {
             "fingerprint": self._fingerprint,
@@ -135,7 +135,7 @@ class MixtureStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume exactly where ``state`` was taken. Raises DataError when data or seed are not those of the state."""
+        """Continue exactly where ``state`` was taken. Raises DataError if data or seed differ from the state's."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the training data changed since the checkpoint: it had {state['problems']} problems with "

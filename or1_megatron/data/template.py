@@ -1,6 +1,6 @@
-"""The only place where messages become token ids: a model's tokenizer and its chat template.
+"""Turns messages into token ids with a model's tokenizer and chat template; no other file does.
 
-Ids and text are those of the folder's ``tokenizer.json``, as the tokenizers library reads it.
+Token ids and text are those of the folder's ``tokenizer.json``, as the tokenizers library reads it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  ç
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of a set of problems that are short enough."""
+    """The prompts of a problem set that are not too long, and how many were."""
 
     prompts: list[Prompt]
     limit_tokens: int
     too_long: int
-    """How many prompts were dropped."""
+    """Number of prompts that were dropped as too long."""
     longest_tokens: int
     """Length of the longest prompt, dropped ones included."""
     first: str
     """Origin of the first prompt."""
 
     def check(self, path: Path) -> None:
-        """Log how many prompts were too long. Raises DataError when no prompt is left."""
+        """Log how many prompts of the set at ``path`` were too long. Raises DataError if no prompt is left."""
         if self.too_long and not self.prompts:
             raise DataError(
                 f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
@@ -69,13 +69,13 @@ class PromptSet:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with its generation prompt, which for a reasoning model may open ``<think>``.
+    """A tokenizer with its chat template and generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``; a prompt with a larger or equal id is refused.
+        vocabulary: the model's ``vocab_size``; a prompt with a token id at or above it is refused.
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or one that fails or drops the user's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> None:
@@ -89,7 +89,7 @@ class ChatTemplate:
             said = self.text([Message("user", _SAMPLE)])
         except TemplateSyntaxError as error:
             raise DataError(f"{self._name()} is broken at line {error.lineno}: {error.message}") from None
-        except TemplateError:  # it refuses a lone turn of the user, perhaps
+        except TemplateError:  # a template may refuse a single turn of the user
             return
         except Exception as error:
             raise DataError(f"{self._name()} fails: {type(error).__name__}: {error}") from error
@@ -103,13 +103,13 @@ class ChatTemplate:
         return self._encode([self.text(messages)])[0]
 
     def opened(self, messages: Sequence[Message]) -> str:
-        """Return the tag of reasoning that the template leaves open after these messages; "" without one."""
+        """Return the tag of reasoning that the template opens and does not close after these messages, else ""."""
         return left_open(self.text(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:
-        """Log when the token that ends a turn of the assistant in the template does not end the model's responses.
+        """Log a warning if the template ends the assistant's turn with a token that does not end responses (no EOS).
 
-        Raises DataError: the folder's generation_config.json cannot be read.
+        Raises DataError if the folder's generation_config.json or config.json cannot be read.
         """
         said = "42"
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
@@ -138,9 +138,9 @@ class ChatTemplate:
             )
 
     def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return prompts in the order of the problems; prompts over the limit are left out and counted.
+        """Return the prompts of problems, in their order, and count those over ``limit_tokens``, which are left out.
 
-        ``unusable`` takes the rows whose messages the template refuses.
+        Problems whose messages the template refuses are added to ``unusable``.
         """
         prompts: list[Prompt] = []
         longest = too_long = 0
@@ -157,7 +157,7 @@ class ChatTemplate:
         return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt's text. A template that asks for today's date (Llama 3.2) gets ``_DATE`` on every day."""
+        """Return the prompt's text. A template that asks for the date (Llama 3.2) always gets ``_DATE``."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         rendered = self._tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, strftime_now=_DATE.strftime
@@ -188,20 +188,20 @@ class ChatTemplate:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an HF folder on disk, exactly as in ``tokenizer.json`` where there is one.
+    """Load the tokenizer of an HF folder on disk, exactly as in its ``tokenizer.json`` if it has one.
 
-    For many folders AutoTokenizer takes a class that replaces the file's pre-tokenizer and decoder by its own
-    (transformers 5, issues 45488 and 45920), so it reads only folders without the file.
+    AutoTokenizer reads only folders without that file: for many folders it takes a class that replaces the file's
+    pre-tokenizer and decoder by its own (transformers 5, issues 45488 and 45920).
 
     Raises:
-        DataError: the folder or its tokenizer cannot be read, or the tokenizer's ids or text are not the file's.
+        DataError: the folder or its tokenizer cannot be read, or its ids or text differ from those of the file.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected a model in HF format with its tokenizer")
-    # Without any of these transformers makes an empty tokenizer from config.json, and says nothing.
+    # Without any of these files transformers makes an empty tokenizer from config.json, without an error.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
     file = folder / _VOCABULARIES[0]

@@ -1,1 +1,1 @@
-"""avg@k and pass@k on held-out problems, while training and by ``or1 eval``."""
+"""Evaluation on held-out problems (avg@k, pass@k), during training and by ``or1 eval``."""

@@ -1,4 +1,4 @@
-"""Sets known by name: where they are published, how their problems end, and the scores of published models."""
+"""Benchmarks known by name (AIME24, LiveCodeBench, ...): where they are, their prompts' endings, published scores."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from or1_verify.types import Message, Problem
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set by name. ``hub``, ``split`` (None: all of it) and ``subset`` say where it is without a local file."""
+    """A benchmark, and where it is on the Hugging Face hub: ``hub``, ``split`` (None: all) and ``subset``."""
 
     hub: str
     split: str | None
     ending: str = ""
-    """Added to each problem that does not ask for a box itself."""
+    """Text that is added to each problem that does not mention ``\\boxed`` itself."""
     samples: int = 1
-    """k of avg@k in the report, and the default of ``--k``; 1 for sets that the report does not have."""
+    """k of avg@k in the report, and the default of ``--k``; 1 for benchmarks that the report does not have."""
     dated: bool = False
-    """Rows have a date, by which problems that a model may have been trained on are left out."""
+    """Whether rows have a date, by which problems that a model may have been trained on are left out."""
     subset: str | None = None
 
 
@@ -58,33 +58,33 @@ PUBLISHED: Final = {
     "Qwen3-32B": (81.4, 72.9, 65.7),
     "DeepSeek-R1": (79.8, 70.0, 65.9),
 }
-"""Per cent, from the Skywork-OR1 report (RECIPE section 4)."""
+"""Scores in per cent, in the order of REPORTED_SETS, from the Skywork-OR1 report (docs/recipe.md, section 4)."""
 
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
-"""LiveCodeBench in the report: the window of the released ``prepare_unit_test_data``."""
+"""Dates of LiveCodeBench's problems in the report: the window of the released ``prepare_unit_test_data``."""
 
 _RELEASE_FILE = re.compile(r"(?:^|/)test(\d*)\.jsonl:\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSet:
-    """The problems of a set, and what was left out of it."""
+    """The problems of an evaluation set, and the number of those outside the window of dates."""
 
     name: str
     problems: list[Problem]
     outside: int
-    """Usable problems outside the window."""
+    """Number of usable problems outside the window of dates."""
     release: str
     """LiveCodeBench's release, such as release_v5; "" for other sets."""
 
     def __str__(self) -> str:
-        """Return the number of problems and the release."""
+        """Return the set's name, number of problems and release."""
         of = f" of {len(self.problems) + self.outside}" if self.outside else ""
         return f"{self.name}: {len(self.problems)}{of} problems" + (f" of {self.release}" if self.release else "")
 
 
 def published(name: str) -> dict[str, float]:
-    """Return model -> per cent, for a set of the report; empty for any other."""
+    """Return the published scores on a benchmark, in per cent by model; empty if the report does not have it."""
     if name not in REPORTED_SETS:
         return {}
     column = REPORTED_SETS.index(name)
@@ -98,18 +98,18 @@ def load_set(
     until: datetime.date | None = None,
     unusable: UnusableRows | None = None,
 ) -> LoadedSet:
-    """Load a known name, a file, a folder or a hub id.
+    """Load an evaluation set: the name of a benchmark, a file, a folder or a hub id.
 
-    A known name is looked for as a file or folder of that name in ``sets`` first, then on the hub. ``since`` and
-    ``until`` keep the problems of that window. Both are midnights and inside it, as in LiveCodeBench: a problem of
-    the last day is in the window only without a time of day.
+    A benchmark is first looked for as a file or folder of its name in ``sets``, then on the hub. ``since`` and
+    ``until`` select problems by date. Both are midnights inside the window, as in LiveCodeBench: a problem of the last
+    day is in the window only if its date has no time of day.
 
     Args:
-        unusable: takes the rows that cannot be used, with a window also rows without a date; None: such rows are
-            refused.
+        unusable: collects the rows that cannot be used, and with a window also rows without a date; None: such rows
+            raise DataError.
 
     Raises:
-        DataError: an unknown name, a set that cannot be read, unusable rows, or no problem in the window.
+        DataError: the name is unknown, the set cannot be read, rows are unusable, or no problem is in the window.
     """
     path = Path(named)
     split = subset = None
@@ -142,13 +142,13 @@ def load_set(
 
 
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
-    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and its set.
+    """Write a benchmark as ``sets``/name.jsonl, as the report evaluated it; return (the file, the set).
 
-    AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: where
-    files of that name are looked for before the hub.
+    AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: folder
+    in which files of the benchmark's name are looked for before the hub.
 
     Raises:
-        DataError: no known set, or what ``load_set`` raises. Many unusable rows are listed in
+        DataError: the benchmark is unknown, or ``load_set`` raises it. Many unusable rows are listed in
             ``sets``/name.unusable_rows.jsonl.
     """
     if name not in BENCHMARKS:
@@ -170,7 +170,7 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
 
 
 def _source(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None, str | None]:
-    """Return the path, split and subset to read."""
+    """Return the (path, split, subset) from which a benchmark is read: a file or folder in ``sets``, else the hub."""
     for candidate in (sets / f"{name}.jsonl", sets / f"{name}.parquet", sets / name):
         if candidate.exists():
             return candidate, None, None
@@ -178,9 +178,9 @@ def _source(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | No
 
 
 def _release(path: Path, split: str | None, problems: Sequence[Problem]) -> str:
-    """Return LiveCodeBench's release by its files: release_vN is test.jsonl, test2.jsonl, ..., testN.jsonl.
+    """Return the name of LiveCodeBench's release: release_vN has the files test.jsonl, test2.jsonl, ..., testN.jsonl.
 
-    In a file of ``write_set`` the rows name it.
+    In a file that ``write_set`` wrote, the rows name the release.
     """
     files = {match[1] or "1" for problem in problems if (match := _RELEASE_FILE.search(problem.origin))}
     numbers = sorted(map(int, files))

@@ -1,4 +1,4 @@
-"""avg@k on held-out problems, with the training engines and verifiers."""
+"""The evaluation during training: avg@k on held-out problems, with the run's engines and verifiers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, S
 
 
 class HeldOut:
-    """Implements ``interfaces.Evaluator``.
+    """Evaluates the policy on held-out problem sets during a run (``interfaces.Evaluator``).
 
-    Its seed is its own and constant: the same weights get the same result, and the training stream is not
-    touched.
+    It has its own, constant seed, so that the same weights give the same result, and the order of training data does
+    not change.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HeldOut:
         """
         Args:
             sets: prompts by the name of their set.
-            max_response_tokens: used if the settings give none: always the final stage's T.
+            max_response_tokens: longest response if the settings give none: the final stage's T in every stage.
 
         Raises:
             ValueError: a set is empty, or there is no set.
@@ -49,7 +49,7 @@ class HeldOut:
         self._clock = clock
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Return avg@k of every set. Raises what the rollout raises, and VerificationFailing."""
+        """Return the combined result of all sets. Raises what the rollout raises, and VerificationFailing."""
         return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
@@ -65,7 +65,7 @@ class HeldOut:
 
 
 def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
-    """Return several sets as one result: the mean over sets, whatever their sizes; times and problems are summed."""
+    """Return the results of several sets as one: scores are unweighted means over sets, times and problems sums."""
     if len(results) == 1:
         return next(iter(results.values()))
     sets = list(results.values())
@@ -88,7 +88,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
 
 
 def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, greedy: bool = False) -> EvaluationResult:
-    """Return the result of one evaluation rollout; a verdict that failed counts as wrong."""
+    """Return the result of one evaluation rollout; a response whose verdict failed counts as wrong."""
     right = np.concatenate([group.right for group in groups])
     truncated = np.concatenate([group.truncated for group in groups])
     lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])
@@ -107,7 +107,7 @@ def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, gre
 
 
 def _more(groups: Sequence[Group]) -> dict[str, float]:
-    """Return pass@k, best@k where rewards are not 1 and 0, and the accuracy of each data source where several are."""
+    """Return pass@k; best@k, if some reward is neither 1 nor 0; and accuracies by data source, if there are several."""
     right = np.array([group.right for group in groups], np.float64)
     rewards = np.array([group.rewards for group in groups], np.float64)
     kinds = {"pass": right} if (rewards == right).all() else {"pass": right, "best": rewards}

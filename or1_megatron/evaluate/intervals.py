@@ -1,13 +1,13 @@
-"""avg@k and pass@k with confidence intervals. Pure NumPy; rewards are [P, n], right 1 and wrong 0.
+"""Computes avg@k, pass@k and best@k, the first two with confidence intervals, in NumPy.
 
-avg@k is the mean reward of k samples per problem. pass@k is the chance that one of k samples is right, estimated
-without bias from n >= k samples of which c were right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+Rewards are [P problems, n samples], 1 for right and 0 for wrong. avg@k is the mean reward of k samples per problem.
+pass@k is the chance that at least one of k samples is right, estimated without bias from n >= k samples of which c were
+right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
-There are two intervals. ``samples`` is for other samples of the same problems, as in a second run of the same
-evaluation: 1.96 standard deviations of the estimate under each problem's own chance of success, which is taken as
-(c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not certain. ``problems`` is for another
-set of such problems too, as a claim about a skill needs: a percentile bootstrap over problems, usually the wider one.
-(Resampling a problem's own samples instead would bias pass@k downwards: a drawn set repeats samples.)
+There are two intervals. ``samples`` is for new samples of the same problems, as in a second run of the evaluation: 1.96
+standard deviations of the estimate, where each problem's chance of success is taken as (c + 1/2) / (n + 1), so that a
+problem solved in none or all samples is not certain. ``problems`` is for a new set of such problems, as a claim about a
+skill needs: a percentile bootstrap over problems, usually wider. (A bootstrap over samples would bias pass@k down.)
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class Score:
 
 
 def pass_at(n: int, k: int) -> Estimates:
-    """Return the unbiased estimates of pass@k; k = 1 gives avg@n. ValueError unless 1 <= k <= n."""
+    """Return unbiased estimates of pass@k by number of right samples, [n + 1]. ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
 
 
 def best_at(rewards: Rewards, k: int) -> float:
-    """Return best@k: the mean highest reward of k of the n samples, over all choices. With 0 and 1 it is pass@k."""
+    """Return best@k: the highest reward of k samples, mean over all choices of k (pass@k for rewards 0 and 1)."""
     n = rewards.shape[1]
     highest = [math.comb(below, k - 1) / math.comb(n, k) for below in range(n)]
     return float((np.sort(rewards, axis=1) @ highest).mean())
 
 
 def sizes(n: int) -> list[int]:
-    """Return the values of k for which pass@k is reported: powers of two, and n."""
+    """Return the values of k for which pass@k of n samples is reported: powers of two below n, and n."""
     return sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
 
 
 def passed(rewards: Rewards, k: int) -> Score:
-    """Return pass@k; for k = 1 it is avg@n.
+    """Return pass@k with its intervals; for k = 1 this is avg@n.
 
-    Problems with the same value are alike, so the bootstrap draws from a histogram.
+    The bootstrap draws from a histogram, because problems of the same value are interchangeable.
     """
     estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
     values = estimates[right]
@@ -82,7 +82,7 @@ def passed(rewards: Rewards, k: int) -> Score:
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """Return [n + 1]: the variance of a problem's estimate over n new samples, by how many old ones were right."""
+    """Return the variance of a problem's estimate over n new samples, by its number of right old samples, [n + 1]."""
     n = len(estimates) - 1
     right = np.arange(n + 1)
     chance = ((right + 0.5) / (n + 1))[:, None]

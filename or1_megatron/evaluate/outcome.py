@@ -1,4 +1,4 @@
-"""The scores of an evaluation, with intervals, by response length and by context budget."""
+"""Computes the scores of ``or1 eval``: avg@k and pass@k with intervals, accuracy by response length and by budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BINS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """The responses of ``low`` to ``high`` - 1 tokens."""
+    """Number and accuracy of the responses that have ``low`` to ``high`` - 1 tokens."""
 
     low: int
     high: int
@@ -29,25 +29,25 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationScores:
-    """The scores over [P][n] responses."""
+    """The scores of an evaluation of P problems with n responses each."""
 
     problems: int
     samples: int
     average: Score
-    """avg@k."""
+    """avg@n with its intervals."""
     passed: Mapping[int, Score]
-    """pass@k for powers of two, and k itself."""
+    """pass@j by j: powers of two below n, and n."""
     truncation_ratio: float
     mean_tokens: float | None
     statuses: Mapping[str, int]
     by_length: Sequence[LengthBin]
-    """Bins of about equal counts, the paper's figure 5."""
+    """Accuracy in bins of response length with about equal counts, as in the paper's figure 5."""
     by_budget: Mapping[int, float]
-    """avg@k if longer responses had been cut off at so many tokens, the paper's figure 8."""
+    """avg@k by budget in tokens, if responses longer than the budget counted as wrong (the paper's figure 8)."""
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
-    """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit and the largest budget."""
+    """Return the scores of responses [P][n]. ``limit_tokens``: longest response, and largest budget."""
     right = np.array([[response.status == "right" for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = right.shape[1]
@@ -66,7 +66,7 @@ def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Eva
 
 
 def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None:
-    """Raise EvaluationError when too many verdicts failed: the score would measure the verifier."""
+    """Raise EvaluationError if too many verdicts failed, because the score would then measure the verifier."""
     failed = outcome.statuses.get("error", 0) + outcome.statuses.get("timeout", 0)
     if failed > max_error_fraction * outcome.problems * outcome.samples:
         raise EvaluationError(
@@ -77,7 +77,7 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
 
 
 def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
-    """Return bins between quantiles; fewer if many lengths are equal."""
+    """Return bins between quantiles of the response lengths; fewer than 8 if many lengths are equal."""
     known = [(response.tokens, response.status == "right") for response in responses if response.tokens is not None]
     if not known:
         return []

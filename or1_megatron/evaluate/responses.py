@@ -1,4 +1,4 @@
-"""An evaluation's responses on disk: a JSON line each, written as it is judged, so that a kill loses nothing."""
+"""Stores the responses of ``or1 eval`` on disk, a JSON line each, as soon as they are judged, and resumes from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from or1_verify.errors import UserError
 
 
 class EvaluationError(UserError, ValueError):
-    """An evaluation that cannot be made, resumed or trusted; the message says why."""
+    """An evaluation cannot be made, resumed or trusted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Response:
     prompt: str
     response: str
     tokens: int | None
-    """Length of the response; None where an endpoint does not report it, or nothing was sampled."""
+    """Length of the response; None if an endpoint does not report it, or nothing was sampled."""
     truncated: bool
     reward: float
     status: str
-    """A verdict's status, or ``unasked``: the prompt is too long."""
+    """Status of the verdict, or ``unasked`` if the prompt is too long."""
     answer: str
     detail: str
     seed: int
@@ -45,13 +45,13 @@ _FIELDS = tuple(field.name for field in fields(Response))
 
 
 class ResponseStore:
-    """``responses.jsonl`` of one evaluation, and ``evaluation.json``: its problems and settings."""
+    """The files of one evaluation: ``responses.jsonl``, and ``evaluation.json`` with its problems and settings."""
 
     def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: all that a response depends on besides problem and sample, JSON-able.
+        """Open the store in ``folder``; ``request_settings``: what responses depend on beside problem and sample.
 
         Raises:
-            EvaluationError: the folder holds an evaluation with other settings.
+            EvaluationError: the folder holds an evaluation with other settings, or a damaged one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RESPONSES
@@ -89,7 +89,7 @@ class ResponseStore:
 
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the evaluation in a folder; None if it has no responses yet. Raises EvaluationError."""
+    """Return the settings of the evaluation in a folder, or None if it has no responses. Raises EvaluationError."""
     responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None

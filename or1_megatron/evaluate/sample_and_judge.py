@@ -1,4 +1,4 @@
-"""Sample k responses to every problem, judge each while others are sampled, and store them."""
+"""Samples k responses to every problem for ``or1 eval``, judges each while others are sampled, and stores them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from or1_verify.types import Problem, Verdict
 from or1_verify.verifier_threads import judged
 
 Judge = Callable[[Problem, str, bool], Future[Verdict]]
-"""(problem, response, truncated) to a future verdict."""
+"""(problem, response, whether it was truncated) -> future of the verdict."""
 
 Progress = Callable[[int, int], None]
-"""(responses stored, responses wanted); called as responses are stored."""
+"""Called after each stored response, with (number of responses stored, number wanted)."""
 
 
 def evaluate(
@@ -30,13 +30,13 @@ def evaluate(
     seed: int,
     progress: Progress = lambda stored, wanted: None,
 ) -> list[list[Response]]:
-    """Return [P][samples] responses; only those that the store lacks are sampled.
+    """Sample and judge the responses that the store lacks, and return all responses, [P][samples].
 
-    Requests go out round by round, so that the samples of one problem are spread over engines and time.
-    ``open_sampler`` is given the number of missing responses, and not called when there are none.
+    Requests are sent round by round, so that the samples of one problem are spread over engines and time.
+    ``open_sampler`` gets the number of missing responses, and is not called if none is missing.
 
     Raises:
-        EvaluationError: some requests failed; the other responses are stored.
+        EvaluationError: requests failed (the other responses are stored), or all were refused.
     """
     by_id = {problem.id: problem for problem in problems}
     wanted = len(problems) * samples

@@ -1,4 +1,4 @@
-"""The settings of an evaluation; the defaults are the paper's: 32,768 tokens, temperature 1, top-p 1."""
+"""The configuration schema of ``or1 eval``; defaults are the paper's: 32,768 tokens, temperature 1, top-p 1."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ PAPER_RESPONSE_TOKENS: Final = 32768
 
 
 class EvaluationVerifyConfig(VerifyConfig):
-    """As in training, but with two workers."""
+    """The verifiers' settings as in training, but with two workers by default."""
 
     workers: Positive = 2
 
 
 class EvaluationSettings(AskedModelConfig):
-    """A file of configs/eval, or ``--set`` on top of the defaults."""
+    """The settings of an evaluation, from a file of configs/eval or ``--set``, over the defaults."""
 
     max_response_tokens: Positive | None = None
-    """None: 32,768 as in the paper, or less where the longest prompt leaves less of the model's context."""
+    """Longest response. Unset: 32,768 as in the paper, or what the longest prompt leaves of the model's context."""
     temperature: NonNegativeFloat = 1.0
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522
     max_prompt_tokens: Positive = 8192
-    """A longer prompt is not sampled, and counts as wrong in all of its samples."""
+    """Longest prompt; a problem with a longer one is not sampled, and all its responses count as wrong."""
     request_timeout_s: PositiveFloat = 3600.0
-    """Limit of one request to an endpoint."""
+    """Time limit of one request to an endpoint."""
     verify: EvaluationVerifyConfig = EvaluationVerifyConfig()
-    """The evaluation fails when a larger share of the verdicts than ``max_error_fraction`` failed
-    (``error``, ``timeout``); responses are kept."""
+    """Settings of the verifiers. The evaluation fails if more than ``max_error_fraction`` of the verdicts have status
+    ``error`` or ``timeout``; responses are kept."""
     unusable: Literal["refuse", "drop"] = "refuse"
-    """Rows that cannot be used, e.g. a ground truth that its verifier cannot read. refuse: list them and stop; drop:
-    leave them out and say how many, by reason."""
+    """What to do with data rows that cannot be used, e.g. if a verifier cannot read their ground truth. refuse: list
+    them and stop; drop: leave them out, counted by reason."""

@@ -1,13 +1,13 @@
-"""Weights from the trainer's ranks to the engines.
+"""Weight handoff (weight sync): sends the policy's weights from the trainer's ranks to the engines after every step.
 
-A module or folder imports only those above it in this list:
+A module or folder imports only modules above it in this list:
 
-    failures                      a handoff's errors
-    probe                         compares engines and policy on fixed tokens
+    failures                      errors of a handoff
+    probe                         compares log-probs of engines and policy on fixed tokens
     message                       slices of tensors packed into messages, with checksums
-    transport                     how messages travel from rank to rank, and what ranks tell each other
-    send_plan                     who sends what to whom
-    transfer                      a rank's part in a handoff
-    sender                        the trainer's end
-    vllm                          the engines' end, inside vLLM's workers: loaders, reload, checks
+    transport                     moves messages from rank to rank, and shares the ranks' status
+    send_plan                     plans which rank sends which slices to which rank
+    transfer                      sends and receives a rank's messages
+    sender                        the trainer's side
+    vllm                          the engines' side, inside vLLM's workers: loaders, reload, checks
 """

@@ -1,4 +1,4 @@
-"""Errors of a handoff."""
+"""The errors of a weight handoff."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from or1_verify.errors import UserError
 
 
 class HandoffError(UserError, RuntimeError):
-    """A handoff did not complete; the message names the rank that was waited for, or that rank's error."""
+    """A handoff did not complete. The message names the rank that was waited for, or the error of a rank."""
 
 
 class SliceMismatch(UserError, RuntimeError):
@@ -16,11 +16,11 @@ class SliceMismatch(UserError, RuntimeError):
 
 
 class HandoffMismatch(UserError, RuntimeError):
-    """An engine does not compute what the policy computes, or does not hold what was sent."""
+    """An engine's log-probs differ from the policy's, or its parameters differ from the weights that were sent."""
 
 
 class PolicyNotFinite(UserError, RuntimeError):
-    """The policy's own log-probs are not finite, whatever the engines compute."""
+    """The policy's own log-probs of the probe are not finite."""
 
     def __init__(self, version: int) -> None:
         since = (
@@ -33,12 +33,12 @@ class PolicyNotFinite(UserError, RuntimeError):
 
 
 class EngineStrayed(HandoffMismatch, PartLost):
-    """A ``HandoffMismatch`` after successful handoffs: a passing fault, which a restart may repair."""
+    """A ``HandoffMismatch`` after successful handoffs. A restart may repair it."""
 
 
 class PlanImpossible(UserError, ValueError):
-    """No trainer rank holds what an engine rank wants."""
+    """No trainer rank holds a part of a tensor that an engine rank wants."""
 
 
 class SendError(AgreedError, EnginesLost):
-    """The weights did not reach all engines. All trainer ranks raise it, and can send them again."""
+    """The weights did not reach all engines. All trainer ranks raise this error, and can send the weights again."""

@@ -1,7 +1,7 @@
-"""Compares engines and policy: their log-probs of fixed tokens, which show whether they compute the same.
+"""The probe of a handoff: compares the log-probs of engines and policy on fixed tokens.
 
 In float32 no token may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat without any
-fault, but the mean over many tokens hardly changes: it is compared with the mean at the run's first handoff.
+fault, but the mean difference over many tokens hardly changes. It is compared with the run's first handoff.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
 _LONGEST = 512
-"""Most tokens of a probe sequence: several sequences cost less than one long one."""
+"""Most tokens of a probe sequence. Several sequences cost less than one long sequence."""
 _SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration says otherwise
 _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """|engine - policy| log-prob over the probe's tokens, for the engine that differs most: nats."""
+    """|engine - policy| log-prob over the probe's tokens, in nats, of the engine that differs most."""
 
     largest: float
     mean: float
 
 
 def probe_tokens(vocab_size: int, length: int, sequences: int = 2) -> list[Int32Array]:
-    """Return fixed pseudo-random token ids, [length] each: the same for every run, engine and rank.
+    """Return ``sequences`` arrays [length] of pseudo-random token ids, equal for every run, engine and rank.
 
-    Random ids touch more rows of the embedding than text of the same length.
+    Random ids touch more rows of the embedding table than a text of this length.
     """
     generator = np.random.default_rng(_SEED)
     return [generator.integers(0, vocab_size, size=length, dtype=np.int32) for _ in range(sequences)]
 
 
 class Probe:
-    """The probe of one run: its tokens, and the differences that it tolerates."""
+    """Holds a run's probe tokens, and judges the differences between engines and policy."""
 
     def __init__(
         self, config: HandoffConfig, dtype: Literal["float32", "bfloat16"], vocab_size: int, longest: int
     ) -> None:
-        """``longest``: the most tokens that an engine takes, prompt and response together."""
+        """``longest``: the most tokens of prompt and response together that an engine takes."""
         scored = config.probe_tokens or _SCORED[dtype]
         length = max(2, min(math.ceil(scored / 2) + 1, longest - 1, _LONGEST))
         self.token_ids = probe_tokens(vocab_size, length, math.ceil(scored / (length - 1)))
-        """Sequences; all tokens but the first of each are scored."""
+        """Token ids of the sequences. All tokens of a sequence but the first are scored."""
         self._dtype = dtype
         self._bound = config.probe_bound or _BOUND[dtype]
         self._growth = config.probe_growth
         self._baseline: float | None = None
 
     def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> ProbeResult:
-        """Compare one handoff's scores. In bfloat16 a run's first handoff is the baseline of later ones.
+        """Compare the log-probs of one handoff. In bfloat16 the run's first handoff is the baseline of later handoffs.
 
         Raises:
             HandoffMismatch: engine and policy differ too much.
@@ -92,12 +92,12 @@ def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Fl
     """Return the largest |engine - policy| log-prob over all engines, sequences and positions.
 
     Args:
-        engines: per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, temperature 1.
-        policy: the policy's log-probs, likewise.
-        bound: the largest tolerated difference; infinite: any finite difference.
+        engines: per engine and sequence, log-probs [p - 1] of tokens 1.. given the earlier tokens, temperature 1.
+        policy: per sequence, the policy's log-probs [p - 1].
+        bound: the largest tolerated difference; infinite: any finite difference is tolerated.
 
     Raises:
-        HandoffMismatch: a difference above ``bound`` or not finite; names the engine and the worst position.
+        HandoffMismatch: a difference is above ``bound`` or not finite. The message names the engine and worst position.
         ValueError: the lists do not have the same shapes.
     """
     largest = 0.0

@@ -1,16 +1,16 @@
-"""Who sends what to whom: the slices that the engines' loaders ask for, matched with what trainer ranks hold. Pure.
+"""Plans a weight handoff: which trainer rank sends which tensor slices to which engine ranks, in which messages.
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
-ranks hold; where several ranks hold one, the rank with the least to send sends it. Engine ranks that want the same (the
-n-th of each engine) form a group: messages are packed once, are of bounded size, and go to each rank of the group.
+ranks hold. Where several ranks hold a rectangle, the rank with the least to send sends it. Engine ranks that want equal
+slices (the n-th rank of each engine) form a group. A message has a bounded size, is packed once, and goes to each rank
+of a group.
 
-Engines on the trainer's devices are reached in two hops: to the trainer rank that shares the engine rank's device, then
-to the engine rank. NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way
-between processes. What this neighbour itself holds skips the first hop.
+Engines on the trainer's GPUs are reached in two hops: first to the trainer rank on the engine rank's GPU (its
+neighbour), then to the engine rank. NCCL refuses two ranks on one GPU, and CUDA IPC cannot leave a node, so there is no
+other way between processes. Slices that the neighbour itself holds skip the first hop.
 
-All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
-that sends to a group. No two ranks can wait for each other: the first message in the order that has not
-arrived waits only for messages before it.
+All messages have one order, in which every rank sends, passes on and receives. A round is one message from every rank
+that sends to a group. No deadlock is possible: the first message that has not arrived waits only for earlier messages.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _SHARED_BYTES = 1 << 20  # a larger rectangle is divided among its holders
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """All messages, in the order in which every rank works through them. Ranks: trainer ranks, then engine ranks."""
+    """All messages of a handoff, in the order in which every rank handles them. Engine ranks follow trainer ranks."""
 
     trainers: int
     engines: int
-    """Engine ranks."""
+    """Number of engine ranks."""
     shipments: tuple[Shipment, ...]
 
     def of(self, rank: int) -> HandoffPlan:
-        """Return the messages that ``rank`` packs, receives or passes on."""
+        """Return a plan with only the messages that ``rank`` packs, receives or passes on."""
         mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
         return HandoffPlan(self.trainers, self.engines, tuple(mine))
 
     def bytes_sent(self) -> Counter[int]:
-        """Return the bytes that each trainer rank sends in one handoff, including what it passes on."""
+        """Return the bytes that each trainer rank sends in one handoff, including messages that it passes on."""
         sent = Counter[int]()
         for shipment in self.shipments:
             for rank in {shipment.source, shipment.via}:
@@ -62,17 +62,17 @@ def make_plan(
     bucket_bytes: int,
     neighbours: Sequence[int] | None = None,
 ) -> HandoffPlan:
-    """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
+    """Return a plan for handoffs from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
     Args:
-        holdings: of all trainer ranks, in the order of the model.
-        wants: of each engine rank.
-        bucket_bytes: what a group receives in one round from all senders (more only where a row of a tensor, which is
-            never cut, is larger than a trainer rank's equal share of these bytes).
+        holdings: the rectangles that all trainer ranks hold, in the order of the model.
+        wants: the slices that each engine rank wants.
+        bucket_bytes: the bytes that a group receives in one round from all senders. A round is larger only where a row
+            of a tensor, which is never cut, is larger than a trainer rank's equal share of these bytes.
         neighbours: for each engine rank, from 0, the trainer rank on its device; None: there is only one hop.
 
     Raises:
-        PlanImpossible: no trainer rank holds some part of a wanted tensor.
+        PlanImpossible: no trainer rank holds a part of a wanted tensor.
     """
     held: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings:
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, int]) -> dict[Group, frozenset[Slice]]:
-    """Return each group of engine ranks with what its ranks want; with neighbours, each rank is a group."""
+    """Return the groups of engine ranks and the slices that each group wants; with neighbours, a group is one rank."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
@@ -139,7 +139,7 @@ def _channels(
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return rectangles that together cover ``want``, each with the ranks that hold it."""
+    """Return rectangles that together cover the slice ``want``, each with the trainer ranks that hold it."""
     covered: list[tuple[Box, tuple[int, ...]]] = []
     open_boxes = [want.box]
     for holding in held:
@@ -158,7 +158,7 @@ def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, .
 
 
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
-    """Divide a rectangle along axis 0: parts of at most ``message_bytes`` if rows allow; a large one among holders."""
+    """Return parts of a rectangle, cut along axis 0 to at most ``message_bytes``; a large one has a part per holder."""
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:

@@ -1,4 +1,4 @@
-"""A trainer rank's end of the handoff, without vllm: every rank sends the slices that it holds.
+"""The trainer's side of a weight handoff, without vllm: every trainer rank sends slices that it holds.
 
     rank 0                        other trainer ranks             engine ranks (vllm/receiver.py)
     host the status store ──────▶ join it            ──────────▶ join it
@@ -12,11 +12,11 @@
     compare what was sent with what was received
     finish_weight_update
 
-vLLM's trainer factory is not used: every trainer rank would have to import vllm for it, and only rank 0 has a client.
+vLLM's trainer factory is not used, because every trainer rank would have to import vllm, and only rank 0 has a client.
 
-What is sent is what the policy computes with: with ``model.dtype: bfloat16`` its bf16 parameters, not the optimizer's
-fp32 masters. Megatron rounds the masters to the parameters after every update, so a cast of the masters would give the
-same bits; but the distributed optimizer shards the masters over the replicas, perhaps on the host.
+The ranks send the parameters that the policy computes with: with ``model.dtype: bfloat16`` the bf16 parameters, not the
+optimizer's fp32 master weights. Megatron rounds the masters to the parameters after every update, so a cast of the
+masters would give equal bits, but the distributed optimizer shards them over the replicas, perhaps in host memory.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class WeightSender:
     def __init__(
         self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
     ) -> None:
-        """``engines``: needed on rank 0 only."""
+        """``engines``: used on rank 0 only, where it is required."""
         self._weights, self._rank, self._config = weights, rank, config
         self._engines = engines if rank == 0 else None
         self._status: StatusStore | None = None
         self._transfer: Transfer | None = None
         self._handoffs = 0
         self.plan: HandoffPlan | None = None
-        """The whole plan; on rank 0 only, once the engines are connected."""
+        """The whole handoff plan, on rank 0 once the engines are connected; else None."""
 
     def send(self, version: int) -> int:
-        """Bring every engine to ``version``, prefix caches emptied; collective over the trainer's ranks.
+        """Send the weights to every engine as ``version``, and empty the prefix caches. A collective call of all ranks.
 
         Connects to the engines if necessary. On rank 0 returns the bytes that all trainer ranks sent, on other
         ranks the bytes that this rank sent.
 
         Raises:
-            SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
+            SendError: on every rank, when an engine or a trainer rank failed, or was slower than ``timeout_s``.
         """
         sent = 0
         error: SendError | None = None
@@ -83,7 +83,7 @@ class WeightSender:
         return sent
 
     def _send(self) -> int:
-        """Make one handoff, up to the comparison of checksums; return the bytes sent."""
+        """Make one handoff up to the comparison of checksums, and return the bytes sent."""
         self._transfer = transfer = self._transfer or self._connect()
         self._handoffs += 1
         receiving = None if self._engines is None else self._start_receiving(self._engines)
@@ -98,9 +98,9 @@ class WeightSender:
         return sum(sent[rank] for rank in range(self.plan.trainers))
 
     def close(self) -> None:
-        """Disconnect from the engines; the next handoff connects again.
+        """Disconnect from the engines. The next handoff connects again.
 
-        The status store stays open until then, so that other ranks can read the failure.
+        The status store stays open until the next handoff, so that other ranks can read the failure.
         """
         if self._transfer is not None:
             self._transfer.close()
@@ -112,7 +112,7 @@ class WeightSender:
         """Connect to the engines and make the plan.
 
         Raises:
-            HandoffError: a rank failed, or did not come within ``timeout_s``.
+            HandoffError: a rank failed, or did not connect within ``timeout_s``.
         """
         timeout_s = self._config.timeout_s
         address, store = None, None
@@ -135,7 +135,7 @@ class WeightSender:
         return transfer
 
     def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
-        """Give the engines the store's address; the future is done when all are ready."""
+        """Publish the model's tensors and the store's address to the engines. The future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
             "address": status.tcp.host,
@@ -146,7 +146,7 @@ class WeightSender:
         return in_background(lambda: engines.init_weight_transfer_engine(info))
 
     def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> HandoffPlan:
-        """Publish each rank's part of the plan, made from the wants of all engine ranks."""
+        """Make the plan from the slices that all engine ranks want, publish each rank's part of it, and return it."""
         wants, locations = zip(
             *(
                 status.read(f"wants/{index}", f"engine rank {index}", watched=joined)
@@ -172,7 +172,7 @@ class WeightSender:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def _start_receiving(self, engines: EngineControl) -> Future[None]:
-        """Have the engines receive, in the background: this rank packs meanwhile."""
+        """Let the engines receive in the background, while this rank packs. The future is done when all have loaded."""
         info = {"handoff": self._handoffs}
 
         def receive() -> None:
@@ -182,10 +182,10 @@ class WeightSender:
         return in_background(receive)
 
     def _compare(self, plan: HandoffPlan, status: StatusStore) -> None:
-        """Compare what the engine ranks say they received with what the trainer ranks say they sent.
+        """Compare the sums of checksums that engine ranks received with the sums that trainer ranks sent.
 
         Raises:
-            HandoffError: they differ.
+            HandoffError: the sums differ.
         """
         handoff = self._handoffs
         sent = [status.read(f"sent/{handoff}/{rank}", plan.who(rank)) for rank in range(plan.trainers)]

@@ -1,4 +1,4 @@
-"""A rank's part in a handoff: it packs and sends messages, receives them, and passes on those for other ranks."""
+"""Runs one rank's part of a handoff plan: packs, sends and receives messages, and passes messages on in two hops."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from or1_megatron.handoff.transport.links import Links
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, open_group
 from or1_megatron.weights.holdings import Box
 
-_BUFFERS = 2  # one is packed while the other travels or is read
+_BUFFERS = 2  # one buffer is packed while the other travels or is read
 _ROUNDS_AHEAD = 1  # receives of the next round are under way while a round is loaded
 
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """A message that leaves this rank; its memory is free again when all children have taken it."""
+    """A message that leaves this rank. Its buffer is free again when all receivers have taken the message."""
 
     shipment: Shipment
     taken: list[Future[None]]
-    """One for each of the rank's children."""
+    """A future for each receiver (``Shipment.children``), done once it has taken the message."""
     buffer: Tensor
     pool: BufferPool
     """The pool of ``buffer``."""
 
 
 class Transfer:
-    """One rank's end of a connection, over which handoff follows handoff."""
+    """One rank's connection to the other ranks, which all handoffs use."""
 
     def __init__(self, plan: HandoffPlan, rank: int, links: Links, status: StatusStore) -> None:
         self.plan, self.rank, self.links, self.status = plan.of(rank), rank, links, status
@@ -44,10 +44,10 @@ class Transfer:
     def open(
         cls, plan: HandoffPlan, transport: str, rank: int, status: StatusStore, watched: Future[Any] | None = None
     ) -> Transfer:
-        """Form a group of all ranks and open the transports; blocks until all ranks have.
+        """Form a group of all ranks and open the transports. Blocks until all ranks have joined.
 
         Raises:
-            HandoffError: a rank or ``watched`` failed, or not all ranks came in time.
+            HandoffError: a rank or ``watched`` failed, or not all ranks joined in time.
         """
         store, world, timeout_s = status.tcp, plan.trainers + plan.engines, status.timeout_s
         opened = in_background(lambda: open_group(store, rank, world, timeout_s))
@@ -60,20 +60,20 @@ class Transfer:
     def send(
         self, read: Callable[[str, Box], Tensor], handoff: int, watched: Future[Any] | None = None
     ) -> dict[int, int]:
-        """Pack and send the messages of this trainer rank, and pass on those that go through it.
+        """Pack and send the messages of this trainer rank, and pass on messages that go through this rank.
 
-        One thread starts all of them in the order of the plan; a message to pass on is sent once it arrives.
+        One thread starts all messages in the order of the plan. A message to pass on is sent once it has arrived.
 
         Args:
             read: returns a rectangle of a tensor that this rank holds.
-            watched: its failure ends the waits.
+            watched: a future whose failure ends the waits.
 
         Returns:
-            For each engine rank (numbered after the trainer's), the sum of the checksums of the slices that this rank
-            packed for it.
+            For each engine rank (numbered after the trainer ranks), the sum of the checksums of the slices that this
+            rank packed for it.
 
         Raises:
-            HandoffError: a rank failed, or did not keep up.
+            HandoffError: a rank failed or was too slow.
         """
         packed, passing = deque[_Outgoing](), deque[_Outgoing]()
         pools: dict[Transport, BufferPool] = {link: BufferPool(link.allocate) for link in self.links.all}
@@ -104,8 +104,8 @@ class Transfer:
     def receive(self) -> Iterator[tuple[Shipment, Tensor, bool]]:
         """Receive this engine rank's messages in the order of the plan.
 
-        Yields (shipment, message, whether it is its round's last). A round's messages stay valid until the next
-        round's first message is requested; what is needed longer must be copied by then.
+        Yields (shipment, message, whether the message is the last of its round). The messages of a round stay valid
+        until the first message of the next round is requested. Slices that are needed longer must be copied before.
         """
         to_come = deque(self.plan.shipments)
         under_way = deque[tuple[Shipment, Future[Arrival]]]()
@@ -136,7 +136,7 @@ class Transfer:
         return [self.links.between(rank, to).send(message, to, number) for to in shipment.children(rank)]
 
     def _pass_on(self, shipment: Shipment, into: Tensor) -> Future[None]:
-        """Receive a message into a buffer; the thread that sees it arrive sends it on from there."""
+        """Start to receive a message into the buffer ``into``, from which it is sent on as soon as it has arrived."""
         passed: Future[None] = Future()
 
         def arrived(arriving: Future[Arrival]) -> None:
@@ -152,14 +152,14 @@ class Transfer:
         return passed
 
     def _report(self, shipment: Shipment, failed: Future[None]) -> None:
-        """End all ranks' waits with the cause of a failure."""
+        """Publish why passing a message on failed, which ends the waits of all ranks."""
         try:
             self.status.wait(failed, f"{shipment.slots[0].slice} to pass on")
         except HandoffError as error:
             self.status.fail(error)
 
     def _finish(self, outgoing: _Outgoing, watched: Future[Any] | None) -> None:
-        """Wait until a message has been taken, and return its buffer."""
+        """Wait until all receivers have taken a message, and give its buffer back to the pool."""
         shipment = outgoing.shipment
         for future, child in zip(outgoing.taken, shipment.children(self.rank), strict=True):
             self.status.wait(future, f"{self.plan.who(child)} to take {shipment.slots[-1].slice}", watched)

@@ -1,1 +1,1 @@
-"""The head, log-prob and entropy of target tokens without whole logits; and the sampler of the engines' tokens."""
+"""The fused head (log-probs and entropies without all logits in memory), and the engines' token sampler."""

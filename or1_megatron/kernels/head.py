@@ -1,14 +1,14 @@
-"""The policy's head: log-prob and entropy of target tokens from hidden states, tile by tile.
+"""The fused head: log-probs and entropies of target tokens, and their gradients, without all logits in memory.
 
-The matrix [tokens, vocabulary] is never in memory as a whole. GEMMs are the library's (MKL, cuBLAS); epilogues in
-Triton or torch run between them on tiles of fp32 logits. Two modes, with their operations for N tokens, H hidden, V
-rows:
+It works on tiles of the matrix [tokens, vocabulary] of fp32 logits: library GEMMs (MKL, cuBLAS), and between them
+epilogues in Triton or torch. It has two modes, here with their operations for N tokens, hidden size H, and V rows of
+the output weight:
 
     recompute   8NHV: the backward pass computes the logits again; smallest workspace (``log_probs_and_entropies``)
     one_pass    6NHV: the gradient is formed while the logits are alive, in the forward pass (``one_pass_loss``)
 
-A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics: one for all tokens
-in recompute, one per tile of tokens in one_pass.
+A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics: once for all tokens
+in recompute, once per tile of tokens in one_pass.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -30,11 +30,11 @@ from or1_megatron.kernels.weight_gradient import WeightGradient
 __all__ = ["VocabularyShard", "log_probs_and_entropies", "one_pass_loss", "reference_log_probs_and_entropies"]
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, Mapping[str, Tensor]]]
-"""From (log_probs [t], entropies [t], which of the T tokens) to (loss summed over them, named detached sums)."""
+"""(log_probs [t], entropies [t], slice of the T tokens) -> (loss summed over these tokens, named detached sums)."""
 
 
 class _Recompute(torch.autograd.Function):
-    """Keeps log-sum-exp and entropy per token in the forward pass; backward computes the logits again."""
+    """The mode recompute: forward keeps log-sum-exp and entropy per token, backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -81,18 +81,18 @@ def log_probs_and_entropies(
     epilogue: Epilogue = "auto",
     budget_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's log-prob and the entropy of the distribution at its position; differentiable.
+    """Return each target's log-prob and the entropy of the distribution at its position; both are differentiable.
 
     Args:
-        hidden: [T, H], the same on all ranks of the group. Its gradient is this rank's share: the caller sums it over
-            the group.
-        weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32: into Megatron's ``main_grad`` where the
+        hidden: [T, H], the same on all ranks of the tensor-parallel group. Each rank gets a part of its gradient, which
+            the caller sums over the group.
+        weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32: into Megatron's ``main_grad`` if the
             weight has one (see ``weight_gradient``), else it is returned to autograd in the weight's dtype.
         targets: [T] int64 vocabulary ids.
-        temperature: logits are divided by it.
-        shard: which rows ``weight`` holds.
-        epilogue: "triton", "torch", or "auto": Triton where there is a GPU and it can be imported.
-        budget_bytes: for a tile of logits; None takes the default of ``plan.BUDGET_BYTES``.
+        temperature: divisor of the logits.
+        shard: which rows of the vocabulary ``weight`` holds.
+        epilogue: "triton", "torch", or "auto" (Triton if there is a GPU and Triton is installed, else torch).
+        budget_bytes: most bytes of a tile of logits; None: ``tile_sizes.BUDGET_BYTES``.
 
     Returns:
         (log_probs, entropies), both [T] fp32, equal on all ranks of the group.
@@ -106,7 +106,7 @@ def log_probs_and_entropies(
 
 
 class _Settled(torch.autograd.Function):
-    """A loss whose gradients exist already; backward returns them, once."""
+    """A loss whose gradients were computed in the forward pass (mode one_pass); backward returns them, once."""
 
     @staticmethod
     def forward(
@@ -154,20 +154,20 @@ def one_pass_loss(
     epilogue: Epilogue = "auto",
     budget_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of all tokens and its gradients in one pass. Call it only where a backward pass follows.
+    """Compute the loss of all tokens and its gradients in one pass. Call it only if a backward pass follows.
 
-    Where the weight has a ``main_grad``, its gradient is complete there when this returns. Without gradients
-    (``torch.no_grad()``, or neither input requires one) only the loss is computed.
+    If the weight has a ``main_grad``, the weight's gradient is in it when this function returns. Under
+    ``torch.no_grad()``, or if neither input requires a gradient, only the loss is computed.
 
     Args:
         hidden, weight, targets, temperature, shard, epilogue, budget_bytes: as in ``log_probs_and_entropies``.
-        pointwise: called once per tile of tokens, and once if there are none. Its result must depend on each token's
-            log-prob and entropy alone, and be the same on all ranks of the group.
-        upstream: the gradient that the loss will receive: 1 unless the loss is scaled later.
+        pointwise: computes the loss of a tile of tokens; called at least once, also without tokens. Its result must
+            depend only on each token's log-prob and entropy, and be the same on all ranks of the group.
+        upstream: the gradient that the loss will receive in the backward pass: 1 unless the loss is scaled later.
 
     Returns:
-        (loss, sums): scalar fp32, and the named sums, added over tiles; if a name begins with ``max_``, the maximum
-        (``interfaces.Objective``).
+        (loss, sums): scalar fp32, and the named sums, added over tiles (the maximum if a name begins with ``max_``;
+        see ``interfaces.Objective``).
 
     Raises:
         TypeError, ValueError: dtypes or shapes do not fit, or ``upstream`` is 0.
@@ -205,7 +205,7 @@ def one_pass_loss(
 def _differentiate(
     pointwise: Pointwise, scores: Scores, part: slice, upstream: float
 ) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
-    """Return (loss, sums, (d loss / d log-prob, d loss / d entropy, or None if it is 0) [t] times upstream)."""
+    """Return (loss, sums, (d loss / d log-prob [t], d loss / d entropy [t] or None if 0), both times upstream)."""
     inputs = scores.log_probs.detach().requires_grad_(), scores.entropies.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = pointwise(*inputs, part)

@@ -1,4 +1,4 @@
-"""The head by plain autograd on the whole matrix of logits: the oracle for the tiled head."""
+"""Log-probs and entropies by plain autograd on the whole matrix of logits: the oracle for the fused head."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 def reference_log_probs_and_entropies(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs, entropies) [T] of hidden [T, H] and weight [V, H], in their dtype (float64 for an oracle)."""
+    """Return (log-probs, entropies) [T] from hidden [T, H] and weight [V, H], in the inputs' dtype."""
     log_p = torch.log_softmax(torch.matmul(hidden, weight.t()) / temperature, dim=-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)

@@ -1,10 +1,10 @@
-"""Draws a token from each row of logits, with its log-prob and the entropy of the whole distribution.
+"""Samples a token from each row of logits, with its log-prob and the entropy of the whole distribution.
 
 A token is the argmax of scaled logit plus Gumbel noise. The noise is a function of the row's key and the vocabulary
-index, and the key one of the request's seed and the token's position in the response: no generator, no state. So a
-token depends neither on the batch nor on what was drawn before it. On a GPU, ``sampling_triton`` reads the logits once.
+index; the key is a function of the request's seed and the token's position in the response. There is no generator and
+no state, so a token depends neither on the batch nor on earlier draws. On a GPU, ``sampling_triton`` does the work.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows of logits (one per request), V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_INDEX, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1
 
 
 class Sampled(NamedTuple):
-    """What was drawn from each row. One that holds NaN or +inf, or only -inf, has NaN as log-prob and entropy."""
+    """The token sampled from each row of logits. Log-prob and entropy are NaN if a row has NaN, +inf, or only -inf."""
 
     tokens: Tensor  # [B] int64
     log_probs: Tensor  # [B] fp32, temperature applied, of the whole distribution
@@ -30,13 +30,13 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | None = None) -> Sampled:
-    """Draw a token per row.
+    """Sample a token from each row of logits.
 
     Args:
-        logits: [B, V], any floating type, neighbours in a row adjacent in memory.
-        keys: [B] int64, random bits of (the request's seed, the token's position in the response).
-        temperatures: [B] fp32; 0 takes the most likely token, of the distribution at temperature 1.
-        floors: [B] the lowest logit that may be drawn, such as that of a nucleus; None: all may.
+        logits: [B, V], any floating type; the numbers of a row are adjacent in memory.
+        keys: [B] int64, random bits made from (the request's seed, the token's position in the response).
+        temperatures: [B] fp32; 0 takes the most likely token, with log-prob and entropy at temperature 1.
+        floors: [B] the lowest logit that may be sampled, such as that of a nucleus; None: every token may be.
     """
     greedy = temperatures == 0
     scales = (temperatures + greedy).reciprocal_()
@@ -69,13 +69,13 @@ def _sample(logits: Tensor, keys: Tensor, greedy: Tensor, scales: Tensor, floors
 
 
 def _exponentials(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return [B, V] exponential variables with a minus sign."""
+    """Return negated exponential variables [B, V]."""
     low, high = keys[:, None].view(torch.int32).split(1, dim=1)
     bits = (_index_bits(vocabulary, keys.device) ^ low).mul_(_FIRST)
     scratch = torch.empty_like(bits)
     bits.bitwise_xor_(_shifted(bits, 15, scratch)).bitwise_xor_(high).mul_(_SECOND)
     bits.bitwise_xor_(_shifted(bits, 16, scratch)).bitwise_and_(0x7FFFFFFF)
-    # The smallest variables decide, so they must be fine: those near 2**-32 come from the smallest numbers.
+    # The smallest variables decide, so they need a fine resolution: variables near 2**-32 come from the smallest bits.
     return torch.add(bits, 0.5).mul_(-(2.0**-31)).log1p_()
 
 
@@ -86,5 +86,5 @@ def _index_bits(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def _shifted(bits: Tensor, shift: int, out: Tensor | None = None) -> Tensor:
-    """Return ``bits >> shift`` as of unsigned numbers."""
+    """Return ``bits >> shift``, where ``bits`` are read as unsigned numbers."""
     return torch.bitwise_right_shift(bits, shift, out=out).bitwise_and_((1 << (32 - shift)) - 1)

@@ -1,4 +1,4 @@
-"""``sampling`` in Triton: each program walks along one row of logits, once. ``sampling`` documents what it computes."""
+"""The token sampler in Triton: each program reads one row of logits once. ``sampling`` documents the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
-"""Logits per program and iteration: 8 per thread."""
+"""Number of logits per program and iteration: 8 per thread."""
 _WARPS = 8
 
 
@@ -64,7 +64,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
 def sample_rows(
     logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of ``sampling.Sampled``; ``scales`` [B] are factors of the logits."""
+    """Return (tokens, log-probs, entropies), each [B], as ``sampling.sample``; ``scales`` [B] multiply the logits."""
     found = torch.empty_like(keys), torch.empty_like(scales), torch.empty_like(scales)
     if len(keys):
         given = (logits, logits.stride(0), keys, temperatures, scales, floors, *found, logits.shape[1])

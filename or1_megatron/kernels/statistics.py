@@ -1,4 +1,4 @@
-"""Four statistics of a token's logits, which merge over tiles of the vocabulary and over ranks.
+"""Four statistics of a token's logits, which are merged over tiles of the vocabulary and over tensor-parallel ranks.
 
 Shapes: T tokens, t of them in one tile. Statistics are [4, t] fp32, per token over the logits z seen so far:
     PEAK    max z
@@ -20,16 +20,16 @@ PEAK, TOTAL, MOMENT, TARGET = range(4)
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which rows of the vocabulary this rank's output weight holds."""
+    """Which rows of the output weight (vocabulary ids) this tensor-parallel rank holds."""
 
     first_row: int
     true_vocab_size: int
-    """Rows from here on are padding and get probability 0."""
+    """Rows from this vocabulary id on are padding and get probability 0."""
     group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None: this rank holds all of it."""
+    """The tensor-parallel group that shares the vocabulary; None: this rank holds all of it."""
 
     def real_rows(self, rows: int) -> int:
-        """Return how many of this rank's ``rows`` are not padding; these come first."""
+        """Return how many of this rank's first ``rows`` rows are not padding (padding comes last)."""
         return min(max(self.true_vocab_size - self.first_row, 0), rows)
 
     @property
@@ -57,7 +57,7 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return [4, t] of the whole vocabulary, by one small all-gather; bit-equal on every rank of the group."""
+    """Return the statistics [4, t] over the whole vocabulary, by one small all-gather; bit-equal on all its ranks."""
     if shard.group is None or statistics.numel() == 0:
         return statistics
     gathered = statistics.new_empty(shard.ranks * len(statistics), statistics.shape[1])
@@ -67,14 +67,14 @@ def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """The head's results per token, and what its gradient needs; all [t] fp32."""
+    """The head's results per token, and the numbers that its gradient needs; all [t] fp32."""
 
     log_probs: Tensor
     entropies: Tensor
     peaks: Tensor
     log_totals: Tensor
-    """log sum exp z is peak + log_total. The two are kept apart because their sum loses digits where logits are large:
-    at -10^4 it is off by 5e-4, as would be every probability."""
+    """log sum exp z = peak + log_total. The two are kept apart because their sum loses digits if logits are large: at
+    -10^4 the sum, and with it every probability, would be off by 5e-4."""
 
     @classmethod
     def of(cls, statistics: Tensor) -> Scores:

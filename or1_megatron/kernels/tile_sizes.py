@@ -1,4 +1,4 @@
-"""The head's memory: tile sizes from a budget in bytes. ``tiled`` chooses between Triton and torch.
+"""Plans the fused head's buffers: chooses tile sizes from a budget in bytes.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -28,35 +28,35 @@ BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
 _CPU_BLOCK_ROWS = 512
 _CUDA_SCRATCH_BYTES = 32 << 20
 _ALIGNMENT = 64
-"""A row of logits starts at a multiple of this many numbers, because GEMMs want an aligned leading dimension."""
+"""Rows of logits start at multiples of this many numbers, because GEMMs are faster with aligned leading dimensions."""
 _VECTORS = 24
-"""Upper bound of the [T] fp32 vectors alive at once: statistics, scores, coefficients and temporaries."""
+"""Most [T] fp32 vectors that are in memory at once: statistics, scores, coefficients and temporaries."""
 
 
 def aligned(rows: int) -> int:
-    """Return the length of a logits row in memory."""
+    """Return ``rows`` rounded up to the alignment: the length in memory of a row of ``rows`` logits."""
     return -(-rows // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class AllocationPlan:
-    """Sizes of the buffers of one head call; each is allocated once."""
+    """Sizes of the buffers of one call of the head, each of which is allocated once."""
 
     tile_tokens: int
     """t: tokens of one tile."""
     block_rows: int
     """v: rows of the output weight in one GEMM."""
     blocks: int
-    """Blocks of logits alive at once: 1 in recompute, those of the whole shard in one_pass."""
+    """Number of blocks of logits in memory at once: 1 in recompute, all of this rank's vocabulary in one_pass."""
     scratch_numbers: int
-    """fp32 numbers of scratch for the torch epilogue; Triton's needs none."""
+    """Number of fp32 numbers of scratch for the torch epilogue; the Triton epilogue needs none."""
     cast_numbers: int
-    """fp32 numbers for a tile of hidden and a block of weight where GEMMs cannot mix bf16 inputs and fp32 outputs."""
+    """Number of fp32 numbers for a tile of hidden and a block of weight, if GEMMs cannot turn bf16 into fp32 (CPU)."""
     vector_bytes: int
-    """Bound of all per-token vectors together, and of a tile's statistics per block before their merge."""
+    """Most bytes of all per-token vectors together, and of a tile's statistics per block before they are merged."""
     accumulator_bytes: int
-    """fp32 sums of a tile's hidden gradient, where the gradient itself is narrower. Neither these nor the weight's fp32
-    gradient (Megatron's main_grad, or V/tp * H * 4 bytes) are part of the workspace."""
+    """Bytes of the fp32 sum of a tile's hidden gradient, if the gradient is of a narrower dtype. The workspace counts
+    neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""
 
     @property
     def logits_numbers(self) -> int:
@@ -64,7 +64,7 @@ class AllocationPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes allocated besides outputs and accumulators."""
+        """Bytes allocated beside outputs and accumulators."""
         return 4 * (self.logits_numbers + self.scratch_numbers + self.cast_numbers) + self.vector_bytes
 
 
@@ -80,13 +80,13 @@ def allocation_plan(
     ranks: int = 1,
     budget_bytes: int | None = None,
 ) -> AllocationPlan:
-    """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
+    """Return the sizes of the head's buffers for ``tokens`` tokens and ``vocab_local`` rows of the output weight.
 
     Args:
-        dtype: of hidden and weight.
-        scratch: whether the epilogue needs scratch (torch does, Triton does not).
+        dtype: dtype of hidden and weight.
+        scratch: whether the epilogue needs scratch (torch's does, Triton's does not).
         ranks: number of ranks that share the vocabulary.
-        budget_bytes: for logits and scratch; None takes the default of the device and the mode.
+        budget_bytes: most bytes of logits and scratch; None: the default of device and mode.
 
     Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 10,176 rows, 333 MB of
     logits; one_pass: 4,096 tokens by all rows, 2,491 MB.
@@ -117,14 +117,14 @@ def allocation_plan(
 
 
 def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
-    """Return (t, v) with t * aligned(v) <= numbers, as square as tokens and rows allow."""
+    """Return the tile (t, v) with t * aligned(v) <= numbers that is as square as ``tokens`` and ``rows`` allow."""
     tile_tokens = _even(math.isqrt(numbers), tokens)
     block_rows = _even(max(numbers // tile_tokens // _ALIGNMENT, 1) * _ALIGNMENT, rows)
     return _even(numbers // aligned(block_rows), tokens), block_rows
 
 
 def _even(limit: int, whole: int) -> int:
-    """Return the size of the pieces when ``whole`` is cut into as few equal ones as ``limit`` allows."""
+    """Return the size of the pieces if ``whole`` is cut into as few equal pieces of at most ``limit`` as possible."""
     limit = max(limit, 1)
     even = -(-whole // -(-whole // limit))
     return min(aligned(even) if aligned(even) <= limit else even, whole)

@@ -1,4 +1,4 @@
-"""The head's work, tile by tile: library GEMMs, and between them an epilogue in Triton or torch.
+"""Computes the fused head tile by tile: library GEMMs, and between them an epilogue in Triton or torch.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -26,7 +26,7 @@ Epilogue = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """The arguments of a head call other than tensors; ``head`` explains them."""
+    """The arguments of a call of the head that are not tensors (``head.log_probs_and_entropies`` explains them)."""
 
     temperature: float
     shard: VocabularyShard
@@ -35,14 +35,14 @@ class HeadSettings:
 
 
 def with_triton(epilogue: Epilogue, device: torch.device) -> bool:
-    """Return whether epilogues are Triton's."""
+    """Whether to use Triton's kernels: as asked for, or with "auto" if the device is a GPU and Triton is installed."""
     if epilogue == "auto":
         return device.type == "cuda" and find_spec("triton") is not None
     return epilogue == "triton"
 
 
 class TiledHead:
-    """The inputs of one head call, and the buffers of its allocation plan."""
+    """One call of the head: its inputs and buffers, and the work on each tile."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings, mode: Mode) -> None:
         _check(hidden, weight, targets)
@@ -75,13 +75,13 @@ class TiledHead:
             self._epilogue = TorchEpilogue(self._buffer(plan.scratch_numbers))
 
     def tiles(self) -> Iterator[slice]:
-        """Yield the tokens tile by tile; one empty tile when there are none."""
+        """Yield the slice of tokens of each tile; one empty slice if there are no tokens."""
         tokens = len(self._hidden)
         for start in range(0, max(tokens, 1), self.plan.tile_tokens):
             yield slice(start, min(start + self.plan.tile_tokens, tokens))
 
     def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
-        """Return (this rank's statistics [4, t], the offsets subtracted from each block's logits)."""
+        """Return (a tile's statistics [4, t] over this rank's vocabulary, what was subtracted from each block)."""
         blocks = self._blocks()
         of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
         offsets = []
@@ -100,10 +100,10 @@ class TiledHead:
         grad_hidden: Tensor | None,
         grad_weight: WeightGradient | None,
     ) -> None:
-        """Write the tile's rows of ``grad_hidden`` [T, H] and add its share to ``grad_weight``.
+        """Write a tile's rows of ``grad_hidden`` [T, H], and add the tile's part of the gradient to ``grad_weight``.
 
-        ``offsets``: from ``statistics``, when the tile's logits are still in memory; None: compute logits again. The
-        other vectors are the tile's, [t].
+        ``offsets``: the result of ``statistics`` if the tile's logits are still in memory; None: compute them again.
+        ``scores``, ``of_log_probs`` and ``of_entropies`` are the tile's, [t].
         """
         of_log_probs = of_log_probs / self._temperature
         of_entropies = None if of_entropies is None else of_entropies / self._temperature
@@ -131,7 +131,7 @@ class TiledHead:
 
     @property
     def _product_dtype(self) -> torch.dtype:
-        """The dtype of every GEMM's factors: fp32 on the CPU, which has no GEMM of bf16 factors with an fp32 result."""
+        """The dtype of all GEMMs' inputs: fp32 on CPU, which has no GEMM of bf16 inputs with an fp32 result."""
         return self._hidden.dtype if self._hidden.device.type == "cuda" else torch.float32
 
     def _buffer(self, *shape: int) -> Tensor:
@@ -145,13 +145,13 @@ class TiledHead:
         return self._targets[part] - (self._shard.first_row + rows.start)
 
     def _logits_view(self, part: slice, rows: slice, index: int) -> Tensor:
-        """Return [t, v] in the buffer of block ``index``, or in the only buffer."""
+        """Return a view [t, v] of the buffer for block ``index``'s logits (in recompute there is one buffer)."""
         tokens, columns = part.stop - part.start, rows.stop - rows.start
         buffer = self._logits[index % self.plan.blocks]
         return buffer[: tokens * aligned(columns)].view(tokens, aligned(columns))[:, :columns]
 
     def _compute_logits(self, part: slice, rows: slice, index: int) -> Tensor:
-        """Return [t, v] fp32, divided by the temperature."""
+        """Compute and return a block's logits [t, v] in fp32, divided by the temperature."""
         logits = self._logits_view(part, rows, index)
         factors = self._tile_of_hidden(part), self._block_of_weight(rows).t()
         add_product(logits, *factors, keep=0.0, factor=1.0 / self._temperature)
@@ -164,13 +164,13 @@ class TiledHead:
         return self._as_factor(self._weight[rows], self.plan.tile_tokens * self._weight.shape[1])
 
     def _as_factor(self, values: Tensor, start: int) -> Tensor:
-        """Return the values in the dtype of GEMM factors, cast into the buffer at ``start`` if their own differs."""
+        """Return values in the dtype of GEMM inputs; if they must be cast, in the cast buffer from ``start`` on."""
         if values.dtype == self._product_dtype:
             return values
         return self._cast[start : start + values.numel()].view(values.shape).copy_(values)
 
     def _sum_for(self, part: slice, grad_hidden: Tensor | None) -> Tensor | None:
-        """Return [t, H] fp32 zeros, in which the tile's hidden gradient is summed."""
+        """Return zeros [t, H] in fp32, to which the tile's hidden gradient is added."""
         if grad_hidden is None:
             return None
         tile = grad_hidden[part]

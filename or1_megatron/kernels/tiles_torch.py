@@ -1,6 +1,6 @@
-"""The head's epilogues in plain torch, for the CPU and for a GPU without Triton.
+"""The fused head's elementwise work (epilogue) in plain torch, for the CPU and for a GPU without Triton.
 
-All elementwise work is in place, on as many rows at a time as the scratch holds, so that it stays in cache.
+It works in place, on as many rows of logits at a time as the scratch holds, so that they stay in cache.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """
@@ -16,25 +16,25 @@ from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
 
 
 def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the storage of ``logits`` as [t, v] of ``dtype``; a narrower row is at the start of its fp32 row."""
+    """Return the memory of ``logits`` as [t, v] in ``dtype``; in 2 bytes, a row is the first half of its fp32 row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
 class TorchEpilogue:
-    """Statistics and gradient of a tile of logits."""
+    """Computes statistics and gradient of a tile of logits in plain torch."""
 
     def __init__(self, scratch: Tensor) -> None:
-        """``scratch``: flat fp32, at least one row of logits."""
+        """``scratch``: a flat fp32 buffer of at least one row of logits."""
         self._scratch = scratch
 
     def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> Tensor | None:
         """Write the tile's statistics to ``out`` [4, t].
 
         Args:
-            columns: [t] the target's column in this tile; outside 0 ... v - 1 if another tile has it.
+            columns: [t] the target's column in this tile; outside 0 ... v - 1 if the target is in another tile.
 
         Returns:
-            [t], what was subtracted from each token's logits; None: nothing.
+            The numbers [t] that were subtracted from each token's logits, in place.
         """
         for part, work in self._parts(logits):
             z, peak = logits[part], out[PEAK, part]
@@ -57,20 +57,20 @@ class TorchEpilogue:
         of_entropies: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``, for the derivatives g and h (below):
+        """Replace the logits, in place, by d loss / d logits [t, v] in ``dtype``, which is
 
             g (onehot - p) - h p (log p + entropy)
 
-        The work is in fp32 until the end: rounding p to bf16 before the subtraction would lose 1 - p where p is near 1.
+        The work is in fp32 until the end: rounding p to bf16 before the subtraction would lose 1 - p if p is near 1.
 
         Args:
-            offset: the result of ``statistics``.
-            of_log_probs: g, [t].
-            of_entropies: h, [t]; None where the loss does not depend on the entropies.
+            offset: the result of ``statistics``; None if the logits were computed again.
+            of_log_probs: g = d loss / d log-prob, [t].
+            of_entropies: h = d loss / d entropy, [t]; None if the loss does not depend on the entropies.
         """
         gradient = narrow_view(logits, dtype)
         shift = (scores.peaks if offset is None else scores.peaks - offset)[:, None]
-        # p = e / total with e = exp(z - peak): divide the factors, which are one number per token.
+        # p = e / total with e = exp(z - peak). Dividing g and h by total, one number per token, saves a pass.
         totals = scores.log_totals.exp()[:, None]
         bias, slope = -of_log_probs[:, None] / totals, None
         if of_entropies is not None:
@@ -95,7 +95,7 @@ class TorchEpilogue:
         return gradient
 
     def _parts(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of rows that fit the scratch, and the scratch in their shape."""
+        """Yield (slice of rows that fits into the scratch, the scratch in the slice's shape)."""
         tokens, columns = logits.shape
         step = self._scratch.numel() // columns
         for start in range(0, tokens, step):
@@ -104,12 +104,12 @@ class TorchEpilogue:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return [t] each row's logit at its column, 0 outside the tile."""
+    """Return each row's logit at its column, [t]; 0 if the column is outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
 
 
 def _add(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values [t] to each row's column, unless outside the tile."""
+    """Add a value [t] to each row at its column, unless the column is outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     logits.scatter_add_(1, torch.where(here, columns, 0)[:, None], torch.where(here, values, 0.0)[:, None])

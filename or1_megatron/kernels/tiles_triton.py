@@ -1,6 +1,6 @@
-"""The head's epilogues in Triton: one kernel computes a tile's statistics, the other its gradient.
+"""The fused head's elementwise work (epilogue) in Triton: a kernel for a tile's statistics, one for its gradient.
 
-Each program walks along one token's row of logits. ``TorchEpilogue`` documents the contract of both.
+Each program walks along one token's row of logits. ``TorchEpilogue`` documents what both compute.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """
@@ -18,7 +18,7 @@ from or1_megatron.kernels.statistics import Scores
 from or1_megatron.kernels.tiles_torch import narrow_view
 
 _BLOCK = 4096
-"""Logits per program and iteration: 16 per thread."""
+"""Number of logits per program and iteration: 16 per thread."""
 _WARPS = 8
 
 
@@ -83,14 +83,14 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
             of_entropy = tl.load(of_entropies + row)
             factor = factor - of_entropy * (log_p + tl.load(entropies + row))
         slope = tl.exp(log_p) * factor + tl.where(at == column, of_log_prob, 0.0)
-        # A narrower gradient is at the start of the same row: storing it may overwrite logits of this block and of
-        # earlier ones, never of later ones. So all threads must load before any stores.
+        # A narrower gradient lies at the start of the same row: storing it may overwrite logits of this block and of
+        # earlier blocks, never of later blocks. So all threads must load before any thread stores.
         tl.debug_barrier()
         tl.store(gradient_of_row + at, slope.to(gradient.dtype.element_ty), mask=at < width)
 
 
 class TritonEpilogue:
-    """Statistics and gradient of a tile of logits; needs no scratch."""
+    """Computes statistics and gradient of a tile of logits in Triton, without scratch."""
 
     def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> None:
         """Write the tile's statistics to ``out`` [4, t], and leave the logits unchanged."""
@@ -108,7 +108,7 @@ class TritonEpilogue:
         of_entropies: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``; ``offset`` is not used."""
+        """Replace the logits, in place, by d loss / d logits [t, v] in ``dtype``; ``offset`` is not used."""
         tokens, width = logits.shape
         gradient = narrow_view(logits, dtype)
         if tokens:

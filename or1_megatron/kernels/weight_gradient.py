@@ -1,9 +1,9 @@
-"""Sums a weight's gradient in fp32: in Megatron's main_grad, or in a buffer for autograd.
+"""Sums the output weight's gradient in fp32, in Megatron's main_grad or in a buffer for autograd.
 
 Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that it reduces. When
 autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to ``main_grad`` unless
-``param.grad_added_to_main_grad``, and counts the parameter as ready; the reduction starts when all are. So code that
-writes main_grad directly must still return *some* gradient to autograd, so that the hook runs.
+``param.grad_added_to_main_grad``, and counts the parameter as ready; the reduction starts when all parameters are
+ready. So code that writes main_grad itself must still return *some* gradient to autograd, so that the hook runs.
 
 This module only reads and sets these attributes; it does not import megatron.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, factor: float = 1.0) -> None:
-    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 the old total is not read.
+    """Set total = keep * total + factor * a @ b in place, in fp32. With ``keep`` 0 the old total is not read.
 
-    On the CPU ``a`` and ``b`` must be fp32: it has no GEMM of bf16 factors with an fp32 result.
+    On CPU ``a`` and ``b`` must be fp32, because there is no GEMM of bf16 inputs with an fp32 result.
     """
     out_dtype: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
     torch.addmm(total, a, b, beta=keep, alpha=factor, out=total, **out_dtype)
@@ -28,31 +28,31 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, facto
 class WeightGradient:
     """The fp32 sum of one weight's gradient.
 
-    A weight that autograd reaches by another path in the same backward pass (an embedding tied to it on the same
-    pipeline stage) must have Megatron's ``zero_out_wgrad``: then the other path's gradient is added too.
+    If autograd also reaches the weight by another path in the same backward pass (as an embedding tied to it on the
+    same pipeline stage), the weight must have Megatron's ``zero_out_wgrad``, so that both gradients are added.
     """
 
     def __init__(self, weight: Tensor) -> None:
         main_grad = getattr(weight, "main_grad", None)
         self.in_main_grad = main_grad is not None and main_grad.dtype == torch.float32
-        """Whether the sum is in main_grad, so that it cannot be scaled later."""
+        """Whether the sum is in main_grad, and therefore cannot be scaled later."""
         self._weight: Any = weight
         self.sum: Tensor = (
             main_grad  # type: ignore[assignment]
             if self.in_main_grad
             else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         )
-        """[V/tp, H]; the caller adds to it."""
+        """The sum [V/tp, H], to which the caller adds."""
 
     def for_autograd(self) -> Tensor | None:
-        """Return the gradient that ``backward`` returns for the weight."""
+        """Return what an autograd function's ``backward`` must return as the weight's gradient."""
         if not self.in_main_grad:
             return self.sum.to(self._weight.dtype)
         if getattr(self._weight, "zero_out_wgrad", False):
-            # The hook gets the other path's gradient only, and adds it.
+            # The hook gets only the other path's gradient, and adds it to main_grad.
             return None
         if hasattr(self._weight, "grad_added_to_main_grad"):
             self._weight.grad_added_to_main_grad = True
-        # The values are never read: a view of main_grad's own memory in the weight's dtype saves a buffer.
+        # The values are never read. A view of main_grad's memory in the weight's dtype saves a buffer.
         shape = self._weight.shape
         return self.sum.detach().view(-1).view(self._weight.dtype)[: shape.numel()].view(shape)

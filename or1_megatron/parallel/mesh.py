@@ -1,4 +1,4 @@
-"""Process groups: which ranks share which part of the model and of the batch."""
+"""Starts torch.distributed and makes the process groups: which ranks share which part of the model and of the batch."""
 
 from __future__ import annotations
 

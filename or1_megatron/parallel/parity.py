@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def trained_by(dtype: str) -> OptimizerConfig:
-    """Return the optimizer of the three steps.
+    """Return the settings of the optimizer that takes the probe's three steps; ``dtype`` decides the learning rate.
 
     A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
     a trained model grows to thousands. In bfloat16 a step's effect must be smaller than rounding's: the reference's

@@ -1,1 +1,1 @@
-"""or1 plan: what a run will need and how long it will take, before anything starts."""
+"""``or1 plan``: predicts the memory, disk space and time of a run before anything starts."""

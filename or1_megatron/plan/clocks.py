@@ -1,6 +1,6 @@
-"""The clocks of an engine and of a handoff, from a model's shape, a layout and the rates of a device.
+"""Predicts the times of a vLLM engine's iteration and of a weight handoff, from model shape, layout and device rates.
 
-Sizes: k engine ranks, H hidden, n responses that decode together.
+Sizes: k ranks of an engine, H hidden size, n responses that decode together.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.weights.shape import BYTES, Shape
 
 _HALF_BLOCK: Final = 8
-"""A response's last block of 16 tokens is half empty on average."""
+"""Tokens that a response wastes in the KV cache: its last block of 16 tokens is half empty on average."""
 
 
 def all_reduce_s(size_bytes: float, ranks: int, rates: Rates) -> float:
-    """Return the seconds of a large all-reduce: 2 (k - 1) / k of its bytes through each link, in a ring."""
+    """Return the seconds of a large ring all-reduce over k ranks: each link carries 2 (k - 1) / k of the bytes."""
     return 2 * (ranks - 1) / ranks * size_bytes / (link_bytes_per_s(ranks, rates) * rates.link_share)
 
 
 def message_s(ranks: int, rates: Rates) -> float:
-    """Return the seconds of a small all-reduce."""
+    """Return the seconds of a small all-reduce over ``ranks`` ranks."""
     return rates.message_s if ranks <= rates.node_devices else rates.network_message_s
 
 
 def link_bytes_per_s(ranks: int, rates: Rates) -> float:
-    """Return the rate between neighbours of a group: the node's if the group fits one node."""
+    """Return the rate between two ranks of a group: within a node if the group fits one node, else between nodes."""
     return rates.link_bytes_per_s if ranks <= rates.node_devices else rates.network_bytes_per_s
 
 
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
-    """Return the clock of one engine of ``config``.
+    """Return the predicted times and limits of one engine of ``config``.
 
-    Each iteration reads all weights (all experts too) except the input embedding. Tensor
-    parallelism adds two all-reduces of [n, H] per layer.
+    Each iteration reads all weights, those of all experts too, except the input embedding. Tensor parallelism adds two
+    all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
     rates = rates.with_busy(rollout.engines * k)
@@ -64,7 +64,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
 
 
 def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
-    """Return the tokens that an engine's KV cache holds; if vLLM sizes the cache, by ``gpu_memory_fraction``."""
+    """Return how many tokens an engine's KV cache holds (from ``gpu_memory_fraction`` if vLLM chooses its size)."""
     held = kv_tokens(config, shape)
     if held is not None:
         return held
@@ -77,10 +77,10 @@ def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
 
 
 def hand_off_s(config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a handoff: the busiest rank's bytes through its link, and the loading.
+    """Return the seconds of a handoff: the busiest rank's bytes through its link, then packing and loading.
 
-    Each engine rank receives its shard. Trainer ranks send as much as all engine ranks receive, spread evenly. Bytes
-    stay in a node if colocated and a node holds the whole model. Packing and loading each read and write a shard.
+    Each engine rank receives its shard. Trainer ranks send equal parts of what all engine ranks receive. Bytes stay in
+    a node if engines are colocated and a node holds the whole model. Packing and loading each read and write a shard.
     """
     parallel, rollout = config.parallel, config.rollout
     shard = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel

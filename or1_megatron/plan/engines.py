@@ -1,13 +1,13 @@
-"""Engines of a plan: clocks in the place of vLLM.
+"""Simulates the vLLM engines of a run for ``or1 plan``: when each response ends, from lengths and predicted times.
 
 An engine decodes one token of each of its n running responses per iteration. An iteration takes
 
-    fixed + n * per response + max(reading the weights, n * their products) + C * reading a token's keys and values
+    fixed + n * per response + max(reading the weights, n * products of a token) + C * reading a token's keys and values
 
-seconds, where C is the number of tokens that the engine holds. Until the next response ends, n is constant and C grows
-by n per iteration, so the time of m iterations is a closed form. Requests are dealt in order, each to the engine with
-the fewest responses, while it has a free slot and KV cache for the prompt and half of the response (the average): vLLM
-admits what fits now, and preempts. Responses continue over a handoff; reading them again with new weights is left out.
+seconds, where C is the number of tokens in the KV cache. Until the next response ends, n is constant and C grows by n
+per iteration, so the time of m iterations is a closed form. Requests go in order to the engine with the fewest
+responses that has a free slot, and KV cache for the prompt and half of the response: vLLM admits what fits at the
+moment, and preempts. Responses continue over a handoff; the prefill that repeats them with new weights is left out.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from numpy.typing import NDArray
 from or1_megatron.types import Int64Array
 
 PARTS: Final = ("weights", "products", "keys and values", "per response", "per iteration", "prompts")
-"""What an engine's time is spent on."""
+"""The parts into which an engine's time is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineClock:
-    """The times and limits of one engine. Seconds, tokens."""
+    """Predicted times and limits of one engine, in seconds and tokens."""
 
     max_running: int
-    """Responses that it decodes at once."""
+    """Most responses that the engine decodes at once."""
     fixed_s: float = 0.0
-    """The constant part of an iteration."""
+    """Constant part of an iteration's time."""
     response_s: float = 0.0
-    """A response's share of an iteration, without products and attention."""
+    """Time that each response adds to an iteration, without matrix products and attention."""
     weights_s: float = 0.0
-    """Reading all weights once."""
+    """Time to read all weights once."""
     product_s: float = 0.0
-    """The products of one token."""
+    """Time of one token's matrix products."""
     token_s: float = 0.0
-    """Reading one token's keys and values."""
+    """Time to read one token's keys and values."""
     prompt_token_s: float = 0.0
-    """Reading a prompt: per token."""
+    """Prefill time per token of a prompt."""
     prompt_pair_s: float = 0.0
-    """Reading a prompt of p tokens: p * p times this."""
+    """Prefill time of attention: a prompt of p tokens takes p * p times this."""
     kv_tokens: int = 1 << 60
     """Tokens that the KV cache holds."""
 
     def parts_s(self, running: int, tokens: float, count: float) -> NDArray[np.float64]:
-        """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses that hold ``tokens`` tokens at
-        first."""
+        """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses, which hold ``tokens`` tokens
+        in all before the first iteration."""
         products = running * self.product_s
         read = (count * tokens + running * count * (count - 1) / 2) * self.token_s
         by_weights = self.weights_s >= products
@@ -64,7 +64,7 @@ class EngineClock:
         )  # fmt: skip
 
     def iterations_in(self, running: int, tokens: float, seconds: float) -> float:
-        """Return how many iterations are made in ``seconds``, the inverse of ``parts_s``."""
+        """Return how many iterations an engine makes in ``seconds``: the inverse of the sum of ``parts_s``."""
         growth = running * self.token_s / 2
         first = self.parts_s(running, tokens, 1.0).sum() - growth
         return float(2 * seconds / (first + math.sqrt(first * first + 4 * growth * seconds)))
@@ -85,7 +85,7 @@ class _PlannedResponse(NamedTuple):
 
 
 class _Engine:
-    """One engine, which has decoded up to ``now_s``; after reading prompts this is ahead of other engines."""
+    """One simulated engine; its own clock ``now_s`` runs ahead of the other engines' when it has read prompts."""
 
     def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
@@ -96,14 +96,14 @@ class _Engine:
         self.parts_s = np.zeros(len(PARTS))
 
     def advance(self, moment_s: float) -> None:
-        """Decode until ``moment_s``; no response may end before that."""
+        """Decode until time ``moment_s``; no response may end before."""
         if self.running and moment_s > self.now_s:
             self._decode(self._clock.iterations_in(self.running, self._held, moment_s - self.now_s))
         self.now_s = max(self.now_s, moment_s)
         self._plan()
 
     def finish(self) -> list[int]:
-        """Decode until the next responses end; return their tickets."""
+        """Decode until the next responses end; return their rollouts' tickets."""
         self._decode(self._ends[0][0] - self._iteration)
         self.now_s, ended = self.due_s, []
         while self._ends and self._ends[0][0] <= self._iteration + 1e-6:
@@ -116,7 +116,7 @@ class _Engine:
         return ended
 
     def admits(self, asked: _PlannedResponse) -> bool:
-        """Whether a slot and KV cache are free for a request; an idle engine admits any."""
+        """Whether a slot and KV cache are free for a request; an idle engine admits any request."""
         room = self._reserved + asked.reserved <= self._clock.kv_tokens
         return self.running < self._clock.max_running and (room or not self.running)
 
@@ -147,7 +147,7 @@ class _Engine:
 
 
 class PlannedEngines:
-    """The engines and verifiers of a run on one clock, moved by ``wait``, ``spend`` and ``pause`` only."""
+    """Simulates a run's engines and verifiers on one clock, which only ``wait``, ``spend`` and ``pause`` move."""
 
     def __init__(self, clock: EngineClock, engines: int, verifiers: int = 1, verdict_s: float = 0.0) -> None:
         self.now_s = 0.0
@@ -159,9 +159,9 @@ class PlannedEngines:
         self._free_s = [0.0] * verifiers  # heap of when each verifier is free
 
     def ask(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
-        """Ask for responses of these lengths, [prompts * group_size]; return the ticket of the rollout.
+        """Queue the requests of a rollout whose responses have these lengths; return the rollout's ticket.
 
-        Each engine reads a prompt once for all its responses.
+        Shapes: [prompts] and [prompts * group_size]. Each engine reads a prompt once for all its responses to it.
         """
         ticket, share = len(self._left), min(len(self._engines), group_size) / group_size
         self._left.append(response_tokens.size)
@@ -175,23 +175,23 @@ class PlannedEngines:
         return ticket
 
     def wait(self, ticket: int) -> float:
-        """Let time pass until the last response of a rollout ends; return the seconds from then to its last verdict."""
+        """Advance to the end of a rollout's last response; return the seconds from there to its last verdict."""
         self._run(ticket, math.inf)
         return max(0.0, self._judged_s[ticket] - self.now_s)
 
     def spend(self, seconds: float) -> None:
-        """Let time pass while engines decode."""
+        """Advance the clock by ``seconds`` in which engines decode."""
         self._run(None, self.now_s + seconds)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass in which no engine decodes."""
+        """Advance the clock by ``seconds`` in which no engine decodes."""
         for engine in self._engines:
             engine.advance(self.now_s)
             engine.pause(seconds)
         self.spend(seconds)
 
     def parts_s(self) -> NDArray[np.float64]:
-        """Return the seconds of all engines together up to now, by PARTS."""
+        """Return the seconds that all engines together have spent up to now, by PARTS."""
         for engine in self._engines:
             engine.advance(self.now_s)
         return np.sum([engine.parts_s for engine in self._engines], axis=0)
@@ -211,7 +211,7 @@ class PlannedEngines:
             self._deal([engine])
 
     def _deal(self, engines: Iterable[_Engine]) -> None:
-        """Deal waiting requests to these engines, in order, each to the one with the fewest responses."""
+        """Give waiting requests, in order, each to the engine with the fewest responses, while engines admit them."""
         emptiest = [(engine.running, index, engine) for index, engine in enumerate(engines)]
         heapq.heapify(emptiest)
         while self._waiting and emptiest:

@@ -1,9 +1,9 @@
-"""How long prompts and responses are: from a past run, or in the recipe's shape.
+"""Lengths of prompts and responses that ``or1 plan`` assumes: those of a past run, or the recipe's distribution.
 
-The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. A run begins with
-40% of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if T is less. While more than
-a tenth are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2 (12.5K to 5.4K
-tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
+The recipe's distribution is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. A run begins
+with 40% of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if T is less. While more
+than a tenth are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2 (12.5K to
+5.4K tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEPT_SHARE: Final = 0.6
 
 
 class LengthsError(UserError, ValueError):
-    """Lengths that cannot be read; the message names the run."""
+    """The lengths of a past run cannot be read; the message names the run."""
 
 
 Drawn = tuple[Int64Array, Int64Array]
@@ -41,7 +41,7 @@ Drawn = tuple[Int64Array, Int64Array]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of training: after ``step`` steps of stage ``index``, from 0."""
+    """A point of training: after ``step`` steps of stage ``index`` (the first is 0)."""
 
     stages: Sequence[StageConfig]
     index: int
@@ -50,14 +50,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class RecipeLengths:
-    """The recipe's shape over training (see the module)."""
+    """The recipe's distribution of lengths over training (see the module's docstring)."""
 
     kept_share: float = KEPT_SHARE
     """Share of the groups that are not rejected."""
     source: str = "the recipe's shape (an assumption: or1_megatron/plan/lengths.py)"
 
     def median(self, when: Moment) -> float:
-        """Return the median response, in tokens."""
+        """Return the median response length at a point of training, in tokens."""
         stages, index, step = when.stages, when.index, when.step
         above = math.exp(SIGMA * NormalDist().inv_cdf(1 - START_TRUNCATED))
         median = min(START_TOKENS, stages[0].max_response_tokens) / above
@@ -68,7 +68,7 @@ class RecipeLengths:
         return median
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
+        """Draw lengths: prompt tokens [prompts], and response tokens [prompts * group_size], at most ``limit``."""
         of_prompt = np.repeat(random.standard_normal(prompts), group_size)
         normal = math.sqrt(0.5) * (of_prompt + random.standard_normal(of_prompt.size))
         lengths = self.median(when) * np.exp(SIGMA * normal)
@@ -77,7 +77,7 @@ class RecipeLengths:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLengths:
-    """A past run's lengths, drawn again by group."""
+    """The lengths of a past run, from which whole groups are drawn at random."""
 
     groups: tuple[Int64Array, ...]
     prompt_tokens: Int64Array  # [groups]
@@ -85,7 +85,7 @@ class MeasuredLengths:
     source: str
 
     def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
-        """Return the same as ``RecipeLengths``; ``when`` is not used."""
+        """Draw lengths as ``RecipeLengths.draw`` does, but without regard to ``when``."""
         chosen = random.integers(0, len(self.groups), prompts)
         drawn = [random.choice(self.groups[group], group_size) for group in chosen]
         return self.prompt_tokens[chosen], np.clip(np.concatenate(drawn), 1, limit)
@@ -95,10 +95,10 @@ Lengths = RecipeLengths | MeasuredLengths
 
 
 def read_lengths(run: Path | None) -> Lengths:
-    """Return the lengths of a run's rollouts; without a run the recipe's shape.
+    """Return the lengths in a past run's rollout files; without a run, the recipe's distribution.
 
     Raises:
-        LengthsError: the folder is not there, or has no rollouts.
+        LengthsError: the folder is missing or has no rollouts.
     """
     if run is None:
         return RecipeLengths()

@@ -1,4 +1,4 @@
-"""What is asked of ``or1 plan``, and what it finds: a plan with its time, and why it does not fit."""
+"""The request that ``or1 plan`` answers, and its outcome: the plan, its time, and what memory or disk lacks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from or1_megatron.sizing.storage import disk_short
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for."""
+    """The configuration, model shape, hardware and lengths that a plan is made for."""
 
     config: Config
-    """On GPUs it names their memory (``cluster.gpu_memory_gb``)."""
+    """The configuration; for GPUs with ``cluster.gpu_memory_gb`` set."""
     folder: Path | None
-    """The model shape to plan with if the model is missing."""
+    """Folder of the model shape to plan with if the model is missing."""
     hardware: Hardware
     lengths: Lengths
 
@@ -37,17 +37,17 @@ class PlanRequest:
 
     @property
     def is_for_here(self) -> bool:
-        """Whether the plan is for this machine, judged by its GPU: then the run uses its disk."""
+        """Whether the run would use this machine and its disk: the hardware is a CPU, or the kind of GPU here."""
         if self.device == "cpu":
             return True
         return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == self.hardware
 
 
 def outcome(given: PlanRequest) -> tuple[Plan, RunTime, list[str]]:
-    """Return the plan, its time, and what memory or disk is lacking, in words.
+    """Return the plan, its predicted time, and a text for memory and for disk if there is too little.
 
     Raises:
-        PlanError: a plan that cannot work at all.
+        PlanError: the configuration cannot work.
     """
     planned = plan_run(given.config, given.device, given.folder)
     machine = Machine.of(given.hardware, planned.shape, given.device)

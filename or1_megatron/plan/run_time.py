@@ -1,4 +1,4 @@
-"""The time of a whole run: the middle step of each stage, and evaluations."""
+"""Predicts the time of a whole run, from the middle step of each stage and from evaluations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.step_time import Machine, Steps, StepTime, Workload, sample
 
 _PROBLEMS = 30
-"""Problems of an evaluation set of unknown size: as many as AIME has."""
+"""Number of problems assumed for an evaluation set of unknown size: that of AIME."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage, whose middle step stands for all of its steps."""
+    """Predicted time of one stage, each of whose steps is taken to last as long as the middle step."""
 
     name: str
     count: int
-    """Steps of the stage."""
+    """Number of the stage's steps."""
     step: StepTime
 
     @property
@@ -34,17 +34,17 @@ class StageTime:
 
     @property
     def utilisation(self) -> float:
-        """Share of a step's time in which an engine decodes, mean over engines."""
+        """Share of a step's time in which an engine decodes (mean over engines)."""
         return self.step.engine_s / self.step.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """A run. The interval is the hours times 1 -+ ``error`` of the hardware file."""
+    """Predicted time of a run. ``interval`` is the hours times 1 -+ ``error`` of the hardware file."""
 
     stages: tuple[StageTime, ...]
     evaluations_s: float
-    """Before and after training."""
+    """Seconds of the evaluations before and after training."""
     devices: int
     error: float
 
@@ -62,26 +62,26 @@ class RunTime:
 
     @property
     def step_s(self) -> dict[str, float]:
-        """Seconds per verb of a step, mean over the run."""
+        """Seconds per verb of a step (mean over all steps of the run)."""
         total = sum(stage.count for stage in self.stages)
         names = dict.fromkeys(name for stage in self.stages for name in stage.step.verbs)
         return {name: sum(s.count * s.step.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
 
     @property
     def binds(self) -> str:
-        """What takes the most time in the longest stage."""
+        """What takes the most time in the stage that lasts longest, in words."""
         return max(self.stages, key=lambda stage: stage.hours).step.binds
 
 
 def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
-    """Return the time of a run of ``config``: of all stages, or of ``run.stage`` only.
+    """Predict the time of a run of ``config``: of all stages, or of ``run.stage`` alone if set.
 
     Args:
-        problems: how many each evaluation set has; None: 30 each.
+        problems: number of problems of each evaluation set; None: 30 each.
     """
 
     def evaluation_s(when: Moment, random: np.random.Generator, whole: bool) -> float:
-        """Return the seconds of one evaluation of all sets, a separate rollout; ``whole``: before or after training."""
+        """Return the seconds of one evaluation on all sets; ``whole``: it is made before or after training."""
         settings = config.evaluate.in_stage(config.stages[when.index])
         asked, answers = [], []
         for number, held_out in enumerate(settings.data):

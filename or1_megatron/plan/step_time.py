@@ -1,4 +1,4 @@
-"""The time of one step, by the verbs of the loop."""
+"""Predicts the time of one rollout step by verb of the loop (rollout, update, handoff, ...), overlap included."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
-"""What the hardware's fit counts per response, besides the verbs."""
+"""Name of the time beside the verbs, which the hardware file's fit gives per response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The lengths of prompts and of their responses."""
+    """The lengths of a rollout's prompts and responses."""
 
     prompt_tokens: Int64Array  # [prompts]
     response_tokens: Int64Array  # [prompts * group_size], group by group
@@ -35,18 +35,18 @@ class Workload:
 
     @property
     def sequences(self) -> Int64Array:
-        """Tokens of prompt and response, [prompts, group_size]."""
+        """Tokens of prompt plus response, [prompts, group_size]."""
         return self.prompt_tokens[:, None] + self.response_tokens.reshape(-1, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a plan is made for."""
+    """The model shape and the device's rates that times are predicted from."""
 
     shape: Shape
     rates: Rates
     covers: tuple[str, ...]
-    """Verbs whose time ``other`` includes."""
+    """Verbs whose time the hardware's ``other_response_s`` includes."""
     device: Device = "cuda"
 
     @classmethod
@@ -57,23 +57,23 @@ class Machine:
         return cls(shape, rates, fit.covers if rates.other_response_s else (), device)
 
     def engines(self, config: Config) -> PlannedEngines:
-        """Return the engines and verifiers of ``config``."""
+        """Return simulated engines and verifiers of ``config``."""
         clock = engine_clock(config, self.shape, self.rates)
         return PlannedEngines(clock, config.rollout.engines, config.verify.workers, self.rates.verdict_s)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step. Evaluations and saves count with their average per step."""
+    """Predicted time of one step. Evaluations and saves count with their average per step."""
 
     verbs: Mapping[str, float]
-    """Seconds that the loop spends in each verb; they add up to the step."""
+    """Seconds that the loop spends in each verb; their sum is the step's time."""
     engine_s: float
-    """Seconds in which an engine works, mean over engines."""
+    """Seconds in which an engine works (mean over engines)."""
     idle_share: float
-    """Share of the rollout (with stale rollouts: of the step) in which an engine is idle, mean over engines."""
+    """Share of the rollout (with ``max_staleness``: of the step) in which an engine is idle (mean over engines)."""
     parts_s: Mapping[str, float]
-    """Seconds of all engines together, by what they are spent on (PARTS)."""
+    """Seconds of all engines together, by PARTS."""
     update: UpdateTime
     response_tokens: int
 
@@ -83,7 +83,7 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """What takes the most time, in words."""
+        """What takes the most time in the step, in words."""
         verb = max(self.verbs, key=lambda name: self.verbs[name])
         share = f"{verb}, {self.verbs[verb] / self.seconds:.0%} of the step"
         if verb == "roll_out":
@@ -98,10 +98,10 @@ class StepTime:
 
 
 class Steps:
-    """Steps of one stage from ``when`` on, with clocks in the place of engines and trainer.
+    """Simulates steps of one stage from ``when`` on, to predict the time of a step.
 
-    Synchronous: one step is timed. With staleness: four steps, after the steps in which the engines' queues fill.
-    ``evaluations_s``: seconds of one evaluation within the stage; the engines sample nothing else meanwhile.
+    One step is counted; with ``max_staleness`` four, after uncounted steps in which the engines' queues fill.
+    ``evaluations_s``: seconds of one evaluation within the stage, in which engines sample nothing else.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Steps:
         self.asked: list[tuple[int, Workload]] = []
 
     def mean(self) -> StepTime:
-        """Return the mean of the counted steps."""
+        """Simulate all steps, and return the mean time of the counted ones."""
         for _ in range(self.warm_up):
             self._step()
         total, tokens, before = dict[str, float](), 0, self.engines.parts_s()
@@ -144,7 +144,7 @@ class Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Ask for rollouts until ``count`` are under way; with refill of the number of prompts needed on average."""
+        """Start rollouts until ``count`` are under way; with refill, each with as many prompts as needed on average."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
@@ -155,7 +155,7 @@ class Steps:
             self.asked.append((ticket, made))
 
     def _step(self) -> tuple[dict[str, float], UpdateTime, int]:
-        """Make a step; return the seconds of its verbs, its update and its response tokens."""
+        """Simulate a step; return the seconds of its verbs, the time of its update, and its response tokens."""
         engines, began_s = self.engines, self.engines.now_s
         self._ask(1 + self.ahead)
         ticket, made = self.asked.pop(0)
@@ -171,7 +171,7 @@ class Steps:
         return waits | verbs, update, int(made.response_tokens.sum())
 
     def _trainer(self, made: Workload) -> tuple[dict[str, float], UpdateTime]:
-        """Return the seconds of the verbs after ``verify``, and the update; of a save only the copy to the host."""
+        """Return the seconds of the verbs after ``verify``, and the update's time. A save is only the copy to host."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         sequences = self._kept(made.sequences)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
@@ -189,9 +189,9 @@ class Steps:
         }, update
 
     def _kept(self, sequences: Int64Array) -> list[Int64Array]:
-        """Return the sequence lengths of each mini-batch, of randomly kept groups.
+        """Return the sequence lengths [n] of each mini-batch, made of the groups that are kept: a random choice.
 
-        ``sequences``: tokens of prompt and response, [groups, group_size].
+        ``sequences``: tokens of prompt plus response, [groups, group_size].
         """
         count = max(1, round(len(sequences) * self.lengths.kept_share))
         chosen = np.sort(self.random.permutation(len(sequences))[:count]).tolist()
@@ -199,8 +199,8 @@ class Steps:
         return [sequences[part].ravel() for part in parts]
 
     def _score_s(self, mini_batches: list[Int64Array]) -> float:
-        """Return the seconds of the forward passes before the update: pi_k's log-probs if there are several SGD steps,
-        and the reference's if any. At the update's speed, without communication."""
+        """Return the seconds of the forward passes before the update, for pi_k's log-probs (with several SGD steps) and
+        the KL reference's (if any). They run at the update's speed; communication is left out."""
         config, rates = self.config, self.machine.rates
         forwards = (len(mini_batches) * self.stage.reuse > 1) + (config.algorithm.kl.reference is not None)
         if not forwards:
@@ -216,7 +216,7 @@ class Steps:
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
-    """Return the seconds of a rollout of ``workload``: until its last response, and until its last verdict."""
+    """Return the seconds that a rollout of ``workload`` takes until its last response, and until its last verdict."""
     engines = machine.engines(config)
     tail_s = engines.wait(engines.ask(workload.prompt_tokens, workload.response_tokens, workload.group_size))
     return engines.now_s, engines.now_s + tail_s

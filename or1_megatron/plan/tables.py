@@ -1,4 +1,4 @@
-"""A plan as tables for a rich console, its time too, and the whole plan as JSON."""
+"""Prints a plan and its predicted time as tables, and gives the JSON of ``or1 plan --json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = tuple[str, str]
 
 
 def render(planned: Plan) -> RenderableType:
-    """Return the plan's tables, its warnings last."""
+    """Return the tables of a plan, then its warnings, for a rich console."""
     stages = _by_stage("Stages", (stage.name for stage in planned.config.stages))
     for name, values in stage_rows(planned).items():
         stages.add_row(name, *values)
@@ -42,13 +42,13 @@ def render(planned: Plan) -> RenderableType:
 
 
 def _by_stage(title: str, names: Iterable[str]) -> Table:
-    """Return a table without rows: what a row is of, and a column for each stage."""
+    """Return a table without rows: a first column for the rows' names, then a column for each stage."""
     columns = (Column(name, justify="right") for name in names)
     return Table("", *columns, title=title, title_justify="left", box=None, padding=(0, 2))
 
 
 def _pairs(title: str, rows: Iterable[Row]) -> Padding:
-    """Return a table of names and values."""
+    """Return a titled table of names and values."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows:
         table.add_row(name, value)
@@ -78,7 +78,7 @@ def _layout_rows(planned: Plan) -> Iterator[Row]:
 
 
 def _algorithm_rows(config: Config) -> Iterator[Row]:
-    """Yield the keys that differ from the recipe's; `or1 config` prints every key."""
+    """Yield, for the sections algorithm and optimizer, the keys whose values differ from the recipe's."""
     for name, section, plain in (
         ("algorithm", config.algorithm, AlgorithmConfig()),
         ("optimizer", config.optimizer, OptimizerConfig()),
@@ -98,9 +98,9 @@ def _data_rows(planned: Plan) -> Iterator[Row]:
 
 
 def stage_rows(planned: Plan) -> dict[str, list[str]]:
-    """Return the rows of the table of stages: a value for each stage. Rows of switches that no stage uses are left out.
+    """Return the table of stages: a value for each stage by the row's name, without rows that no stage uses.
 
-    Rows "at most" are upper bounds: every response has T tokens, no group is rejected.
+    Rows named "at most" are upper bounds: every response has T tokens, and no group is rejected.
     """
     config, stages = planned.config, planned.config.stages
     at_once, data = config.rollout.engines * config.rollout.max_concurrent, config.parallel.data
@@ -140,7 +140,7 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
 
 
 def evaluations_within(config: Config, index: int) -> int:
-    """Count the steps of a stage that are evaluated. The run's last is not counted: training ends there."""
+    """Count the steps of a stage after which an evaluation is due, without the run's last step."""
     stage = config.stages[index]
     every, before = config.evaluate.in_stage(stage).every_steps, sum(s.steps for s in config.stages[:index])
     last = before + stage.steps - (index == len(config.stages) - 1)
@@ -155,7 +155,7 @@ def _memory_rows(planned: Plan) -> Iterator[Row]:
 
 
 def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType:
-    """Return seconds per verb and stage, what binds, the run's hours, disk, and the estimates' sources."""
+    """Return tables of predicted time (seconds per verb and stage, hours), disk space, and the estimates' sources."""
     config, hardware = given.config, given.hardware
     fit = hardware.fit_for(plan.shape.parameters, plan.shape.experts is not None)
     stages = _by_stage("Time of a step, s", (stage.name for stage in time.stages))
@@ -181,7 +181,7 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
 
 
 def as_dict(plan: Plan, time: RunTime, lacks: Sequence[str]) -> dict[str, Any]:
-    """Return the plan for ``--json``. Bytes, seconds, hours; times are means over the run's steps."""
+    """Return the plan for ``--json``, in bytes, seconds and hours; ``step_s`` is the mean over the run's steps."""
     return {
         "fits": not lacks,
         "lacks": list(lacks),

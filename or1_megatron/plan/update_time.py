@@ -1,7 +1,7 @@
-"""The time of an update: packed rows of real lengths, their arithmetic by pipeline stage, and what is communicated.
+"""Predicts the time of an update: its packed rows, their arithmetic by pipeline stage, and communication.
 
-Rows are placed by ``rl.packing``, as in a run. Sizes: T tokens of a row, L of a sequence, P weights of a rank, d the
-data- and context-parallel ranks that share its optimizer.
+``rl.packing`` packs the rows, as in a run. Sizes: T tokens of a packed row, L tokens of a sequence, H hidden size, CP
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import BYTES, Shape
 
 OPTIMIZER_TRAFFIC: Final = 30
-"""Bytes that AdamW moves per parameter: gradient 4, moments 16, master weight 8, bf16 weight 2."""
+"""Bytes that AdamW reads and writes per parameter: gradient 4, moments 16, master weight 8, bf16 weight 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Operations of one pipeline stage's forward pass."""
+    """Number of floating-point operations in the forward pass of one pipeline stage."""
 
     layer_token: float
-    """All layers, per token."""
+    """Operations per token of all layers of the stage."""
     mlp_token: float
-    """The MLPs' part of ``layer_token``."""
+    """The part of ``layer_token`` that the MLPs take."""
     pair: float
-    """Attention: a sequence of L tokens takes L * L times this."""
+    """Attention's operations: a sequence of L tokens takes L * L times this."""
     head_token: float
-    """Output layer, per token; 0 except on the last stage."""
+    """Operations per token of the output layer; 0 except on the last stage."""
     layers: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTime:
-    """Seconds of all SGD steps of one rollout step."""
+    """Predicted seconds of an update: all SGD steps of one rollout step."""
 
     compute_s: float
-    """The busiest data-parallel rank's arithmetic."""
+    """Arithmetic of the busiest data-parallel rank."""
     bubble_s: float
-    """Pipeline stages that wait for the first and last micro-batches."""
+    """Waits of pipeline stages for the first and last micro-batches."""
     tensor_s: float
     """Communication within tensor- and context-parallel groups."""
     gradients_s: float
-    """Reducing gradients and gathering weights, beyond what a backward pass hides."""
+    """Reduction of gradients and gathering of weights, as far as no backward pass hides them."""
     optimizer_s: float
     rows: int
-    """Micro-batches per rank, of all SGD steps."""
+    """Number of micro-batches (packed rows) per rank, over all SGD steps."""
 
     @property
     def seconds(self) -> float:
@@ -61,7 +61,7 @@ class UpdateTime:
 
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
-    """Return each stage's operations: 2 per weight and token, 2 * query channels per layer and L * L."""
+    """Return each pipeline stage's operations: 2 per weight and token, and 2 * query channels per layer and L * L."""
     works = []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
@@ -79,7 +79,7 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
 
 
 def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
-    """Return the time of training ``reuse`` times on ``mini_batches``: each has its sequences' lengths [n]."""
+    """Predict the time of training ``reuse`` times on ``mini_batches``, given by their sequences' lengths [n]."""
     rates = rates.with_busy(config.parallel.ranks)
     parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
     return UpdateTime(*map(sum, zip(*map(astuple, parts), strict=True))) if parts else UpdateTime(0, 0, 0, 0, 0, 0)
@@ -113,7 +113,7 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
 def _stage_seconds(
     plan: RowPlan, lengths: Int64Array, parallel: ParallelConfig, work: StageWork, speed: float, frozen: bool
 ) -> float:
-    """Return the seconds of one stage's forward and backward passes over the rows of the costliest rank."""
+    """Return the seconds of a pipeline stage's forward and backward passes over the packed rows of the busiest rank."""
     per_token, per_pair = passes(work, parallel, frozen)
     costliest = 0.0
     for rows in plan.ranks:
@@ -127,9 +127,9 @@ def _stage_seconds(
 
 
 def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> tuple[float, float]:
-    """Return the operations of forward and backward pass per token and per L * L, recomputation included.
+    """Return the operations of a forward and backward pass, per token and per L * L, recomputation included.
 
-    Layers: 3 forward passes' worth, 4 with full recompute; selective computes the MLPs again. The head: 4, one-pass 3.
+    Layers take as much as 3 forward passes (4 with full recompute; with selective, the MLPs 4); the head 4, one-pass 3.
     ``frozen``: one less for weights without a gradient, under LoRA; the adapters' own operations are left out (1%).
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
@@ -139,9 +139,9 @@ def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> t
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a row's collectives: per layer and pass two all-reduces of [T / CP, H] (four messages
-    with sequence parallelism); with CP also the gathering of keys and values in each forward pass and the reduction of
-    their gradients."""
+    """Return the seconds of a packed row's collectives: with TP, two all-reduces of [T / CP, H] per layer and pass
+    (with sequence parallelism, four collectives); with CP, the gathering of keys and values in each forward pass and
+    the reduction of their gradients."""
     parallel = config.parallel
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
     forward = 2 if parallel.recompute == "full" else 1
@@ -160,7 +160,7 @@ def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates
 
 
 def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, float]:
-    """Return (seconds to reduce fp32 gradients and gather weights over DP, seconds of AdamW)."""
+    """Return (seconds to reduce fp32 gradients and gather weights over DP and CP ranks, seconds of AdamW)."""
     parallel = config.parallel
     fullest = fullest_stage(parallel, shape)
     weights = sum(fullest.trained)

@@ -1,1 +1,1 @@
-"""Views of a run: the console while it trains, figures, and the HTML page."""
+"""Shows a run: console output while it trains, ``or1 rollouts``, figures, and the HTML page of ``or1 report``."""

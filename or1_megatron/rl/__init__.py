@@ -1,1 +1,1 @@
-"""MAGIC, without Megatron, vLLM or Ray: rollouts in, mini-batches out, and the loop that orders it all."""
+"""The training algorithm (MAGIC) without Megatron, vLLM or Ray: the loop, advantages, batches, losses and stages."""

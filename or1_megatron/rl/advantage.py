@@ -1,6 +1,6 @@
-"""Group advantages, truncation masks, and rejection of groups without advantage (RECIPE sections 1 and 3).
+"""Group-relative advantages, truncation masks, and rejection of groups without advantage (RECIPE sections 1 and 3).
 
-Advantages are computed on whole groups, before anything is rejected, cut, split or padded.
+Advantages are computed on whole groups, before groups are rejected, split into mini-batches or packed.
 
 Shapes: M responses of a group.
 """
@@ -17,13 +17,13 @@ from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 
 def normalised(rewards: NDArray[np.float64], config: AdvantageConfig) -> NDArray[np.float64]:
-    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"), or with ``scale`` none only
-    r_i - mean(r) (Dr. GRPO, arXiv 2503.20783). [n] -> [n].
+    """Return the advantages A_i = (r_i - mean(r)) / (std(r) + eps) of rewards r (RECIPE section 1, "Advantage"). With
+    ``scale`` none, A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783). [n] -> [n].
 
     Worked example, ddof 1: r = (1, 0, 0, 0): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2,
     A = (3/2, -1/2, -1/2, -1/2); scale none: (3/4, -1/4, -1/4, -1/4).
 
-    Equal rewards give exact zeros, and so do fewer than two rewards.
+    The result is exactly zero for equal rewards and for fewer than two rewards.
     """
     if rewards.size < 2 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
@@ -38,9 +38,9 @@ def group_advantages(
 
     ``penalties`` [M] are subtracted from the rewards first (``rl.penalties``).
 
-    Mask ``none``: all responses count; ``before``: truncated ones are left out of mean and std and get 0; ``after``:
-    they count in mean and std, then get 0. Truncated responses have reward 0, except from the released code's judge
-    (``verify.math.judge: math_verify``).
+    With mask ``none`` all responses count. With ``before``, truncated responses are left out of mean and std and get
+    advantage 0. With ``after``, they count in mean and std, and then get advantage 0. A truncated response has reward
+    0, except from the released code's judge (``verify.math.judge: math_verify``).
     """
     rewards, truncated = group.rewards.astype(np.float64), group.truncated
     rewards = rewards if penalties is None else rewards - penalties
@@ -57,7 +57,7 @@ def group_advantages(
 def assign_advantages(
     groups: Sequence[Group], config: AdvantageConfig, penalties: Sequence[NDArray[np.float64]] | None = None
 ) -> list[AdvantagedGroup]:
-    """Return every group with its advantages, in the same order. ``penalties``: [M] per group, or None."""
+    """Return every group with its advantages, in the order given. ``penalties``: an array [M] per group, or None."""
     of_groups = [None] * len(groups) if penalties is None else penalties
     return [AdvantagedGroup(g, group_advantages(g, config, p)) for g, p in zip(groups, of_groups, strict=True)]
 
@@ -65,10 +65,10 @@ def assign_advantages(
 def reject(
     groups: Sequence[AdvantagedGroup], config: AdvantageConfig
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-    """Return (kept, rejected), each in the order given. Groups whose advantages are all zero are rejected (RECIPE 1).
+    """Return (kept, rejected) groups, each in the order given. Groups with all-zero advantages are rejected (RECIPE 1).
 
-    Groups whose responses are all right or all wrong are rejected even if penalties give them advantages, because
-    DAPO's dynamic sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.
+    Groups whose rewards are all equal are rejected even if penalties give them advantages, because DAPO's dynamic
+    sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.
     A step without a kept group makes no SGD step (``rl.loop``).
     """
     uniform = config.reject_uniform_groups

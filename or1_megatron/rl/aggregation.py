@@ -1,4 +1,4 @@
-"""Token weights that turn the sum of a mini-batch's token losses, divided by T_k, into each ``loss.aggregation``."""
+"""Loss aggregation: token weights with which the mini-batch's summed loss / T_k is the mean of ``loss.aggregation``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from or1_megatron.types import Aggregation, Sample
 
 GPUS: Final = 32
-"""GPUs over which the released rule spreads a mini-batch, in any run: as many as in the paper's 7B runs."""
+"""GPUs over which ``released-code`` spreads a mini-batch, whatever GPUs the run has: as many as the paper's 7B runs."""
 _BESIDE_RESPONSE: Final = 2048 + 1000
 """The released scripts' tokens per micro-batch besides T: the longest prompt and a margin."""
 
 
 def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> list[Sample]:
-    """Return a mini-batch's samples with token weights whose mean over its T_k tokens is 1.
+    """Return a mini-batch's samples with token weights whose mean over its T_k counted tokens is 1.
 
-    ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
-    tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``released-code``: the mean of the
-    micro-batches' token means weighted by their numbers of samples: R_m T_k / (R T_m) with R_m samples and T_m counted
-    tokens in the micro-batch. The micro-batches are the released code's (``released_cut``, T =
-    ``max_response_tokens``), not the rows that a rank computes at once, so no weight depends on the layout.
+    ``response_mean`` averages each response's tokens, then the responses (GRPO, arXiv 2402.03300, eq. 3). Sample i
+    has n_i counted tokens and R samples have any, so the weight is T_k / (R n_i). ``released-code`` averages each
+    micro-batch's tokens, then the micro-batches, weighted by their samples. With R_m samples and T_m counted tokens in
+    a micro-batch the weight is R_m T_k / (R T_m). These micro-batches are the released code's (``released_cut``), not
+    the packed rows that a rank computes at once, so no weight depends on the parallel layout.
 
-    Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
-    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Released rule: both in one micro-batch, 2 * 4 / (2 * 4) = 1; in
-    two, 2 and 2/3.
+    Worked example: responses of 1 and 3 tokens have T_k = 4. ``response_mean`` gives the weights 4 / (2 * 1) = 2 and
+    4 / (2 * 3) = 2/3, with the mean (2 + 3 * 2/3) / 4 = 1. ``released-code`` gives both 2 * 4 / (2 * 4) = 1 if they
+    share a micro-batch, else 2 and 2/3.
     """
     if aggregation == "token_mean":
         return list(samples)
@@ -47,9 +47,9 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
 def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPUS) -> list[list[int]]:
     """Cut a mini-batch of n samples, ``lengths`` [n] tokens each, into micro-batches as the released code does.
 
-    Each GPU gets the same number of samples and nearly the same number of tokens. Then each GPU cuts its samples into
-    equally many micro-batches, balanced by tokens only: as many as the fullest GPU's tokens need under the budget.
-    (The released code drops up to ``gpus`` - 1 samples so that their number divides; here some GPUs have one less.)
+    Each GPU gets the same number of samples and nearly the same number of tokens. Each GPU then cuts its samples into
+    the number of micro-batches that the fullest GPU needs under the budget, balanced by tokens only. (The released
+    code drops up to ``gpus`` - 1 samples to make their number divisible; here some GPUs get one sample less.)
     """
     shares = [sorted(share) for share in balanced(lengths, min(gpus, len(lengths)), same_count=True)]
     count = max(-(-int(lengths[share].sum()) // budget_tokens) for share in shares)
@@ -64,11 +64,11 @@ _Part = tuple[int, int, list[int]]
 def balanced(sizes: NDArray[np.int64], parts: int, same_count: bool = False) -> list[list[int]]:
     """Split the indices of ``sizes`` into ``parts`` of nearly equal sums, by the largest differencing method.
 
-    Karmarkar and Karp 1982: begin with a partition per index: one part holds it, the others are empty. Until one
-    partition is left, merge the two whose largest and smallest sums differ most, the largest part of one with the
-    smallest of the other. ``same_count``: begin with a partition per ``parts`` indices of similar size, one per part.
+    Karmarkar and Karp 1982: each index begins as a partition in which one part holds the index and the others are
+    empty. The two partitions with the widest spread of sums are merged, the largest part of one with the smallest of
+    the other, until one is left. ``same_count``: a first partition holds ``parts`` indices of similar size, one a part.
 
-    Worked example: 8, 7, 6, 5, 4 in two parts: 14 and 16.
+    Worked example: 8, 7, 6, 5, 4 give two parts with sums 14 and 16.
     """
     step = parts if same_count else 1
     padding = -len(sizes) % step  # nothing, of size 0

@@ -1,7 +1,7 @@
-"""Alarms: sentences that say what looks wrong in a step's metrics, the limit that it exceeds, and what to do.
+"""Alarms: sentences that say what looks wrong in a step's metrics, which limit is exceeded, and what to do.
 
-Every rule looks at every step. An alarm is raised once per episode; an episode ends after ``CALM_STEPS`` calm steps.
-The failure signatures are the report's (RECIPE section 5); it gives no thresholds, so the thresholds are ours.
+Every rule looks at every step. An alarm is raised once per episode, which ends after ``CALM_STEPS`` steps without it.
+The report describes these failures (RECIPE section 5) without thresholds; the thresholds are ours.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MEDIAN_STEPS: Final = 50
 """Steps in the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
-"""The mean accuracy of this many steps is compared with that of as many steps before. 20 steps of 64 prompts have a
-standard error of about 0.012, and the same noise moves both accuracies in the same direction."""
+"""The mean accuracy of the last TREND_STEPS steps is compared with the mean of as many steps before. A mean over 20
+steps of 64 prompts has a standard error of about 0.012; noise moves both accuracies in the same direction."""
 TREND_CHANGE: Final = 0.03
 PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
@@ -31,15 +31,15 @@ COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""(mean, largest) |engine - policy| log-prob, nats, up to which a difference is rounding. Against transformers:
-fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens is far higher."""
+"""(mean, largest) |engine - policy| log-prob, nats, up to which the difference is rounding. Measured against
+transformers: fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of millions of tokens is far higher."""
 
 _REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """One step as the rules see it."""
+    """What the alarm rules know about one step."""
 
     step: int
     """Rollout step of the run, from 1."""
@@ -49,14 +49,14 @@ class StepSeen:
     stage: StageConfig
     metrics: Mapping[str, float]
     reasons: str = ""
-    """Why responses earned nothing (``checks.frequent_reasons``)."""
+    """The frequent reasons for rewards of 0 (``checks.frequent_reasons``)."""
 
 
 class Alarms:
-    """All rules, what they remember of the last steps, and which of them are in an episode."""
+    """The alarm rules, the metrics of the last steps, and which rules are in an episode."""
 
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
-        """``dtype`` of the policy's parameters sets the default limits of the mismatch."""
+        """``dtype``: the policy's parameter dtype, which sets the default limits of the alarm ``mismatch``."""
         mean, largest = _MISMATCH[dtype]
         self._config, self._dtype = config, dtype
         self._mean, self._largest = config.mismatch_mean or mean, config.mismatch_max or largest
@@ -70,12 +70,12 @@ class Alarms:
         }
         assert self._rules.keys() == ALARMS.keys()
         self._rows: list[dict[str, float]] = []
-        """The remembered metrics of the last steps, as far as each step has them."""
+        """The metrics ``_REMEMBERED`` of the last steps; a step lacks those that it did not measure."""
         self._remaining = dict.fromkeys(ALARMS, 0)
         """Calm steps left until the rule's episode ends; 0: no episode."""
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """Return (texts of the alarms that start with this step; ``alarm/<name>``: 1 in an episode, else 0)."""
+        """Return (texts of the alarms that start at this step, metrics ``alarm/<name>``: 1 in an episode, else 0)."""
         row = {"stage": float(seen.stage_index), **seen.metrics}
         kept: dict[str, float] = {name: row[name] for name in _REMEMBERED if name in row}
         self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]
@@ -88,23 +88,23 @@ class Alarms:
         return starting, {f"alarm/{name}": float(left > 0) for name, left in self._remaining.items()}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the rules' memory for a checkpoint, JSON-able."""
         return {"remaining": dict(self._remaining), "rows": list(self._rows)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned; an older version's state has no steps."""
+        """Take over what ``state`` returned. The state that older versions of the program saved has no ``rows``."""
         self._remaining = {name: state["remaining"].get(name, 0) for name in ALARMS}
         self._rows = [dict(row) for row in state.get("rows", [])]
 
     def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:
-        """Return these metrics of each remembered step (of ``stage``, if given) that has all of them, oldest first."""
+        """Return the metrics ``names`` of each remembered step that has them all, oldest first. None: of any stage."""
         rows = [row for row in self._rows if stage is None or row["stage"] == stage]
         return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
-        """Return each metric's means over (the ``half`` steps before, the last ``half``) of the current stage.
+        """Return each metric's means over (the ``half`` steps before the last ``half``, the last ``half``) of a stage.
 
-        None until 2 * ``half`` steps of the stage have all metrics.
+        Returns None until 2 * ``half`` steps of the stage have all metrics.
         """
         rows = self._past(*names, stage=stage)[-2 * half :]
         if len(rows) < 2 * half:
@@ -112,7 +112,7 @@ class Alarms:
         return [(fmean(values[:half]), fmean(values[half:])) for values in zip(*rows, strict=True)]
 
     def _grad_norm(self, seen: StepSeen) -> str | None:
-        """Norm > factor * median of the MEDIAN_STEPS norms before it."""
+        """Return a text if the gradient norm exceeds a factor times the median of the MEDIAN_STEPS norms before."""
         norm = seen.metrics.get("policy/grad_norm")
         norms = [value for (value,) in self._past("policy/grad_norm")[:-1]][-MEDIAN_STEPS:]
         if norm is None or len(norms) < FIRST_NORMS:  # None: no SGD step, or all of them skipped
@@ -128,7 +128,7 @@ class Alarms:
         )
 
     def _mismatch(self, seen: StepSeen) -> str | None:
-        """Mean or largest |engine - policy| log-prob is above the rounding limit, or not finite."""
+        """Return a text if the mean or largest |engine - policy| log-prob is above its limit, or not finite."""
         mean, largest = seen.metrics.get("mismatch/mean_abs"), seen.metrics.get("mismatch/max_abs")
         if mean is None or largest is None or (mean <= self._mean and largest <= self._largest):
             return None
@@ -140,7 +140,7 @@ class Alarms:
         )
 
     def _rejected(self, seen: StepSeen) -> str | None:
-        """No group was kept: the step trained nothing."""
+        """Return a text if no group was kept, so that the step trained nothing."""
         if seen.metrics.get("groups/kept", 1.0) > 0:
             return None
         right = seen.metrics.get("accuracy/all", 0.0)
@@ -151,7 +151,7 @@ class Alarms:
         )
 
     def _entropy(self, seen: StepSeen) -> str | None:
-        """e_k < limit while training accuracy is below LEARNT."""
+        """Return a text if the sampled entropy is below its limit while training accuracy is below LEARNT."""
         entropy, accuracy = seen.metrics.get("entropy/sampled"), seen.metrics.get("accuracy/all")
         limit = self._config.low_entropy
         if entropy is None or accuracy is None or entropy >= limit or accuracy >= LEARNT:
@@ -174,7 +174,7 @@ class Alarms:
         )
 
     def _non_truncated(self, seen: StepSeen) -> str | None:
-        """Over 2 * TREND_STEPS steps of a stage accuracy rises, non-truncated accuracy falls, both by TREND_CHANGE."""
+        """Return a text if accuracy rises and non-truncated accuracy falls, both by TREND_CHANGE in TREND_STEPS."""
         trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
         if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None
@@ -196,7 +196,7 @@ class Alarms:
         )
 
     def _plateau(self, seen: StepSeen) -> str | None:
-        """Mean accuracy of PLATEAU_STEPS steps gains less than PLATEAU_GAIN, in the first half of stage 1."""
+        """Return a text if mean accuracy gains less than PLATEAU_GAIN in PLATEAU_STEPS of stage 1's first half."""
         stage = seen.stage
         if seen.stage_index > 0 or 2 * seen.stage_step > stage.steps:
             return None

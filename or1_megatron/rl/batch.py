@@ -1,4 +1,4 @@
-"""Samples to packed micro-batches, for every data-parallel rank (RECIPE section 1: mini-batches and T_k).
+"""Splits groups into mini-batches and fills their packed rows for every data-parallel rank (RECIPE section 1).
 
 Worked example of one row: prompt (5, 6), response (7, 8), advantage 0.5, engine log-probs (-1, -2), padded to T = 6:
 
@@ -9,8 +9,8 @@ Worked example of one row: prompt (5, 6), response (7, 8), advantage 0.5, engine
     advantages        0   .5   .5    0  |  0    0     the last position predicts nothing
     engine_log_probs  0   -1   -2    0  |  0    0     policy_log_probs and reference_log_probs likewise
 
-With ``sequence_alignment`` 3 the sequence extends to 6 (cu_seqlens (0, 6)) and its padding has positions 4, 5; its
-``lengths`` entry is 4 in both cases. ``rl.packing`` plans which sample goes to which row.
+With ``sequence_alignment`` 3 the sequence extends to 6 (cu_seqlens (0, 6)) and its padding has positions 4 and 5. Its
+``lengths`` entry is 4 with and without alignment. ``rl.packing`` plans which sample goes to which packed row.
 
 Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequences of a row.
 """
@@ -36,7 +36,7 @@ from or1_megatron.types import (
 )
 
 LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs")
-"""Optional fields of a sample. All samples of a batch have the same ones."""
+"""Optional fields of a sample. A field is set in all samples of a batch or in none."""
 
 
 def to_samples(group: AdvantagedGroup) -> list[Sample]:
@@ -58,10 +58,10 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
 
 
 def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
-    """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger ones first.
+    """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger parts first.
 
-    These are RECIPE section 1's mini-batches after rejection (and refill, ``rl.supply``). 7 groups into 3: 3, 2, 2.
-    Fewer groups than mini-batches give one mini-batch per group.
+    The parts are the mini-batches of RECIPE section 1, after rejection and refill (``rl.supply``). 7 groups in 3
+    mini-batches: 3, 2, 2. Fewer groups than mini-batches give one mini-batch per group.
     """
     parts = min(mini_batches, len(groups))
     if parts == 0:
@@ -79,18 +79,18 @@ def make_batches(
     aggregation: Aggregation,
     max_response_tokens: int,
 ) -> list[Batch]:
-    """Return one Batch per SGD step: the groups' samples in mini-batches, ``reuse`` times in the same order."""
+    """Return one packed batch per SGD step: a batch per mini-batch of the groups, and that list ``reuse`` times."""
     parts = [[sample for group in part for sample in group] for part in split(groups, mini_batches)]
     return [pack(weigh(part, aggregation, max_response_tokens), layout) for part in parts] * reuse
 
 
 def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
-    """Pack all samples into rows of one length T for every rank; no sample is dropped or cut.
+    """Pack all samples into rows of one length T, for every data-parallel rank; no sample is dropped or cut.
 
-    Every rank gets the same number of rows, as few as can hold the samples, balanced by cost, costliest first. Some
-    rows may be all padding. Deterministic.
+    Every rank gets the same, smallest possible number of rows, balanced by cost and sorted with the costliest first.
+    Some rows may be all padding. The result is deterministic.
 
-    Raises ValueError when no token is counted, a prompt is empty, or a sample is longer than the budget.
+    Raises ValueError when no token is counted, a prompt is empty, or a sample is longer than a row's budget.
     """
     lengths = np.array([sample.prompt_ids.size + sample.response_ids.size for sample in samples], dtype=np.int64)
     _check(samples, lengths, layout)
@@ -139,10 +139,10 @@ def _fill(
     row_tokens: int,
     sequence_alignment: int,
 ) -> MicroBatch:
-    """Fill one row (see the module's example).
+    """Return one packed row with the samples ``members`` (see the module's example).
 
-    Padding is token 0. At the end of a sequence it continues the sequence's positions; at the end of the row it is a
-    sequence of its own, with positions from 0.
+    Padding is token 0. Padding at the end of a sequence continues the sequence's positions. Padding at the end of the
+    row is a sequence of its own, with positions from 0.
     """
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(row_tokens, dtype=np.bool_)
@@ -154,7 +154,7 @@ def _fill(
     routed: list[RoutedExperts] = []
     for i in members:
         sample, start = samples[i], bounds[-1]
-        first = start + sample.prompt_ids.size  # of the response
+        first = start + sample.prompt_ids.size  # where the response begins
         end = first + sample.response_ids.size
         token_ids[start:first], token_ids[first:end] = sample.prompt_ids, sample.response_ids
         target_ids[start : end - 1] = token_ids[start + 1 : end]

@@ -1,4 +1,4 @@
-"""Conditions that end a run, each with a message that says what to change."""
+"""Checks that end a run: failing verifiers, stale rollouts, too few prompts, no kept groups, impossible resumes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class VerificationFailing(UserError, RuntimeError):
 
 
 class StaleRollout(UserError, RuntimeError):
-    """A response has tokens from weights older than ``max_staleness`` allows, newer, or unknown."""
+    """A response has tokens from weights that are older than ``max_staleness`` allows, too new, or unknown."""
 
 
 class ResumeError(UserError, ValueError):
-    """A checkpoint that the present configuration, or this version of the program, cannot continue."""
+    """The present configuration, or this version of the program, cannot continue a checkpoint."""
 
 
 class NoPromptsLeft(UserError, ValueError):
@@ -77,7 +77,7 @@ def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
 
 
 def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
-    """Raise AllRejected when ``in_a_row`` steps with no kept group reach ``limit``; ``rejected``: in the last step."""
+    """Raise AllRejected when ``in_a_row`` steps without a kept group reach ``limit``; ``rejected``: the last step's."""
     if in_a_row >= limit:
         right, wrong, other = count_rejected(rejected)
         reasons = frequent_reasons(verdict for group in rejected for verdict in group.group.verdicts) or "none"
@@ -91,7 +91,7 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
 
 
 def frequent_reasons(verdicts: Iterable[Any]) -> str:
-    """Return why most responses earned nothing, from what has a reward, a status and a detail, as verdicts have."""
+    """Return the three most frequent reasons for rewards of 0, with their counts, from verdicts or rows like them."""
     lost = Counter((it.status, re.sub(r"\d+", "#", it.detail)[:100]) for it in verdicts if it.reward <= 0)
     return "; ".join(
         f"{count} {status}" + f" ({detail})" * bool(detail) for (status, detail), count in lost.most_common(3)
@@ -99,16 +99,16 @@ def frequent_reasons(verdicts: Iterable[Any]) -> str:
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
-    """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread)."""
+    """Return how many rejected groups are (all right, all wrong, mixed but without spread under a truncation mask)."""
     right = sum(bool(group.group.right.all()) for group in rejected)
     wrong = sum(not group.group.right.any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing when more verdicts than ``max_error_fraction`` are ``error``, or most are ``timeout``.
+    """Raise VerificationFailing when a share above ``max_error_fraction`` of verdicts is ``error``, or most time out.
 
-    Fewer time-outs may be the fault of the responses.
+    Time-outs of fewer than half of the responses may be the responses' own fault.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     limits = {"error": (max_error_fraction, "verify.max_error_fraction"), "timeout": (0.5, "see verify.timeout_s")}
@@ -122,9 +122,9 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
 
 
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
-    """Return how many versions the oldest token is behind ``version``, the weights about to be updated.
+    """Return by how many versions the oldest sampled token is behind ``version``, the weights about to be updated.
 
-    Raises StaleRollout when this exceeds ``max_staleness``, or a token is from newer or unknown weights.
+    Raises StaleRollout when the result exceeds ``max_staleness``, or a token is from newer or unknown weights.
     """
     oldest = version
     for group in groups:

@@ -1,4 +1,4 @@
-"""Entropy control: the estimate of e_k and the controller that it drives (RECIPE section 2; report, section 3.2.5)."""
+"""Entropy control: estimates the entropy e_k and adapts the bonus's coefficient (RECIPE section 2; report, 3.2.5)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 
 
 def estimate(groups: Sequence[Group], kept: Sequence[Group], config: EntropyConfig) -> tuple[float, float]:
-    """Return (e_k as configured, the sampled entropy of all responses of the step), nats per token (RECIPE section 2).
+    """Return (e_k, the sampled entropy of all responses of the step), both in nats per token (RECIPE section 2).
 
-    ``kept``: the ``groups`` that were not rejected. Without any kept group, e_k is measured on all.
+    e_k is measured on all ``groups``, or with ``measured_on: kept`` on the groups that were not rejected, if any.
     """
     of_all = sampled_entropy(groups)
     return (sampled_entropy(kept) if config.measured_on == "kept" and kept else of_all), of_all
@@ -45,26 +45,26 @@ def estimate(groups: Sequence[Group], kept: Sequence[Group], config: EntropyConf
 
 @dataclass(frozen=True, slots=True)
 class EntropyReading:
-    """A step's entropy before its update, and the coefficient that follows from it."""
+    """A step's entropy before its update, and the coefficient of the entropy bonus that follows from it."""
 
     entropy: float
-    """e_k."""
+    """The entropy e_k, measured as configured."""
     sampled: float
     """The sampled entropy of all responses of the step."""
     alpha: float
-    """alpha_k."""
+    """The entropy bonus's coefficient alpha_k."""
     controller: float
-    """c_k."""
+    """The controller's c_k."""
 
 
 class EntropyController:
-    """alpha_k = c_k * gate; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above, within [0, maximum].
+    """Sets the entropy bonus's coefficient alpha_k = c_k * gate; c_k moves by delta toward the target entropy.
 
-    The report's rule (section 3.2.5, RECIPE section 2); with delta 0 the coefficient is fixed.
+    c_{k+1} = c_k + delta if e_k < target, c_k - delta if e_k > target, within [0, maximum] (report, section 3.2.5).
 
-    ``advance`` is called once per rollout step; alpha_k is the same for all SGD steps of that step. In mode
-    ``adaptive`` the gate is 1{e_k <= target}, or 1{e_{k-1} <= target} (``late``, as in the released code; open in the
-    first step), or always 1. In mode ``off`` the gate is 0, in others 1.
+    ``advance`` is called once per rollout step; all SGD steps of a rollout step use one alpha_k. In mode ``adaptive``
+    the gate is 1{e_k <= target}; with ``gate: late`` it is 1{e_{k-1} <= target}, and open in the first step (as in the
+    released code); with ``gate: off`` it is always 1. In mode ``off`` the gate is 0, in other modes 1.
 
     Worked example (adaptive, target 0.2, delta 0.005, c_0 = 0): e = 0.1, 0.1, 0.3, 0.1 gives c = 0, 0.005, 0.01, 0.005
     and alpha = 0, 0.005, 0, 0.005; with the late gate alpha = 0, 0.005, 0.01, 0; without gate alpha = c.
@@ -74,9 +74,9 @@ class EntropyController:
         self._config = config
         self._highest = float("inf") if config.maximum is None else config.maximum
         self.coefficient = config.coefficient
-        """c_k."""
+        """The controller's c_k."""
         self._before: float | None = None
-        """e_{k-1}."""
+        """The entropy e_{k-1} of the step before."""
 
     def alpha(self, entropy: float) -> float:
         """Return alpha_k for e_k = ``entropy``."""
@@ -97,10 +97,10 @@ class EntropyController:
         self._before = entropy
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; Python writes floats so that they read back exactly."""
+        """Return c_k and e_{k-1} for a checkpoint, JSON-able. Python writes floats so that they read back exactly."""
         return {"coefficient": self.coefficient, "before": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. A mode with a fixed coefficient keeps the configured one."""
+        """Take over what ``state`` returned. A mode with a fixed coefficient keeps the configured coefficient."""
         if self._config.mode == "adaptive":
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")

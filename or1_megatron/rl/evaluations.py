@@ -1,4 +1,4 @@
-"""When an evaluation is due, and the results so far."""
+"""When an evaluation on held-out problems is due during training, and its results before, after and at best."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.types import EvaluationResult
 
 Due = Literal["no", "during", "whole"]
-"""``whole``: before and after training, with ``samples`` responses per problem; ``during``: with ``samples_during``."""
+"""``whole``: before and after training, ``samples`` responses per problem; ``during``: between, ``samples_during``."""
 
 
 class Evaluations:
-    """The held-out results of a run: before training, after it, and the best in between."""
+    """The held-out results of a run: before training, after training, and the best one in between."""
 
     def __init__(self, config: EvaluationConfig, schedule: StageSchedule) -> None:
         self._config, self._schedule = config, schedule
@@ -24,7 +24,7 @@ class Evaluations:
         self.before: EvaluationResult | None = None
         self.after: EvaluationResult | None = None
         self.best: tuple[int, float] | None = None
-        """(step, accuracy)."""
+        """(step, accuracy) of the best evaluation after training began."""
         self._done_at: int | None = None
 
     def due(self, steps_done: int) -> Due:
@@ -39,7 +39,7 @@ class Evaluations:
         return "during" if every and steps_done % every == 0 else "no"
 
     def settings(self, steps_done: int) -> EvaluationConfig:
-        """Return the settings of the stage that trained these weights; before training, of the next stage."""
+        """Return the settings of the stage that trained the weights of ``steps_done``; before training, the next's."""
         return self._config.in_stage(self._stage(steps_done))
 
     def record(self, steps_done: int, result: EvaluationResult) -> None:
@@ -52,7 +52,7 @@ class Evaluations:
             self.after = result
 
     def stage_begins(self, index: int) -> None:
-        """Forget the best result when this stage is evaluated differently from the one before."""
+        """Forget the best result when stage ``index`` has other evaluation settings than the stage before."""
         stages = self._schedule.stages
         if index and stages[index].evaluate != stages[index - 1].evaluate:
             self.best = None
@@ -63,7 +63,7 @@ class Evaluations:
         self.before = self.after = self.best = self._done_at = None
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the results for a checkpoint, JSON-able."""
         before, after = self.before, self.after
         return {
             "first_step": self.first_step,
@@ -74,7 +74,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. A run that was given more steps has no result after training."""
+        """Take over what ``state`` returned, without the result ``after`` if the run was given more steps since."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

@@ -1,18 +1,18 @@
-"""The training loop as a list of verbs (``Loop.train_step``).
+"""The training loop: ``Loop.train_step`` lists the parts of a rollout step, which are called verbs.
 
 ``steps_done`` counts finished rollout steps over all stages. It is also the version of the weights: step k + 1 samples
 from version k and ends by handing version k + 1 to the engines. A step without any SGD step (every group rejected)
 makes its handoff too, so that version, step and checkpoint always agree.
 
-Stopping: up to its first SGD step a step can be abandoned: only the stream and the ledger have changed. The state
-before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
-is finished, but its handoff and its evaluation are left to the resumed run.
+Stopping: before its first SGD step a step can be abandoned, because only the stream and the ledger have changed. The
+state before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the
+step is finished, but its handoff and its evaluation are left to the resumed run.
 
-Staleness (``max_staleness`` N): when a step begins, the rollouts of the N steps after it are requested too, and a
-handoff does not wait for them. A step's prompts are fixed when its rollout is requested, so they do not depend on
-response lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a
-stage is sampled from the policy itself. A checkpoint has the finished responses that are not yet trained on; a resumed
-run makes the same requests and samples only the others anew.
+Staleness (``max_staleness`` N): when a step begins, the rollouts of the next N steps are requested too, and a handoff
+does not wait for them. A step's prompts are fixed when its rollout is requested, so they do not depend on response
+lengths. No token is more than N versions behind the weights that it trains. The first step of a stage is sampled from
+the current policy. A checkpoint holds the finished responses that are not yet trained on; a resumed run repeats the
+requests and samples only the responses that the checkpoint lacks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """MAGIC (RECIPE); ``train_step`` is the algorithm."""
+    """The MAGIC algorithm (RECIPE) over all stages; ``train_step`` makes one rollout step."""
 
     def __init__(self, config: LoopConfig, ports: Ports) -> None:
         self.config = config
@@ -77,11 +77,11 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
-        self._staleness = 0  # of the oldest token that the current step trains on, in versions
-        self._seconds: dict[str, float] = {}  # per verb, and "step" and "other"
+        self._staleness = 0  # versions by which the current step's oldest token is behind the policy
+        self._seconds: dict[str, float] = {}  # the run's wall time per verb, and of "step" and "other"
 
     def run(self) -> LoopResult:
-        """Train to the end of the schedule, or until asked to stop. Resumes from the newest checkpoint, if any."""
+        """Train until the schedule ends or a stop is requested. Resumes from the newest checkpoint, if there is one."""
         try:
             self.start()
             while not self.schedule.over(self.steps_done):
@@ -95,7 +95,7 @@ class Loop:
         return self.result()
 
     def train_step(self) -> None:
-        """Make one rollout step: the recipe, one verb per line."""
+        """Make one rollout step: sample, verify, compute advantages, update, hand off, evaluate, save."""
         filtered = self.begin_stage()
         index, stage = self.schedule.current, self.schedule.at(self.steps_done)
         prompts = self.take_problems(stage)
@@ -139,8 +139,8 @@ class Loop:
     def start(self) -> None:
         """Resume, hand the weights to the engines, and make the evaluation that is due, if any.
 
-        Row 0 of the metrics is the evaluation before training. A resumed run adds to the row of its step only the
-        evaluation that the stop had skipped.
+        The metrics of step 0 are the evaluation before training. A resumed run adds to the metrics of its last step
+        only the evaluation that the stop had skipped.
         """
         self.resume()
         self.ports.timer.lap()  # start-up is not the loop's time
@@ -164,7 +164,7 @@ class Loop:
 
     @stopping_verb
     def begin_stage(self) -> Filtered | None:
-        """At a stage's start, apply its mixture, restarts and filters (RECIPE section 3; no filters in the first).
+        """At a stage's start, apply its data mixture, its restarts and, from stage 2 on, its filters (RECIPE 3).
 
         Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
@@ -183,7 +183,7 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """Take D_R prompts and those that a refill may need; none if the step's rollout is under way."""
+        """Take D_R prompts and the prompts that a refill may need; none if the step's rollout is already under way."""
         if self.supply.asked:
             return []
         return self.supply.take(stage)
@@ -210,7 +210,7 @@ class Loop:
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps that staleness allows and that surely are in this stage, from ``first`` steps ahead on."""
+        """Return the steps, from ``first`` steps ahead, that staleness allows and that surely are in this stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 
@@ -227,7 +227,7 @@ class Loop:
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-        """Return (kept, rejected). Raises AllRejected after too many steps in a row without a kept group."""
+        """Return (kept, rejected) groups. Raises AllRejected after too many steps in a row without a kept group."""
         kept, rejected = reject(groups, self.config.algorithm.advantage)
         self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
         check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
@@ -235,13 +235,13 @@ class Loop:
 
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
-        """Make the forward passes that the step needs and return the kept groups as samples."""
+        """Return the kept groups as training samples, with the log-probs of the forward passes that the step needs."""
         stale = self._staleness > 0
         return score(self.ports.policy, kept, stage, self.config.algorithm, self.config.layout, stale)
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> EntropyReading:
-        """Estimate e_k on the rollout buffer, and derive the step's coefficient from it."""
+        """Estimate the entropy e_k of the step's responses, and derive the entropy bonus's coefficient from it."""
         entropy, sampled = estimate(groups, [group.group for group in kept], self.config.algorithm.entropy)
         return EntropyReading(entropy, sampled, self.controller.alpha(entropy), self.controller.coefficient)
 
@@ -254,7 +254,7 @@ class Loop:
 
     @stopping_verb
     def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
-        """Make the SGD steps, all with the same coefficient. Raises TooManySkipped."""
+        """Make the SGD steps, all with one entropy coefficient. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
         for i, batch in enumerate(batches):
             objective = make_objective(
@@ -270,17 +270,17 @@ class Loop:
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
-        """Advance c_k to c_{k+1}, once per rollout step."""
+        """Advance the entropy controller from c_k to c_{k+1}, once per rollout step."""
         self.controller.advance(reading.entropy)
 
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
-        """Hand the weights to the engines; after a stop the resumed run does so first."""
+        """Hand the weights to the engines. If the run is stopping, the resumed run begins with this handoff."""
         return self.ports.policy.hand_off(self.steps_done)
 
     @deferred_verb
     def evaluate(self) -> EvaluationResult | None:
-        """Measure avg@k of the new weights, when due."""
+        """Measure avg@k of the new weights if an evaluation is due; else return None."""
         due = self._evaluation_due()
         if self.ports.evaluator is None or due == "no":
             return None
@@ -291,7 +291,7 @@ class Loop:
 
     @verb
     def measure(self, step: StepRecord, evaluation: EvaluationResult | None) -> dict[str, float]:
-        """Return the step's metrics except its times and evaluation, and update alarms and the stage's plateau rule."""
+        """Return the step's metrics without times and evaluation; update the alarms and the stage's plateau rule."""
         metrics = step_metrics(step, self.config.hardware) | {
             "sgd/skipped_in_a_row": float(self.guard.in_a_row),
             "groups/steps_rejected_in_a_row": float(self._rejected_in_a_row),
@@ -318,10 +318,10 @@ class Loop:
 
     @verb
     def save(self) -> None:
-        """Remember the state that a stop saves, and start to write a checkpoint of it when one is due.
+        """Remember the state that a stop saves, and start to write it as a checkpoint when a checkpoint is due.
 
-        Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
-        copied; it is written while training continues. The next save and the end of the run wait for it.
+        A checkpoint is due every n steps, at the end, on a stop, and after the best evaluation so far. Returns when the
+        state is copied. The copy is written while training continues; the next save and the end of the run wait for it.
         """
         self.saving.finish(wait=False)
         self.saving.snapshot = self.state()
@@ -342,7 +342,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps and the evaluation after them are done."""
+        """Return whether all steps and the evaluation after the last step are done."""
         return self.schedule.over(self.steps_done) and self._evaluation_due() == "no"
 
     def result(self) -> LoopResult:
@@ -360,7 +360,7 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Load the newest checkpoint; if there is none, a run of a single stage loads the previous stage's."""
+        """Load the newest checkpoint. Without one, a run of a single stage loads the previous stage's checkpoint."""
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
@@ -413,7 +413,7 @@ class Loop:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
 
     def _lap(self, busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]) -> dict[str, float]:
-        """Return the time metrics since the last row, and add them to the run's totals."""
+        """Return the time metrics since the last call, with the reports ``busy``; add them to the run's totals."""
         times = time_metrics(*self.ports.timer.lap(), busy, self.config.max_staleness > 0)
         for name, spent_s in times.items():
             if name.startswith("time/"):

@@ -1,4 +1,4 @@
-"""The loop's arguments and its result."""
+"""The arguments of the training loop (``LoopConfig``, ``Ports``, ``Begin``) and its result (``LoopResult``)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The start of a run of stage ``index`` (from 0): a checkpoint of the previous stage's run."""
+    """Where a run of the single stage ``index`` (from 0) begins: at a checkpoint of the previous stage's run."""
 
     checkpoint: Path
     index: int
     chosen: bool
-    """The user named this checkpoint (run.previous): the previous stage counts as ended there."""
+    """Whether the user named this checkpoint (run.previous), so that it ends the previous stage."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Let the schedule, restored from the checkpoint, begin stage ``index``.
+        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with its next step.
 
-        Raises ResumeError unless the step after the checkpoint is the first of that stage.
+        A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
         """
-        number, stages = self.index, schedule.stages  # of the stage before, counted from 1
+        number, stages = self.index, schedule.stages  # ``number``: the previous stage, counted from 1
         if self.chosen and schedule.current == number - 1:
             schedule.end_here()
         if not schedule.over(steps_done) and schedule.index(steps_done) == number and schedule.begins(steps_done):
@@ -51,7 +51,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """The configuration sections that the loop needs, and values derived from other sections."""
+    """The configuration sections that the loop needs, and values that are derived from other sections."""
 
     seed: int
     stages: tuple[StageConfig, ...]
@@ -60,7 +60,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     layout: BatchLayout
     max_error_fraction: float
-    """A step with a larger share of verdicts ``error`` ends the run."""
+    """A rollout step with a larger share of verdicts ``error`` ends the run."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: TrainerGpus | None = None
@@ -68,19 +68,19 @@ class LoopConfig:
     dtype: str = "float32"
     """The policy's parameter dtype, as the configuration names it."""
     stage_count: int | None = None
-    """The run ends after this many stages; None: all."""
+    """The number of stages after which the run ends; None: all stages."""
     begin: Begin | None = None
-    """None: start with the model's weights."""
+    """The checkpoint of another run from which this run begins; None: begin with the model's weights."""
     mixtures: tuple[tuple[int, ...], ...] = ()
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
     one_pass: bool = False
-    """The policy's head is one-pass: it has no whole sequences (``objectives.scored.needs_scores``)."""
+    """Whether the policy's output head is one-pass, so that it sees no whole sequences (``objectives.scored``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Everything that the loop calls."""
+    """The objects that the loop calls: policy, rollouts, data stream, evaluator, observer, tracker and others."""
 
     policy: Policy
     rollouts: Rollouts
@@ -92,7 +92,7 @@ class Ports:
     keeper: CheckpointKeeper
     timer: StepTimer
     stop: Callable[[], bool]
-    """True once the run has been asked to stop."""
+    """Returns True once the run has been asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class LoopResult:
 
     steps: int
     finished: bool
-    """All steps and evaluations are done; False: stopped on request, to be resumed."""
+    """Whether all steps and evaluations are done; False: the run was stopped on request and can be resumed."""
     before: EvaluationResult | None
     after: EvaluationResult | None
     best_step: int | None
@@ -109,6 +109,6 @@ class LoopResult:
     wall_s: float
     other_s: float
     seconds: Mapping[str, float]
-    """Per verb."""
+    """Wall time per verb of the loop."""
     skipped_updates: int
     """SGD steps skipped because loss or gradient was not finite."""

@@ -1,7 +1,7 @@
-"""Pure functions that compute a run's metrics; ``schemas.metrics`` has their units and meanings.
+"""Computes the metrics of a step from its records; ``schemas.metrics`` has the units and meanings of all metrics.
 
-A metric that a step cannot measure (every response truncated, no SGD step, no evaluation due) is left out of its row;
-it is never a NaN.
+A metric that a step cannot measure (every response truncated, no SGD step, no evaluation due) is left out of the
+step's metrics; no metric is NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from or1_verify.types import VerdictStatus
 
 @dataclass(frozen=True, slots=True)
 class TrainerGpus:
-    """The trainer's GPUs, for MFU; not used on CPU."""
+    """The number of the trainer's GPUs, their peak FLOP/s and the model's parameters: all that MFU needs."""
 
     gpus: int
     peak_flops_per_gpu: float | None
@@ -46,7 +46,7 @@ class Filtered:
 
     solved: int
     outside: int
-    """Not solved, but outside the stage's pass rates."""
+    """Problems that are not solved, but whose pass rate is outside the stage's limits."""
     left: int
 
 
@@ -57,7 +57,7 @@ class StepRecord:
     stage_index: int
     stage: StageConfig
     filtered: Filtered | None
-    """None: no filter was due."""
+    """The problems that the online filter dropped; None: no filter was due."""
     groups: Sequence[Group]
     kept: Sequence[AdvantagedGroup]
     rejected: Sequence[AdvantagedGroup]
@@ -66,7 +66,7 @@ class StepRecord:
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
     handoff: HandoffReport | None
-    """None: skipped, because the run stops here."""
+    """None: the handoff was skipped, because the run stops after this step."""
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
     scores: TokenScores | None = None
@@ -99,7 +99,7 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
 
 
 def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
-    """Return the metrics over all responses, those of rejected groups included."""
+    """Return the metrics of all responses, including the responses of rejected groups."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     right = np.concatenate([group.right for group in groups])
     truncated = np.concatenate([group.truncated for group in groups])
@@ -139,7 +139,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
 
 
 def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
-    """Return the handoff's metrics, without the probe's if no probe was due; {} without a handoff."""
+    """Return the handoff's metrics; the probe's metrics are left out if no probe was due. {} without a handoff."""
     if report is None:
         return {}
     return _measured(
@@ -154,7 +154,7 @@ def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
 
 
 def _measured(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Leave out what was not measured."""
+    """Return the metrics without those that are None."""
     return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -182,7 +182,7 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Return means over all counted tokens of the SGD steps that were not skipped: skipped ones have no finite sums."""
+    """Return means over all counted tokens of the SGD steps that were not skipped. (Skipped ones are not finite.)"""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),
@@ -225,13 +225,13 @@ _MEANS: Mapping[str, str] = {
     "correction/cut_fraction": "weight_cut",
     "routing/rerouted": "rerouted",
 }
-"""For each metric, the objective's sum of which it is the mean over tokens; objectives have some of them."""
+"""For each metric, the name of the objective's sum whose mean over tokens it is. No objective has all of these sums."""
 
 
 def throughput_metrics(
     batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: TrainerGpus | None
 ) -> dict[str, float]:
-    """Return the training speed; nothing when no SGD step was made. MFU leaves out attention's own FLOPs."""
+    """Return the training speed, and on GPUs MFU (without attention's own FLOPs); {} when no SGD step was made."""
     train_s = sum(update.forward_backward_s + update.optimizer_s for update in updates)
     if train_s <= 0:
         return {}
@@ -272,10 +272,10 @@ def time_metrics(
     """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``,
     ``other_share_with_score`` and ``engine/utilization``.
 
-    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: this lap's reports, which have
-    these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
-    t_O. ``overlaps``: engines decode while the policy trains; then only the longer of the two times is
-    subtracted, and the utilization is over the ``period_s`` of the rollouts' reports.
+    other = wall time - decoding time of the engines - (forward, backward, optimizer) time, from the reports ``busy``
+    of this step. A ``score`` pass counts as forward in ``other_share``, and as other in ``other_share_with_score``, as
+    in the paper's t_O. ``overlaps``: engines decode while the policy trains. Then only the longer of the two times is
+    subtracted, and the engines' utilization is their busy time over the ``period_s`` of the rollouts' reports.
     """
     updates = [report for report in busy if isinstance(report, UpdateReport)]
     decoded = [report for report in busy if not isinstance(report, UpdateReport)]

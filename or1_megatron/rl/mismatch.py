@@ -1,7 +1,7 @@
-"""How far the engines' distribution is from the policy's, by several measures on the trained responses.
+"""Training-inference mismatch: how far the engines' log-probs are from the policy's on the trained responses.
 
-d is log pi_policy - log pi_engine of a sampled token, s its sum over a response, w = e^d and W = e^s the importance
-weights of a token and of a response. Shapes: [n] per response.
+d is log pi_policy - log pi_engine of a sampled token, and s is the sum of d over a response. w = e^d and W = e^s are
+the importance weights of a token and of a response. Shapes: [n] per response.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LARGEST: Final = 20.0
 def mismatch_metrics(
     engine: Sequence[Float32Array], policy: Sequence[Float32Array], stale: bool = False
 ) -> dict[str, float]:
-    """Return the metrics ``mismatch/...`` of one or more responses, none of them empty; {} if a log-prob is not finite:
-    the SGD step is then skipped and reported. k1, mean_abs, max_abs and kl are in nats.
+    """Return the metrics ``mismatch/...`` of one or more responses, none of them empty. Returns {} if a log-prob is not
+    finite; the SGD step is then skipped and reported. k1, mean_abs, max_abs and kl are in nats.
 
-    k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: the policy's perplexity of a response
-    over the engine's, e^(mean of -d), mean over responses. chi_square: mean of w^2, less 1; sequence_chi_square: the
-    same of W. Unless responses are ``stale`` (weights older than the policy's): mean_abs and max_abs of |d|, and
-    kl, the k3 estimate of KL(engine || policy), mean of w - 1 - d.
+    k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: e^(mean of -d) of a response, which
+    is the policy's perplexity over the engine's; mean over responses. chi_square: mean of w^2, minus 1.
+    sequence_chi_square: mean of W^2, minus 1. Left out for ``stale`` responses, which older weights sampled: mean_abs
+    and max_abs of |d|, and kl, the mean of w - 1 - d (the k3 estimate of KL(engine || policy)).
 
     Worked example: d is ln 2 and -ln 2 in one response, ln 2 in another. k1 = -ln 2 / 3. Perplexity ratios e^0 = 1 and
     1 / 2: mean 3 / 4. w is 2, 1/2, 2: chi_square = 8.25 / 3 - 1 = 1.75. s is 0 and ln 2, W is 1 and 2:

@@ -1,19 +1,19 @@
-"""Plans which sequence goes to which row of which data-parallel rank, from lengths alone (``rl.batch`` fills the rows).
+"""Sequence packing: plans which sequence goes to which packed row of which data-parallel rank, from lengths alone.
 
-All rows of a step have one length T, because pipeline shapes are static, and every rank computes R of them. The extent
-L of a sequence is its length rounded up for context parallelism. A rank's work is
+``rl.batch`` fills the rows. All rows of a step have one length T, because pipeline shapes are static, and every rank
+computes R rows. The extent L of a sequence is its length rounded up for context parallelism. A rank's work is
 
     linear * R * T + quadratic * (sum of L^2 over its sequences and over the padding at the end of each row)
 
 and a step takes as long as its costliest rank. R is the smallest number of rows that hold all sequences under the
-budget, T the smallest length for that R (best fit, longest first, bisected over T). A second placement puts each
-sequence into the cheapest row that holds it: it pads more, but balances better where R is small. The plan is the
-placement whose costliest rank has less work. Rows are sorted by cost and cut into layers of one row per rank. The layer
-with the widest spread is dealt first, its costliest row to the rank with the least work so far. All of this is
+budget, and T is the smallest length for that R (best fit, longest first, bisected over T). A second plan puts each
+sequence into the cheapest row that has room: it pads more, but balances better where R is small. The plan whose
+costliest rank has less work is taken. Its rows are sorted by cost and cut into layers of one row per rank. The layer
+with the widest spread of costs is dealt first, its costliest row to the rank with the least work so far. The result is
 deterministic: ties go to the earlier sample, row and rank.
 
-Limits: T is at least the longest sequence, so a budget near it costs up to 1 / R of padding, because R is an integer;
-and no rank is faster than the longest sequence alone.
+Limits: R is an integer, so up to 1 / R of the tokens is padding where the budget is near the longest sequence. No rank
+is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rows = list[list[int]]  # for each row, the indices of its sequences
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """The cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit. It only affects balance."""
+    """The cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit. It only balances the rows."""
 
     linear: float
     quadratic: float
@@ -43,35 +43,35 @@ class SequenceCost:
 
     @classmethod
     def of_decoder(cls, weights: int, attention_width: int) -> SequenceCost:
-        """Return the FLOPs of a forward pass (backward is about twice that in both terms).
+        """Return the FLOPs of a forward pass of a decoder (a backward pass has about twice as many in both terms).
 
-        2 per weight and token. A pair of tokens takes 2 * width for its score and 2 * width for its value; there are
-        L^2 / 2 causal pairs.
+        Each token takes 2 FLOPs per weight. Each of the L^2 / 2 causal pairs of tokens takes 2 * width for its score
+        and 2 * width for its value.
 
         Args:
-            weights: all that multiply every token: the output layer, tied or not, but not the input embedding.
+            weights: number of weights that multiply every token: with the output layer, without the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
 
 
 QWEN2_7B = SequenceCost.of_decoder(7_070_619_136, 28 * 28 * 128)
-"""Attention costs as much as everything else at 70K tokens."""
+"""With this cost, attention takes as many FLOPs as everything else at 70K tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """The limits that rows must fit. Raises ValueError when ``alignment`` is no multiple of ``sequence_alignment``."""
+    """The limits of packed rows. Raises ValueError when ``alignment`` is no multiple of ``sequence_alignment``."""
 
     data_ranks: int
     budget_tokens: int
     """A row holds at most this many tokens (rounded up to ``alignment``)."""
     alignment: int
-    """T is a multiple of it (2 * CP * TP)."""
+    """T is a multiple of this number (2 * CP * TP)."""
     sequence_alignment: int = 1
-    """Each sequence's extent is a multiple of it: 2 * CP when CP > 1, which cuts a sequence into as many chunks."""
+    """Each extent is a multiple of this number: 2 * CP when CP > 1, because CP cuts a sequence into 2 * CP chunks."""
     rows_multiple: int = 1
-    """Rows per rank are a multiple of it: the pipeline size where stages are interleaved."""
+    """R is a multiple of this number: the pipeline size where pipeline stages are interleaved."""
     cost: SequenceCost = QWEN2_7B
 
     def __post_init__(self) -> None:
@@ -88,15 +88,15 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The rows of a step, costliest first within each rank."""
+    """The rows of a step, sorted within each rank with the costliest first."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]  # [DP][R] rows of sample indices; a row may be empty
     row_tokens: int  # T
-    slowest_cost: float  # the costliest rank's, with padding
+    slowest_cost: float  # cost of the costliest rank, with padding
 
 
 def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
-    """Place each sequence in one row. ``lengths`` [n]: n >= 1, none above ``layout.capacity_tokens``."""
+    """Return the plan for sequences of ``lengths`` [n] tokens: n >= 1, none above ``layout.capacity_tokens``."""
     extents = -(-lengths // layout.sequence_alignment) * layout.sequence_alignment
     sizes: list[int] = extents.tolist()
     order: list[int] = np.argsort(-extents, kind="stable").tolist()
@@ -124,7 +124,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
 
 
 def _shortest(fit: Callable[[int], Rows | None], lowest: int, highest: int) -> Rows | None:
-    """Return the rows for the smallest length in ``lowest`` to ``highest`` at which ``fit`` succeeds, or None."""
+    """Return what ``fit`` gives for the smallest length in ``lowest`` to ``highest`` at which it succeeds, or None."""
     best = fit(highest) if lowest <= highest else None
     while best is not None and lowest < highest:
         middle = (lowest + highest) // 2
@@ -137,7 +137,7 @@ def _shortest(fit: Callable[[int], Rows | None], lowest: int, highest: int) -> R
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Put each sequence, in ``order``, into the row that it fits most tightly, else into a new row."""
+    """Return rows. Each sequence, in ``order``, goes into the row with the least room that suffices, or a new row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
@@ -153,7 +153,7 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
 
 
 def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: int, capacity: int) -> Rows | None:
-    """Put each sequence, in ``order``, into the cheapest of ``count`` rows that can hold it; None if impossible."""
+    """Return ``count`` rows. Each sequence, in ``order``, goes into the cheapest row with room; None: no room."""
     costs = cost.linear * extents + cost.quadratic * np.square(extents, dtype=np.float64)
     rows: Rows = [[] for _ in range(count)]
     rooms, loads = np.full(count, capacity), np.zeros(count)
@@ -168,7 +168,7 @@ def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: in
 
 
 def _deal(rows: Rows, extents: Ints, layout: BatchLayout) -> RowPlan:
-    """Deal the rows to the ranks, the same number to each."""
+    """Return a plan that deals the rows to the ranks, an equal number to each, balanced by cost."""
     filled = np.array([extents[row].sum() for row in rows], dtype=np.int64)
     row_tokens = -(-int(filled.max()) // layout.alignment) * layout.alignment
     squares = np.array([np.square(extents[row], dtype=np.float64).sum() for row in rows])

@@ -1,4 +1,4 @@
-"""What is subtracted from a response's reward before advantages: DAPO's soft penalty on length.
+"""Length penalty: DAPO's soft overlong penalty, subtracted from a response's reward before advantages are computed.
 
 Metrics and pass rates use rewards without penalties.
 """
@@ -25,9 +25,9 @@ def reward_penalties(
 
 
 def overlong(lengths: NDArray[np.int64], longest: int, soft: int) -> NDArray[np.float64]:
-    """Return the share of DAPO's soft penalty that a response gets, 0 to 1 (arXiv 2503.14476, eq. 13). [M] -> [M].
+    """Return the share of DAPO's soft penalty that each response gets, 0 to 1 (arXiv 2503.14476, eq. 13). [M] -> [M].
 
-    0 up to ``longest`` - ``soft`` tokens, then linear, 1 at ``longest``. Worked example, longest 20, soft 4: lengths
-    16, 17, 20 give 0, 1/4, 1.
+    The share is 0 up to ``longest`` - ``soft`` tokens, then rises linearly to 1 at ``longest``. Worked example, longest
+    20, soft 4: lengths 16, 17, 20 give 0, 1/4, 1.
     """
     return np.clip((lengths - (longest - soft)) / soft, 0.0, 1.0)

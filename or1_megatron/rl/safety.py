@@ -1,4 +1,4 @@
-"""SGD steps whose loss or gradient is not finite: they are skipped and counted, and too many in a row end the run."""
+"""Skips and counts SGD steps whose loss or gradient is not finite, and ends the run after too many in a row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class TooManySkipped(UserError, RuntimeError):
 
 
 class UpdateGuard:
-    """Makes the SGD steps, and counts skipped ones across rollout steps and resumes.
+    """Makes the SGD steps, and counts the skipped SGD steps across rollout steps and resumes.
 
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.
         tell: takes a sentence for the log and the console.
-        one_pass: the policy's head is one-pass.
+        one_pass: whether the policy's output head is one-pass (``objectives.scored.needs_scores``).
     """
 
     def __init__(self, max_in_a_row: int, policy: Policy, tell: Callable[[str], None], one_pass: bool = False) -> None:

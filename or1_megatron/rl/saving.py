@@ -1,4 +1,4 @@
-"""The loop's side of checkpoints: the state that a stop saves, and saves that are written while training goes on."""
+"""Saves the loop's state as checkpoints, when ``Loop.save`` asks, and keeps the state that a stop saves."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """Saves ``snapshot`` as checkpoints, one at a time, and tells the keeper when each is complete."""
+    """Saves ``snapshot`` as a checkpoint, one save at a time, and tells the keeper when a checkpoint is complete."""
 
     def __init__(self, policy: Policy, keeper: CheckpointKeeper, rollouts: Rollouts) -> None:
-        """``rollouts``: a checkpoint also saves their finished responses."""
+        """``rollouts``: their finished responses become part of each checkpoint."""
         self._policy, self._keeper, self._rollouts = policy, keeper, rollouts
         self.snapshot: Mapping[str, Any] = {}
         """The loop's state after its last complete step."""
         self.saved_at: int | None = None
         """The step of the newest checkpoint, complete or still being written."""
         self._writing: tuple[int, bool] | None = None  # (step, best)
-        self._write_s: float | None = None  # of the last checkpoint written, until it is reported
+        self._write_s: float | None = None  # writing time of the last checkpoint, until it is reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, taken after ``step``, unless it is saved already."""
+        """Save the snapshot, which was taken after ``step``, unless ``step`` has been saved already."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
@@ -35,7 +35,7 @@ class Saving:
             self._keeper.saved(step, best)
 
     def finish(self, wait: bool) -> None:
-        """If the checkpoint that is being written is complete, tell the keeper, which may then drop older ones."""
+        """If the save under way is complete, tell the keeper, which may then delete older checkpoints."""
         if self._writing is None:
             return
         if (write_s := self._policy.finish_save(wait)) is not None:
@@ -44,6 +44,6 @@ class Saving:
             self._writing = None
 
     def take_write_s(self) -> dict[str, float]:
-        """Return ``checkpoint/write_s`` of the last checkpoint written; {} afterwards."""
+        """Return the metric ``checkpoint/write_s`` of the last checkpoint written; {} if it was returned before."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

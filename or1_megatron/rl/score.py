@@ -1,6 +1,6 @@
-"""Forward passes between rejection and update: pi_k's log-probs, the reference's log-probs.
+"""Forward passes before the update: log-probs of the kept responses by the policy pi_k and by the frozen reference.
 
-A pass is made only when needed: with the recipe's defaults and N_SGD = 1 a step makes no pass.
+A pass is made only when needed. With the recipe's defaults and N_SGD = 1 a step makes none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from or1_megatron.types import AdvantagedGroup, Sample, TokenScores, UpdateRepor
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The kept groups as samples, and the results of the passes over them."""
+    """The kept groups as samples with log-probs, and the policy's scores of them."""
 
     samples: list[list[Sample]]
     of_kept: TokenScores | None = None
@@ -35,8 +35,8 @@ def score(
 ) -> Scored:
     """Score the kept groups with the policy if N_SGD > 1 and ``old_is_the_policy``, and with the reference if any.
 
-    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
-    ``stale``: the samples are from older weights than the policy's (``old_is_the_policy``).
+    N_SGD = 1 needs no ``policy_log_probs``, because rho is 1; the update compares its own log-probs with the engines'.
+    ``stale``: the samples were drawn by older weights than the policy's (``old_is_the_policy``).
     """
     groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
@@ -56,7 +56,7 @@ def score(
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
     """Return the policy's first scores of every sample in this step, in order; None if none were recorded.
 
-    They are from the pass before the updates, or else from the first SGD step that trained on the sample.
+    The scores are from the pass before the updates, or else from the first SGD step that trained on the sample.
     """
     if scored.of_kept is not None:
         return scored.of_kept

@@ -1,6 +1,6 @@
-"""The schedule of stages, the rule that ends one early, and the pass rates that filter problems (RECIPE section 3).
+"""The schedule of training stages, the plateau rule that ends one early, and the pass rates that filter problems.
 
-Steps are counted over all stages. After k finished steps the next one belongs to stage ``at(k)``.
+Steps are counted over all stages (RECIPE section 3). After k finished steps the next step belongs to stage ``at(k)``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from or1_megatron.types import Group
 
 
 class Plateau:
-    """The rule of ``PlateauConfig``: when a stage has converged.
+    """The rule of ``PlateauConfig``: a stage has converged when ``patience`` blocks of a metric in a row are flat.
 
-    Blocks of ``window`` values; a block is flat if its mean is at most ``gain`` above the best earlier mean.
+    A block is ``window`` values. It is flat if its mean is at most ``gain`` above the best mean of an earlier block.
 
-    Worked example (window 2, gain 0.1, patience 1): values 0.1, 0.3 | 0.5, 0.5 | 0.5, 0.7 | 0.7, 0.6: means 0.2, 0.5,
-    0.6, 0.65. 0.5 is 0.3 above 0.2: progress. 0.6 is 0.1 above 0.5, not more: flat, and the stage ends here. With
-    patience 2 the fourth is compared with 0.6, the best so far: 0.05 above, flat again, and the stage ends.
+    Worked example (window 2, gain 0.1, patience 1): values 0.1, 0.3 | 0.5, 0.5 | 0.5, 0.7 | 0.7, 0.6 have the block
+    means 0.2, 0.5, 0.6, 0.65. 0.5 is 0.3 above 0.2: progress. 0.6 is 0.1 above 0.5, not more: flat, and the stage ends.
+    With patience 2 it goes on, 0.65 is 0.05 above the best mean 0.6: flat again, and the stage ends.
     """
 
     def __init__(self, config: PlateauConfig) -> None:
@@ -31,7 +31,7 @@ class Plateau:
         self._flat = 0
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Take the metric's value, if the row has it."""
+        """Take the value of the rule's metric, if ``metrics`` has it."""
         value = metrics.get(self._config.metric)
         if value is None:
             return
@@ -45,17 +45,17 @@ class Plateau:
         self._best = mean if self._best is None else max(self._best, mean)
 
     def reached(self, stage_steps: int) -> bool:
-        """Whether the stage ends after ``stage_steps`` of its steps."""
+        """Return whether the stage ends now, after ``stage_steps`` of its steps."""
         return self._flat >= self._config.patience and stage_steps >= self._config.min_steps
 
     def may_be_reached(self, stage_steps: int) -> bool:
-        """Whether ``reached`` may be true once one more value has been read."""
+        """Return whether ``reached`` may be true once one more value has been read."""
         is_compared = self._best is not None and len(self._block) + 1 >= self._config.window
         flat = self._flat + is_compared
         return flat >= self._config.patience and stage_steps >= self._config.min_steps
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the values read so far, for a checkpoint; JSON-able."""
         return {"block": list(self._block), "best": self._best, "flat": self._flat}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -65,38 +65,38 @@ class Plateau:
 
 
 class StageSchedule:
-    """Which stage a step belongs to. Stages of 3 and 2 steps: steps_done 0, 1, 2 are in stage 0; 3, 4 in stage 1; at 5
-    the run is over.
+    """Tells which stage the next step belongs to. With stages of 3 and 2 steps, ``steps_done`` 0, 1, 2 are in stage 0
+    and 3, 4 in stage 1; at 5 the run is over.
 
-    A stage ends after its ``steps``, or earlier on its plateau. A resumed run may change the steps of the current
-    stage, not of an ended one.
+    A stage ends after its ``steps``, or earlier by its plateau rule. A resumed run may change the number of steps of
+    the current stage, but not of an ended stage.
     """
 
     def __init__(self, stages: Sequence[StageConfig], count: int | None = None) -> None:
-        """``count``: the run ends after this many stages; None: all."""
+        """``count``: the number of stages after which the run ends; None: all stages."""
         self.stages = tuple(stages)
         self._count = len(self.stages) if count is None else count
         self._starts = [0]  # for each stage that was entered, the steps done before it
-        self._ends: list[str] = []  # why each of them but the last ended: "steps", "plateau", "chosen"
+        self._ends: list[str] = []  # why each ended stage has ended: "steps", "plateau", "chosen"
         self._chosen = False
         self._plateau = self._plateau_of(0)
 
     @property
     def current(self) -> int:
-        """The stage (from 0) that was entered last."""
+        """Return the stage (from 0) that was entered last."""
         return len(self._starts) - 1
 
     @property
     def most_steps(self) -> int:
-        """Steps done at the end of the run, if no plateau ends a stage early."""
+        """Return the steps done at the end of the run if no plateau ends a stage early."""
         return self._starts[-1] + sum(stage.steps for stage in self.stages[self.current : self._count])
 
     def over(self, steps_done: int) -> bool:
-        """Whether the run is over."""
+        """Return whether the run is over."""
         return self._next(steps_done) >= self._count
 
     def index(self, steps_done: int) -> int:
-        """Return the stage (from 0) of the next step. ValueError when there is none."""
+        """Return the stage (from 0) of the next step. Raises ValueError when no step is left."""
         index = self._next(steps_done)
         if steps_done < self._starts[-1] or index >= self._count:
             raise ValueError(f"step {steps_done} is outside the schedule of {self.most_steps} steps")
@@ -106,7 +106,7 @@ class StageSchedule:
         return self.stages[self.index(steps_done)]
 
     def begins(self, steps_done: int) -> bool:
-        """Whether the next step is the first of its stage."""
+        """Return whether the next step is the first of its stage."""
         return steps_done == self._starts[-1] or self.index(steps_done) > self.current
 
     def enter(self, steps_done: int) -> tuple[int, StageConfig]:
@@ -125,12 +125,12 @@ class StageSchedule:
         return steps_done - self._starts[-1]
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Pass the last step's metrics to the current stage's plateau rule; metrics may come in several parts."""
+        """Pass metrics of the last step to the current stage's plateau rule; they may come in several calls."""
         if self._plateau is not None:
             self._plateau.read(metrics)
 
     def surely_goes_on(self, steps_done: int, ahead: int = 1) -> bool:
-        """Whether the step ``ahead`` steps after the next is in the current stage, whatever the metrics until then are.
+        """Return whether the step ``ahead`` steps after the next is in the current stage, whatever the metrics will be.
 
         With a plateau rule this is known only for ``ahead`` = 1.
         """
@@ -139,16 +139,16 @@ class StageSchedule:
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """End the current stage at this checkpoint, chosen by the user."""
+        """End the current stage after the steps done so far, because the user has chosen this checkpoint."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return where each stage began and why it ended, for a checkpoint; JSON-able."""
         plateau = None if self._plateau is None else self._plateau.state()
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. ResumeError: the stages' steps contradict the steps done."""
+        """Take over what ``state`` returned. Raises ResumeError when the stages' steps contradict the steps done."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
@@ -172,7 +172,7 @@ class StageSchedule:
 class PassRateLedger:
     """How many samples of each problem were right in each stage, over all occurrences of the problem.
 
-    Recorded before rejection, which drops the groups that were all right: the filter needs them.
+    The loop records groups before rejection, because the filter needs the all-right groups that rejection drops.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class PassRateLedger:
         )
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: {stage: {problem id: [right, samples]}}, a copy."""
+        """Return a JSON-able copy of the counts: {stage: {problem id: [right, samples]}}."""
         return {str(stage): {p: list(rate) for p, rate in rates.items()} for stage, rates in self._stages.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

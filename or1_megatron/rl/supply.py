@@ -1,9 +1,9 @@
-"""Takes a step's prompts from the stream, has them sampled, and returns the groups; may start later steps early.
+"""Requests the rollouts of steps, with refill (dynamic sampling), and early for later steps (asynchronous sampling).
 
-Refill: a step of a stage with ``refill_prompts`` consists of the shortest prefix of the stream's prompts that gives
-D_R kept groups, at most D_R + refill_prompts prompts. Its length depends only on the responses, not on which engine was
-first or how many prompts were started early. Responses beyond the prefix are discarded, and their prompts come in the
-next step.
+Refill (DAPO's dynamic sampling): a step of a stage with ``refill_prompts`` consists of the shortest prefix of the
+stream's prompts that gives D_R kept groups, at most D_R + refill_prompts prompts. The prefix depends only on the
+responses, not on which engine was first or how many prompts were started early. Responses beyond the prefix are
+discarded, and their prompts come in the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Samplin
 
 @dataclass(frozen=True, slots=True)
 class KeepsGroup:
-    """Whether a group would be kept. Picklable: the RolloutManager calls it."""
+    """A function that returns whether a group would be kept. It is picklable, because the RolloutManager calls it."""
 
     config: AdvantageConfig
 
@@ -44,22 +44,22 @@ class _PendingStep:
 
 
 class Supply:
-    """The rollouts of the current step and, where staleness is allowed, of later steps ("ahead")."""
+    """Requests and collects the rollouts of the current step and, where staleness is allowed, of later steps."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
         self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
-        self._asked: deque[_PendingStep] = deque()  # the oldest first
+        self._asked: deque[_PendingStep] = deque()  # the steps whose rollouts are under way, the oldest first
         self.rejected_share = 0.0
-        """Share of the last step's groups that were rejected: ``RefillRule.expected_rejected`` of the next."""
+        """Share of the last step's groups that were rejected; the next step's ``RefillRule.expected_rejected``."""
 
     @property
     def asked(self) -> int:
-        """Steps whose rollouts are under way."""
+        """Return the number of steps whose rollouts are under way."""
         return len(self._asked)
 
     def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
-        """Apply the filters of ``stage``, by the pass rates in the stage ``before``. None: no filter applies.
+        """Filter problems for ``stage`` by their pass rates in the stage ``before``; return None if no filter applies.
 
         Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
@@ -72,7 +72,7 @@ class Supply:
         return Filtered(len(solved), len(outside), left)
 
     def take(self, stage: StageConfig) -> list[Prompt]:
-        """Return the next step's prompts: D_R and its refill. Raises DataError when the stream has fewer than D_R."""
+        """Return the next step's prompts: D_R and the refill. Raises DataError when the stream has fewer than D_R."""
         self._before = self._stream.state()
         wanted, left = stage.prompts_per_step, self._stream.left
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
@@ -88,8 +88,8 @@ class Supply:
         self._asked.append(_PendingStep(self._before, rule is not None))
 
     def ask_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
-        """Start the rollouts of later ``steps``, but none while a step with refill is under way: the prompts after it
-        are not yet known."""
+        """Start the rollouts of later ``steps``. None is started while a step with refill is under way, because the
+        prompts after a refill are not yet known."""
         for step in steps:
             if any(asked.refilled for asked in self._asked):
                 return
@@ -106,7 +106,7 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """JSON-able. The stream's state is from before the rollouts under way, which a resumed run repeats."""
+        """Return, JSON-able, the stream's state before the rollouts under way, which a resumed run repeats."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

@@ -1,6 +1,6 @@
-"""Decorators of the loop's verbs (methods such as ``rollout``, ``update``): announced, timed, skipped on a stop.
+"""Decorators that announce and time the loop's verbs (its methods such as ``update``) and skip them on a stop.
 
-A verb's name is that of its method, its timer and its metric (``time/<verb>``)."""
+A verb's method, its timer and its metric (``time/<verb>``) have the same name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
-    """Announce the method to the observer and time it, under its name. Verbs do not call verbs."""
+    """Make the method a verb: it is announced to the observer and timed under its name. Verbs do not call verbs."""
     name = method.__name__
     assert name in VERBS, f"{name} is not in schemas.metrics.VERBS"
 
@@ -35,8 +35,8 @@ def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concaten
 def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
     """Make the method a verb that raises Stopped, without running, if the run has been asked to stop.
 
-    The step can still be abandoned then. Engines lost in the verb also raise Stopped if the run has been asked to stop
-    meanwhile.
+    For verbs before the first SGD step, when the step can still be abandoned. The verb also raises Stopped if it loses
+    the engines after the run was asked to stop.
     """
     timed = verb(method)
 
@@ -54,9 +54,9 @@ def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable
 
 
 def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
-    """Make the method a verb that returns None if the run has been asked to stop: the resumed run does the work.
+    """Make the method a verb that returns None if the run has been asked to stop; the resumed run does the work.
 
-    Engines lost in the verb while the run is stopping are no error: they may be gone with their node.
+    Losing the engines while the run is stopping is no error, because they may be gone with their node.
     """
 
     @wraps(method)
@@ -75,7 +75,7 @@ def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> C
 
 
 def unless_stopping(loop: Loop, error: EnginesLost) -> None:
-    """Raise ``error``; only log it when the run has been asked to stop, since saving needs no engines."""
+    """Raise ``error``, or only log it if the run has been asked to stop, because saving needs no engines."""
     if not loop.ports.stop():
         raise error
     logger.warning("the run is stopping, and its engines are lost: %s", error)

@@ -1,1 +1,1 @@
-"""Completions from vLLM engines, judged and grouped."""
+"""Rollouts: samples responses from vLLM engines under Ray, has them verified, and returns them in groups."""

@@ -1,4 +1,4 @@
-"""The loop's view of the RolloutManager, on trainer rank 0."""
+"""``interfaces.Rollouts`` on trainer rank 0: calls the RolloutManager, and replaces it if it dies during a rollout."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _STOP_POLL_S = 0.5
 
 @dataclass(slots=True)
 class _Asked:
-    """A rollout under way, as it can be asked for again."""
+    """A rollout under way, with all that is needed to request it again from another manager."""
 
     batch: bytes
     of_manager: int
-    """The present manager's ticket."""
+    """The rollout's ticket at the present manager."""
     reused: list[Completion]
-    """What was sampled of it before."""
+    """The rollout's responses that were sampled before a resume."""
     urgent: bool
 
 
 class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
-    From ``revive_with`` on, a manager that dies is replaced: the engines give up what they are decoding for it, and its
-    successor takes over what they have finished and asks for the rest of the rollouts under way, with the same seeds.
+    After ``revive_with`` was called, a manager that dies is replaced. The engines abort their requests. The new manager
+    takes the responses that they have finished, and requests the rest of the rollouts under way with the same seeds.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RolloutsClient:
         stop: Callable[[], bool] = lambda: False,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """Start the RolloutManager and its verifiers over engines that need not be up yet.
+        """Start the RolloutManager and its verifiers. The engines may still be starting.
 
         Args:
-            abilities: those of the problems that will come, e.g. {"math"}.
-            stop: true once the run has been asked to stop; waits then end with ``Stopped``.
-            answer_s: as for ``RolloutManager``.
+            abilities: the abilities of the problems to verify, such as {"math"}.
+            stop: returns true once the run has been asked to stop; waits then end with ``Stopped``.
+            answer_s: the argument of ``RolloutManager``.
 
         Raises:
             RolloutError: the manager or a verifier did not start.
@@ -91,7 +91,7 @@ class RolloutsClient:
         self._asked: dict[int, _Asked] = {}  # the rollouts under way, by the tickets of this client
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
-        self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
+        self._reused: dict[int, Completion] = {}  # by seed: responses of a checkpoint, until they are requested
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
@@ -102,18 +102,18 @@ class RolloutsClient:
         on_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """Let an engine's or the manager's death end no wait from now on.
+        """From now on, replace dead engines and a dead manager instead of ending the wait with an error.
 
         Args:
-            revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
+            revive: replaces lost engines and calls ``rejoin``. Until it is called, other engines sample their requests.
             on_restart: called with the reason when the manager is replaced.
-            in_turns: engines take turns with the trainer on its devices. ``revive`` then needs engines that decode
-                nothing: they give up all requests first, and another manager asks for them again.
+            in_turns: engines and trainer use the same GPUs in turns. No engine may decode during ``revive`` then, so
+                the engines abort all requests first, and another manager requests them again.
         """
         self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
 
     def rejoin(self, engines: Sequence[Any]) -> None:
-        """Pass on the handles of all engines, after some have been replaced and serve again."""
+        """Give the manager the handles of all engines, after some engines were replaced and serve again."""
         self._call("rejoin", list(engines))
 
     def roll_out(
@@ -125,12 +125,12 @@ class RolloutsClient:
         rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        """Start sampling; return the rollout's ticket. Arguments: ``interfaces.Rollouts``.
+        """Start sampling and return the rollout's ticket. The arguments are those of ``interfaces.Rollouts``.
 
         Raises:
-            RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
-            RayLost: Ray is lost; so does every wait.
-            Stopped: a stop has been requested, and the rollout is lost; so does every wait.
+            RolloutError: an engine or the verification failed, or the deadline passed. All methods raise this.
+            RayLost: Ray is lost. All methods that wait raise this.
+            Stopped: a stop has been requested, and the rollout is lost. All methods that wait raise this.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
@@ -152,9 +152,9 @@ class RolloutsClient:
         return ticket
 
     def _sampled_before(self, requests: Iterable[Request]) -> list[Completion]:
-        """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
+        """Return the responses of ``reuse`` to these requests: not only the seed must match, but ``request_digest``.
 
-        Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
+        Seeds are made from a request's position in its step. After a resume another stage's prompt may have it.
         """
         known = [(request, self._reused[request.seed]) for request in requests if request.seed in self._reused]
         same = [made for request, made in known if made.request_digest == request_digest(request)]
@@ -172,7 +172,7 @@ class RolloutsClient:
         self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
-        """Block until every response has its verdict; groups come in the order of the prompts."""
+        """Block until every response of a rollout has its verdict; return the groups in the order of the prompts."""
         answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
         groups, report = unpack(answer)
         self._manager.release.remote()  # not before: a successor would have them sampled again
@@ -183,13 +183,13 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained, and that all rollouts that may go before are asked."""
+        """Drop the collected responses, and if no rollout is under way also the unused responses of ``reuse``."""
         self._collected.clear()
         if all(asked.urgent for asked in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested); the last known if the manager does not answer at once."""
+        """Return (responses finished, responses requested), the last known if the manager does not answer at once."""
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
@@ -197,8 +197,8 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return the packed finished responses. Without those that the manager has if it does not answer: they are
-        sampled again, and no checkpoint fails for them."""
+        """Return the packed finished responses. The manager's responses are left out if it does not answer, so that no
+        checkpoint fails for them; they are sampled again."""
         finished = [*self._reused.values(), *self._collected]
         under_way = [asked for asked in self._asked.values() if not asked.urgent]
         try:
@@ -211,9 +211,9 @@ class RolloutsClient:
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Give these to the rollouts of the same requests, but not to urgent ones; a warning if they cannot be read.
+        """Let later rollouts, except urgent ones, take these responses for equal requests; drop them if unreadable.
 
-        ``version``: only those of it alone. They are dropped once no rollout is under way any more.
+        ``version``: keep only responses that this version sampled alone. ``trained`` drops those that were not used.
         """
         try:
             finished = {
@@ -236,7 +236,7 @@ class RolloutsClient:
         ray.kill(self._manager, no_restart=True)
 
     def _call(self, method: str, *args: Any, timeout_s: float = _MARGIN_S) -> Any:
-        """Call what the manager answers at once. Unlike ``_get`` it revives no engine: ``_get`` itself needs it."""
+        """Call a method that the manager answers at once. Unlike ``_get``, this replaces no lost engine or manager."""
         try:
             return ray.get(getattr(self._manager, method).remote(*args), timeout=timeout_s)
         except RayError as error:
@@ -250,12 +250,12 @@ class RolloutsClient:
         return lost
 
     def _of_manager(self, ticket: int | None) -> int | None:
-        """Return the present manager's ticket of a rollout; None: it does not know the rollout, and says so."""
+        """Return the present manager's ticket of a rollout; None: no such rollout exists, which the manager reports."""
         asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
         return None if asked is None else asked.of_manager
 
     def _get(self, call: Callable[[Any], Any]) -> Any:
-        """Wait for the answer to ``call(manager)``; meanwhile revive lost engines, and replace a lost manager."""
+        """Wait for the answer to ``call(manager)`` and return it; meanwhile replace lost engines or a lost manager."""
         deadline = time.monotonic() + self._deadline_s
         while True:
             answer = call(self._manager)
@@ -269,7 +269,7 @@ class RolloutsClient:
                 self._take_over(failure_of(error))
 
     def _wait(self, call: Any, deadline: float) -> bool:
-        """Wait until the call has ended. Returns false if another manager has to be called."""
+        """Wait until the call has ended. Returns False if the manager was replaced, and the call must be repeated."""
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("rollout abandoned: the run has been asked to stop")
@@ -287,11 +287,11 @@ class RolloutsClient:
         return True
 
     def _take_over(self, reason: str) -> None:
-        """Replace the manager.
+        """Replace the lost manager, and let the new one request the rollouts under way again.
 
         Raises:
-            RolloutError: nobody can replace it, or it was replaced too often within one rollout.
-            RayLost: Ray is lost with it.
+            RolloutError: ``revive_with`` was not called, or the manager was replaced too often within one rollout.
+            RayLost: Ray is lost too.
         """
         if self._revive is None or self._restarts_left == 0 or self._stop():
             raise RolloutError(f"the RolloutManager is lost: {reason}")
@@ -302,10 +302,10 @@ class RolloutsClient:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Start another manager, which asks for what is not yet sampled of the rollouts under way.
+        """Start another manager, which requests the responses of the rollouts under way that are not yet sampled.
 
-        The present one may live and only be out of reach. It is killed: engines answer a predecessor at once, and it
-        would call them again and again.
+        The present manager may live and only be out of reach. It is killed, because engines answer an old manager at
+        once with nothing, and it would call them again and again.
         """
         ray.kill(self._manager, no_restart=True)
         self._number += 1
@@ -322,7 +322,7 @@ class RolloutsClient:
                 engine.release.remote(seeds)  # nobody waits for it
 
     def _start_manager(self) -> Any:
-        """Start the manager of this number over the pool's present engines."""
+        """Start a manager with the number ``_number`` over the pool's present engines, and return its handle."""
         name = "rollout-manager" + (f"-restart-{self._number}" if self._number else "")
         manager = ManagerActor.options(name=name, namespace=namespace(self._run_id)).remote(
             self._pool.handles, *self._manager_settings, self._number, self._answer_s
@@ -340,9 +340,9 @@ class RolloutsClient:
         return manager
 
     def _recall(self, engine: Any) -> list[bytes]:
-        """Have an engine give up what it decodes for the lost manager, and return what it has finished, packed.
+        """Let an engine abort the requests of the lost manager, and return the responses that it has finished, packed.
 
-        A dead engine returns nothing, and is replaced later.
+        For a dead engine, which is replaced later, return an empty list.
         """
         try:
             return [ray.get(engine.recall.remote(self._number), timeout=_MARGIN_S)]

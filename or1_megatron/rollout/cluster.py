@@ -1,9 +1,9 @@
-"""Ray for one run: a cluster of its own on this machine, or a place in one that runs already.
+"""Starts Ray for a run as its own cluster on this machine, or connects to a running cluster; checks that Ray lives.
 
-When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it, and the workers (engines,
-manager, verifiers) follow within about two seconds (measured with Ray 2.60), Ray's two agents within a minute: where
-the run has a launcher, that ends them earlier. On a cluster that we attached to, Ray ends the actors of a job whose
-driver is gone; ``reap_run`` makes sure at the next start.
+When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it. The workers (engines,
+manager, verifiers) follow within about two seconds (measured with Ray 2.60), and Ray's two agents within a minute, or
+earlier if the run has a launcher, which ends them. On a cluster that was running before, Ray ends the actors of a job
+whose driver is gone; ``reap_run`` makes sure at the next start.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from or1_verify.errors import UserError
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-_ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
+_ALIVE_TIMEOUT_S = 30.0  # deadline for an answer of Ray's own processes, which need a core
 ASK_EVERY_S = 5.0
-"""How often a long wait asks whether Ray lives."""
+"""How often a long wait checks that Ray lives."""
 _START_PATIENCE_S = 300.0
 START_WAITS = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
-"""How long Ray waits for its own processes at a start; by default 30 to 60 s, which a busy machine exceeds."""
+"""How long Ray waits for its own processes at a start. The default of 30 to 60 s is too short on a busy machine."""
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 _SETTINGS = {
-    # One question for a raylet that starts lasts so long; between two we see whether it lives.
+    # Ray waits this long for a starting raylet; between two waits we check that it lives.
     "RAY_raylet_start_wait_time_s": "2",
     # By default 15: beside any other busy program an engine would get 3% of a core.
     "RAY_worker_niceness": "0",
@@ -55,7 +55,7 @@ _SETTINGS_TYPE = b"\x04"
 logger = logging.getLogger(__name__)
 
 _services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
-_asked_s = 0.0  # when they were asked last
+_asked_s = 0.0  # when the services were asked last
 
 
 class ClusterError(UserError, RuntimeError):
@@ -63,7 +63,7 @@ class ClusterError(UserError, RuntimeError):
 
 
 class RayDidNotStart(PartLost, ClusterError):
-    """Ray did not start on this machine, which was perhaps too busy."""
+    """Ray did not start on this machine, perhaps because the machine was too busy."""
 
 
 class RayLost(EnginesLost):
@@ -80,8 +80,8 @@ def start_ray(address: str | None, run_id: str) -> None:
 
     Args:
         address: None starts a cluster on this machine for this run alone, whatever else runs here and whatever
-            RAY_ADDRESS says; "auto" or host:port attaches to a running one.
-        run_id: names the run's actors; those left from an earlier attempt of the run are ended first.
+            RAY_ADDRESS says; "auto" or host:port connects to a running cluster.
+        run_id: names the run's actors. Actors that an earlier attempt of the run has left are ended first.
 
     Raises:
         ClusterError: Ray did not start, or nothing answers at ``address``.
@@ -127,7 +127,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Let ``ray.init`` wait for its own processes while they live, for ``_START_PATIENCE_S`` at most.
+    """Within the block, let ``ray.init`` wait for its processes while they live, for at most ``_START_PATIENCE_S``.
 
     Ray 2.60 gives its raylet 30 s to register, and the raylet ends itself when its agents have not written files with
     their ports within 15 s (ray-project/ray#65983). So the ports are chosen and written before the agents start.
@@ -166,12 +166,12 @@ def _raylet_lives() -> bool:
 
 
 def check_ray(every_s: float = 0.0) -> None:
-    """Ask Ray's head and this node's raylet, each for 30 s at most, whether they live; not again within ``every_s``.
+    """Check that Ray's head and this node's raylet answer, each within 30 s, unless checked within ``every_s`` seconds.
 
-    Ray's own calls fail 15 s after the raylet's death. Without its head they wait, until Ray aborts the process.
+    Ray's own calls fail 15 s after the raylet's death. If the head is dead they wait until Ray aborts the process.
 
     Raises:
-        RayLost: one of them does not answer.
+        RayLost: the head or the raylet does not answer.
     """
     global _asked_s
     if time.monotonic() - _asked_s < every_s:
@@ -187,7 +187,7 @@ def check_ray(every_s: float = 0.0) -> None:
 
 
 def wait_for(calls: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Return those of the calls that have ended, as soon as one has, or [] after ``timeout_s``.
+    """Wait until one of the calls has ended, and return all calls that have ended; [] after ``timeout_s``.
 
     Raises:
         RayLost: Ray is lost, and no call has ended yet.
@@ -209,7 +209,7 @@ def _find_services() -> None:
 
 
 def stop_ray() -> None:
-    """Disconnect, and end a cluster that ``start_ray`` started, with all its processes."""
+    """Disconnect from Ray. A cluster that ``start_ray`` started is ended with all its processes."""
     _services.clear()
     if ray.is_initialized():
         ray.shutdown()
@@ -259,7 +259,7 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ClusterError when no Ray answers at the address; Ray itself would try for minutes."""
+    """Raise ClusterError when no Ray cluster answers at the address. (Ray itself would try for minutes.)"""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -274,10 +274,10 @@ def _check_answers(address: str) -> None:
 
 
 def _speaks_grpc(address: str, timeout_s: float) -> bool:
-    """Return whether what listens at host:port speaks gRPC, as Ray does; with TLS whether anything listens.
+    """Return whether the service at host:port speaks gRPC, as Ray does; with TLS, True if a service listens there.
 
     gRPC is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), 3 bytes of
-    length, then the type. Raises OSError: nothing answers.
+    length, then the type. Raises OSError if nothing answers.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:

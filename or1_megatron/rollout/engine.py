@@ -60,8 +60,8 @@ def wait_without_spinning() -> None:
 
 
 def hold_less() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for products as it packs
-    output layers: that copy is as large as the embedding, and nothing reads it. Called as the function above."""
+    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN: the copy would
+    be as large as the embedding, and nothing reads it. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
     from vllm.platforms import current_platform
@@ -89,10 +89,10 @@ class EngineSettings:
     model: Path
     dtype: Literal["float32", "bfloat16"]
     max_model_tokens: int
-    """Longest prompt + response."""
+    """Tokens of the longest prompt + response."""
     config: RolloutConfig
     serves_folder: bool = True
-    """False: nothing is served before a handoff has replaced the folder's weights."""
+    """Whether the engine may serve the folder's weights; False: it serves nothing before a handoff."""
 
 
 @dataclass(slots=True)
@@ -166,11 +166,11 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
-        """Nothing to step: no requests, or no certified weights to decode them with."""
+        """Return whether there is nothing to step: no requests, or no certified weights to decode them with."""
         return not self._serving or not self.pending
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests for decoding; while weights are replaced, they wait.
+        """Queue requests for decoding. They wait while weights are replaced.
 
         Raises:
             ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
@@ -208,14 +208,14 @@ class VllmEngine:
         return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
-        """Abort the pending requests of these seeds; return the seeds that were aborted. The others have finished."""
+        """Abort the pending requests of these seeds, and return the aborted seeds; other requests have finished."""
         wanted = set(seeds)
         names = [name for name, each in self._pending.items() if each.request.seed in wanted]
         self._engine.engine_core.abort_requests(names)
         return [self._pending.pop(name).request.seed for name in names]
 
     def abort_all(self) -> list[Completion]:
-        """Abort all pending requests; return the completions that ``step`` has not returned."""
+        """Abort all pending requests, and return the completions that ``step`` has not yet returned."""
         self.abort([each.request.seed for each in self._pending.values()])
         finished, self._finished = self._finished, []
         return finished
@@ -242,14 +242,14 @@ class VllmEngine:
         return scores
 
     def _score_last(self, token_ids: Int32Array) -> float:
-        """Return the last token's log-prob, with whatever is cached of the tokens before it."""
+        """Return the last token's log-prob, computed on top of the prefix cache."""
         params = self._sampling_params(
             temperature=1.0, max_tokens=1, logprob_token_ids=[int(token_ids[-1])], ignore_eos=True
         )
         return float(self._score(token_ids[:-1], params).new_logprobs.logprobs[0, 2])  # see ``worker.SeededSampler``
 
     def _score_afresh(self, token_ids: Int32Array) -> Float32Array:
-        """Return [p - 1], for all tokens but the first; vLLM reads no prefix cache when it returns prompt log-probs."""
+        """Return log-probs [p - 1] of all tokens but the first. vLLM reads no prefix cache for prompt log-probs."""
         if len(token_ids) < 2:
             return np.empty(0, dtype=np.float32)
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -298,7 +298,7 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
-        """Begin: nothing is decoded until ``certify``. An earlier update that never ended is given up."""
+        """Begin a weight update. Nothing is decoded until ``certify``. An unfinished earlier update is given up."""
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
@@ -309,7 +309,7 @@ class VllmEngine:
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive weights while the trainer sends; return when the last tensor is in the model."""
+        """Receive the weights that the trainer sends, and return when the last tensor is in the model."""
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, version: int) -> None:
@@ -328,7 +328,7 @@ class VllmEngine:
         self._updating = False
 
     def certify(self, version: int) -> None:
-        """Serve the weights: the trainer has found them to be those of ``version``."""
+        """Serve the weights, which the trainer has checked to be ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
@@ -346,7 +346,7 @@ class VllmEngine:
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """``["weights"]`` before a handoff, ``["kv_cache"]`` after the trainer has dropped its copies. GPU only."""
+        """Take device memory back: ``["weights"]`` before a handoff, ``["kv_cache"]`` after it. GPU only."""
         self._llm.wake_up(tags=list(tags))
         self._asleep = self._asleep and "kv_cache" not in tags
 

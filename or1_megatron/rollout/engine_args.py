@@ -1,8 +1,8 @@
-"""Further arguments of vLLM's engine (``rollout.engine_args``): which a run may give, and what vLLM says of them.
+"""Checks further arguments that a run gives to vLLM's engine (``rollout.engine_args``).
 
-``REFUSED`` is ours: what the trainer sets itself, and what would break seeds, log-probs, weight transfer or sleep. All
-else is vLLM's to judge, by the annotations and the validators of its own ``EngineArgs`` (vLLM 0.32.0). That takes a
-process of its own, since an import of vLLM takes seconds and changes the environment, which the ranks would inherit.
+``REFUSED`` lists the arguments that the trainer sets itself, or that would break seeds, log-probs, weight transfer or
+sleep. vLLM judges all others, by the annotations and validators of its ``EngineArgs`` (vLLM 0.32.0). This runs in
+another process, because importing vLLM takes seconds and changes the environment, which the ranks would inherit.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ REFUSED: Final[Mapping[str, str]] = {
 """Arguments that a run may not give, each with the reason."""
 
 DRAFTS_OF_TEXT: Final = ("ngram", "suffix")
-"""Methods of ``speculative_config`` whose drafts are one certain token each, and need no weights."""
+"""Methods of ``speculative_config`` that draft from text without a draft model: each draft is one certain token."""
 
 
 def check_engine_args(config: RolloutConfig) -> None:
-    """Compare ``engine_args`` with ``REFUSED`` and, where vLLM is installed, with its arguments. Takes seconds.
+    """Check ``engine_args`` against ``REFUSED`` and, where vLLM is installed, against vLLM's arguments. Takes seconds.
 
     Raises:
         ConfigError: a line for each fault.
@@ -105,7 +105,7 @@ def check_engine_args(config: RolloutConfig) -> None:
 
 
 def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line for each argument that ``REFUSED`` names, and for drafts that need a model, by its name."""
+    """Return, by argument, a line for each argument in ``REFUSED``, and for a speculative method with a draft model."""
     refused = {name: f"{_KEY}.{name}: refused: {REFUSED[name]}" for name in arguments if name in REFUSED}
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and drafts.get("method") not in DRAFTS_OF_TEXT:
@@ -117,9 +117,9 @@ def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def faults(arguments: Mapping[str, Any]) -> list[str]:
-    """Return a line for each name that vLLM's ``EngineArgs`` does not have, and each value that it does not take.
+    """Return a line for each argument that vLLM's ``EngineArgs`` does not have, and each value that it does not accept.
 
-    ``speculative_config``, which ``EngineArgs`` takes as any mapping, is read as vLLM's ``SpeculativeConfig``.
+    ``speculative_config``, for which ``EngineArgs`` accepts any mapping, is checked as vLLM's ``SpeculativeConfig``.
     """
     from vllm.config.speculative import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -136,7 +136,7 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _judged(name: str, kind: Any, value: Any) -> list[str]:
-    """Return what pydantic says of a value of YAML for an annotation: ``name.part: found ..., expected ...``."""
+    """Return pydantic's errors for a YAML value of type ``kind``, as lines ``name.part: found ..., expected ...``."""
     try:
         TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ImportError as error:  # a method's package

@@ -1,4 +1,4 @@
-"""All engines at once: calls that go to every engine, and what happened to those that do not answer."""
+"""Calls all engines at once (``interfaces.EngineControl``), and finds out why an engine does not answer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ANSWER_S = 20.0  # the actor of an engine that runs answers at once, whatever t
 
 
 class EngineError(EnginesLost):
-    """An engine did not start, failed, died or did not answer; the message names it."""
+    """An engine did not start, failed, died or did not answer. The message names the engine."""
 
 
 class EngineGroup:
-    """``interfaces.EngineControl`` over the engine actors."""
+    """Implements ``interfaces.EngineControl`` with the engine actors."""
 
     def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_s: float) -> None:
-        """``handles``: may change; each call goes to those of its time."""
+        """``handles``: the engines' actors. The list may change; a call goes to the handles that are in it then."""
         self.engines = len(handles)
         self.workers_per_engine = workers_per_engine
         self._handles = handles
@@ -34,7 +34,7 @@ class EngineGroup:
 
     @property
     def address(self) -> str:
-        """This host, as the nodes of the engines and of the trainer's other ranks reach it."""
+        """Return the address at which the nodes of the engines and of the other trainer ranks reach this host."""
         nodes = gather([handle.ready.remote() for handle in self._handles], self._timeout_s, "tell its node")
         alone = not several_nodes() and set(nodes) == {ray.get_runtime_context().get_node_id()}
         return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
@@ -55,7 +55,7 @@ class EngineGroup:
         return self._call("score_prompts", list(token_ids))
 
     def certify(self, version: int) -> None:
-        """Let the engines serve: their weights are proven to be those of ``version``."""
+        """Let the engines serve their weights, which are proven to be ``version``."""
         self._call("certify", version)
 
     def sleep(self) -> None:
@@ -69,7 +69,7 @@ class EngineGroup:
 
 
 def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
-    """Return the engines that will never answer again, with the reason; waits ``_ANSWER_S`` seconds at most."""
+    """Return, by index, why an engine will never answer again. Waits at most ``_ANSWER_S`` seconds."""
     calls = [handle.failure.remote() for handle in handles]
     ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
     lost = {}
@@ -86,9 +86,9 @@ def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
 
 
 def gather(calls: Sequence[Any], timeout_s: float, what: str, deadline_of: str = "") -> list[Any]:
-    """Return the results of one call per engine, in their order. The first error ends the wait.
+    """Return the results of one call per engine, in the engines' order. The first error ends the wait.
 
-    ``deadline_of``: where the deadline comes from, for the message when it passes.
+    ``deadline_of``: the source of the deadline, for the message when it passes.
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.

@@ -1,4 +1,4 @@
-"""The engines, each a Ray actor."""
+"""Starts, restarts and ends the run's engines, each a Ray actor with its environment, node and GPUs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_S
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
 START_S = 600.0
-"""Deadline for a start that reads nothing large: processes, imports, compilation, CUDA graphs."""
+"""Deadline for the start of an engine without its weights: processes, imports, compilation, CUDA graphs."""
 _SLOW_STORAGE = 0.2e9  # bytes per second of a network file system that many nodes read at once; all read all weights
 _ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the others answer meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where an engine runs. ``devices`` are UUIDs of GPUs of that node, as CUDA_VISIBLE_DEVICES takes them."""
+    """The node and the GPUs of an engine. ``devices``: UUIDs of the node's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
 
     node_id: str | None = None
     devices: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ class EnginePlace:
 
 @ray.remote(num_cpus=0, max_concurrency=_ACTOR_THREADS)
 class EngineActor:
-    """A VllmEngine in a process of its own, behind its thread."""
+    """A Ray actor with a VllmEngine, which runs on an EngineThread."""
 
     def __init__(self, settings: Any, run_id: str) -> None:
-        """``run_id``: as given to EnginePool; the node's monitor then sees the engine's signs of life."""
+        """``run_id``: the argument of EnginePool, for the engine's heartbeat, which the node's monitor reads."""
         heart = Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
@@ -64,38 +64,38 @@ class EngineActor:
         self._thread = EngineThread(lambda: VllmEngine(settings), f"engine {settings.index}", heart)
 
     def ready(self) -> str:
-        """Return the node's id once the engine is up; raise what its construction raised."""
+        """Return the node's id once the engine is up. Raises what the engine's construction raised."""
         self._thread.call(lambda engine: None)
         return str(ray.get_runtime_context().get_node_id())
 
     def submit(self, requests: bytes, caller: int = 0) -> None:
-        """Submit a packed list of Request (``runtime.message``). It is one object because Ray's cost is per array.
+        """Submit a packed list of Request (``runtime.message``). It is packed because Ray's cost is per array.
 
-        ``caller``: as in EngineThread, here and below.
+        ``caller``: the number of the calling manager (``EngineThread.recall``), here and in the other methods.
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
     def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
-        """As in VllmEngine."""
+        """Call ``VllmEngine.abort``."""
         return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
-        """Return a packed Harvest; as in EngineThread, like the two below."""
+        """Return the Harvest of ``EngineThread.harvest``, packed."""
         return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
     def recall(self, caller: int) -> bytes:
-        """Return a packed list of Completion."""
+        """Abort a dead manager's requests; return its finished completions, packed. ``caller``: the new manager's."""
         return pack(self._thread.recall(caller))
 
     def release(self, seeds: Sequence[int]) -> None:
         self._thread.release(seeds)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine by name."""
+        """Call a method of the VllmEngine by name."""
         return self._thread.call(lambda engine: getattr(engine, method)(*args))
 
     def failure(self) -> str | None:
-        """Return what ended the engine, with its traceback; None while it runs. Does not wait for the engine."""
+        """Return the error that ended the engine, with its traceback; None while it runs. Does not wait."""
         return self._thread.failure
 
 
@@ -116,13 +116,13 @@ class EnginePool:
         """
         Args:
             max_model_tokens: longest prompt + response that any stage or evaluation asks for.
-            run_id: as given to ``cluster.start_ray``.
-            on_cpu: the engines' nodes have no GPU.
-            places: one per engine; None lets Ray choose, which does not know of trainer ranks and their GPUs.
-            on_restart: called with (engine, why) when one is replaced.
+            run_id: the argument of ``cluster.start_ray``.
+            on_cpu: whether the engines' nodes have no GPU.
+            places: the node and GPUs of each engine. None lets Ray choose, which knows nothing of trainer ranks.
+            on_restart: called with (engine, why) when an engine is replaced.
 
         Raises:
-            EngineError: engines on CPU without ``kv_cache_bytes``; ``engine_args`` holds what is refused.
+            EngineError: engines on CPU have no ``kv_cache_bytes``, or ``engine_args`` has a refused argument.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
@@ -160,7 +160,7 @@ class EnginePool:
         """Block until every engine is up.
 
         Raises:
-            EngineError: one failed to start (with its reason), or was not up at the deadline (``start_deadline``).
+            EngineError: an engine failed to start (with the reason), or was not up by ``start_deadline``.
         """
         timeout_s, reason = self._deadline
         left_s = timeout_s - (time.monotonic() - self._started_s)
@@ -168,13 +168,13 @@ class EnginePool:
         gather(calls, max(left_s, 0.1), "start", reason)
 
     def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
-        """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.
+        """Replace the engines that have died, failed or stopped answering, and return their indices.
 
-        ``make_room`` is called before any is started.
+        The new engines are up but have no weights. ``make_room`` is called before an engine is started.
 
         Raises:
-            EngineError: one has been lost more often than ``max_engine_restarts``, or did not start again.
-            RayLost: Ray is lost with them.
+            EngineError: an engine was lost more often than ``max_engine_restarts``, or did not start again.
+            RayLost: Ray is lost too.
         """
         restarted: set[int] = set()
         while lost := lost_engines(self.handles):
@@ -205,11 +205,11 @@ class EnginePool:
         self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> EngineGroup:
-        """Return all engines, restarted ones included, as a group. ``timeout_s`` bounds each call."""
+        """Return a group of all engines, which follows their restarts. ``timeout_s`` bounds each call of the group."""
         return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines and delete their heartbeats."""
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
         self.handles.clear()
@@ -217,7 +217,7 @@ class EnginePool:
 
 
 def start_deadline(config: RolloutConfig, model: Path) -> tuple[float, str]:
-    """Return how many seconds the engines may take to start with the weights in the folder ``model``, and why."""
+    """Return (the seconds that the engines may take to start with the weights in the folder ``model``, the reason)."""
     if config.start_timeout_s is not None:
         return config.start_timeout_s, f"rollout.start_timeout_s = {config.start_timeout_s:g}"
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))

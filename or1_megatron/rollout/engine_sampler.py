@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over our own engines: each engine is kept just full, the next request goes to the emptiest."""
+"""``interfaces.Sampler`` over our own vLLM engines, for ``or1 eval`` and ``or1 data``, with the load balanced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _HARVEST_WAIT_S = 5.0
 LINGER_S = 0.2
-"""An engine hands out its completions in bundles of this time: a call costs as much as a dozen short responses."""
+"""How long an engine collects completions before it returns them: a call costs as much as a dozen short responses."""
 _CACHED_PROMPTS = 4096
 
 
@@ -35,10 +35,10 @@ _CACHED_PROMPTS = 4096
 def own_engines(
     model: Path, dtype: Literal["float32", "bfloat16"], config: RolloutConfig, max_model_tokens: int
 ) -> Iterator[list[Any]]:
-    """Start a Ray and engines of its own on the HF folder ``model``; yield their handles; both end with the context.
+    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles. Both end with the context.
 
     Args:
-        max_model_tokens: longest prompt + response that will come.
+        max_model_tokens: tokens of the longest prompt + response.
 
     Raises:
         ClusterError, EngineError: Ray or an engine did not start.
@@ -54,7 +54,7 @@ def own_engines(
 
 
 class _EngineQueue:
-    """The requests that one engine has, and how many it should have."""
+    """The requests that one engine has, and the number of further requests that it can take."""
 
     def __init__(self, handle: Any, index: int, max_concurrent: int) -> None:
         self.handle, self.index = handle, index
@@ -63,12 +63,12 @@ class _EngineQueue:
 
     @property
     def room(self) -> int:
-        """Requests that it can take: those that it decodes at once, and some to fill places that become free."""
+        """Return how many requests the engine can take: as many as it decodes at once, and half as many to wait."""
         return self._decodes + self._ahead - len(self.in_flight)
 
     @property
     def is_short(self) -> bool:
-        """Half of the waiting requests are used up. Not earlier, so that several requests share a call."""
+        """Return whether half of the waiting requests are used up; until then no call is made for single requests."""
         return self.room > self._ahead // 2
 
 
@@ -85,8 +85,8 @@ class EngineSampler:
     ) -> None:
         """
         Args:
-            config: of these engines. They count as hung after ``step_timeout_s`` without a completion.
-            template: a response's text begins with the tag of reasoning that it leaves open.
+            config: the engines' configuration. They count as hung after ``step_timeout_s`` without a completion.
+            template: makes the prompts. A reasoning tag that it leaves open begins the response's text.
             max_prompt_tokens: requests with a longer prompt fail.
         """
         self._timeout_s = config.step_timeout_s
@@ -133,7 +133,7 @@ class EngineSampler:
     def _fill(
         self, waiting: Iterator[ChatRequest], engines: Sequence[_EngineQueue], refused: list[FailedRequest]
     ) -> bool:
-        """Give the engines as much as they have room for, evenly; True when nothing is left to give."""
+        """Send the engines as many requests as they have room for, evenly. Returns whether no request is left."""
         batches: dict[int, list[Request]] = {engine.index: [] for engine in engines}
         exhausted = False
         while (engine := max(engines, key=lambda one: one.room)).room > 0:

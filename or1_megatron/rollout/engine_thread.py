@@ -1,4 +1,4 @@
-"""The thread that owns an engine: all calls of the engine run on it, one after another."""
+"""The thread that steps an engine and runs all calls of the engine, one after another."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ T = TypeVar("T")
 _STRETCH_S = 1.0  # a longer period of work is reported before it ends: an engine may never be idle
 
 LINGER_S = 0.03
-"""Finished responses wait this long for others, to share a call; not when the engine has no more work."""
+"""Finished responses wait this long for further ones, to share a call, unless the engine has no more work."""
 
 
 class EngineFailed(UserError, RuntimeError):
-    """The engine raised while decoding and cannot go on; the message holds its traceback."""
+    """The engine raised an error while decoding and cannot continue. The message contains the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """The results of an engine since the last harvest."""
+    """The completions of an engine, and the periods in which it worked, since the last harvest."""
 
     completions: tuple[Completion, ...]
     busy_s: tuple[tuple[float, float], ...]
@@ -37,10 +37,10 @@ class Harvest:
 
 
 class EngineThread:
-    """Steps an engine whenever it has work; between steps it runs the calls that others have queued."""
+    """Steps an engine whenever it has work, and between steps runs the calls that other threads have queued."""
 
     def __init__(self, build: Callable[[], Any], name: str, heart: Heartbeat) -> None:
-        """``build`` makes the engine, on the thread; ``name`` appears in errors; ``heart`` beats at each iteration."""
+        """``build``: makes the engine, on the thread. ``name``: for errors. ``heart``: advanced at each iteration."""
         self._build = build
         self._name = name
         self._heart = heart
@@ -53,11 +53,11 @@ class EngineThread:
         self._caller = 0
         self._has_stepped = False
         self.failure: str | None = None
-        """What ended the engine, with its traceback; None while it runs."""
+        """The error that ended the engine, with its traceback; None while it runs."""
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[Any], T]) -> T:
-        """Run ``function(engine)`` on the thread, between two steps; return its result or raise its exception.
+        """Run ``function(engine)`` on the thread between two steps, and return its result or raise its exception.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -70,16 +70,16 @@ class EngineThread:
         return future.result()
 
     def call_for(self, caller: int, function: Callable[[Any], T], otherwise: T) -> T:
-        """As ``call``, unless ``recall`` has replaced the caller: then return ``otherwise``."""
+        """Run ``call`` for a manager's number; return ``otherwise`` if ``recall`` has replaced this manager."""
         return self.call(lambda engine: otherwise if caller < self._caller else function(engine))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> Harvest:
-        """Return finished completions; none when the first does not come within ``wait_s``.
+        """Return the finished completions; none when no completion comes within ``wait_s``.
 
         Args:
-            linger_s: how long to wait for more after the first.
-            keep: keep them until ``release``, so that ``recall`` returns them again.
-            caller: who asks; one that ``recall`` has replaced gets none.
+            linger_s: how long to wait for further completions after the first.
+            keep: keep the completions until ``release``, so that ``recall`` returns them again.
+            caller: the number of the calling manager. A manager that ``recall`` has replaced gets no completions.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -106,11 +106,11 @@ class EngineThread:
             return harvest
 
     def recall(self, caller: int) -> list[Completion]:
-        """Take over from a dead caller: give up what it has asked for, and return what is finished and not released.
+        """Abort the requests of a dead manager, and return the finished completions that were not released.
 
         Args:
-            caller: the successor's number, larger than its predecessor's, of whom calls may still be on their way; they
-                do nothing from now on.
+            caller: the new manager's number, which is larger than the old one's. Calls of the old manager that are
+                still on their way do nothing from now on.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -126,7 +126,7 @@ class EngineThread:
             return list(self._kept.values())
 
     def release(self, seeds: Iterable[int]) -> None:
-        """Forget kept completions: nobody will ask for them again."""
+        """Forget kept completions, which nobody will ask for again."""
         with self._state:
             for seed in seeds:
                 self._kept.pop(seed, None)
@@ -138,7 +138,7 @@ class EngineThread:
             while True:
                 self._heart.worked()
                 if engine.idle:
-                    self._stop_clock()  # requests may be pending while it waits for weights
+                    self._stop_clock()  # requests may be pending while the engine waits for weights
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
                     if self._busy_since_s is None:
@@ -148,7 +148,7 @@ class EngineThread:
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
 
     def _step(self, engine: Any) -> list[Completion]:
-        """Step the engine; the first time may take long, since vLLM may compile something."""
+        """Step the engine. The first step may take long, because vLLM may compile kernels."""
         if self._has_stepped:
             completions: list[Completion] = engine.step()
             return completions
@@ -157,7 +157,7 @@ class EngineThread:
             return self._step(engine)
 
     def _serve_calls(self, engine: Any, block: bool) -> None:
-        """Run the queued calls; with ``block`` wait for at least one, or a moment."""
+        """Run the queued calls. With ``block``, wait up to ``BEAT_S`` for the first call."""
         while True:
             try:
                 function, future = self._calls.get(block=block, timeout=BEAT_S)

@@ -1,7 +1,7 @@
-"""Which GPUs the nodes of the Ray cluster have, by names that mean the same GPU in every process.
+"""Lists the GPUs of the Ray cluster's nodes by UUID, which names one GPU in every process.
 
 A GPU's number depends on the process: on its CUDA_VISIBLE_DEVICES, and on how CUDA sorts. Its UUID does not, and
-CUDA_VISIBLE_DEVICES takes it. So a UUID alone tells a trainer rank's node, whatever the hosts are called.
+CUDA_VISIBLE_DEVICES accepts UUIDs. So the UUID of a trainer rank's GPU tells its node, whatever the hosts are called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from or1_megatron.rollout.cluster import ClusterError
 from or1_megatron.rollout.ray_errors import failure_of
 
 KEEP_DEVICES: Final = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Environment in which Ray leaves the CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0; else it may blank it."""
+"""Environment with which Ray keeps CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0, which it else may blank."""
 
 _TIMEOUT_S = 300.0  # every node starts a process that imports torch
 
@@ -33,16 +33,16 @@ class NodeGpus:
 
 
 def gpu_uuid(number: int) -> str:
-    """Return the UUID of the GPU that is ``number`` in this process, as CUDA_VISIBLE_DEVICES takes it."""
+    """Return the UUID of GPU ``number`` of this process, in the form that CUDA_VISIBLE_DEVICES accepts."""
     import torch  # here, for the engines' processes load this module before their engine is built
 
     return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 
 def node_gpus(timeout_s: float = _TIMEOUT_S) -> list[NodeGpus]:
-    """Ask a process on every live node which GPUs it sees; return the nodes, sorted by their hosts' names.
+    """Return the live nodes with the GPUs that a process on the node sees, sorted by host name.
 
-    It sees what ``ray start`` saw there: all GPUs of the node, or those of its CUDA_VISIBLE_DEVICES.
+    The process sees the GPUs that ``ray start`` saw: all GPUs of the node, or those of its CUDA_VISIBLE_DEVICES.
 
     Raises:
         ClusterError: a node did not answer in time, or its process failed.

@@ -1,8 +1,8 @@
 """The RolloutManager sends requests to the engines, completions to the verifiers, and groups back to the loop.
 
-It is a process of its own, so that responses are collected, verified and grouped whatever the trainer does. What goes
-where is decided by ``scheduler``; this does it: one asyncio loop, with a task per engine that waits for completions and
-a task per completion that waits for its verdict.
+It is a process of its own, so that responses are collected, verified and grouped whatever the trainer does.
+``scheduler`` decides which request goes to which engine, and the manager carries this out in one asyncio loop, with a
+task per engine that waits for completions and a task per completion that waits for its verdict.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from or1_verify.pool.queue import VerifierPool, Worker
 
 _HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
 ANSWER_S = 120.0
-"""An engine answers within seconds. Where no answer has come for this long, it was lost on its way: a network that
-drops for some seconds can do that, and Ray notices minutes later, if at all."""
+"""An engine answers within seconds. An answer that has not come for this long was lost on its way: a network that fails
+for some seconds can lose it, and Ray notices minutes later, if at all."""
 _NAMED_IN_ERRORS = 8
 
 
 class RolloutError(EnginesLost):
-    """The current rollout cannot be completed; the message names the engine, the verifier or the requests."""
+    """The current rollout cannot be completed. The message names the engine, the verifier or the requests."""
 
 
 @dataclass
 class _UnderWay:
-    """A rollout, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
+    """A rollout under way, and its times in seconds since the epoch (``opened_s``, ``deadline_s``: monotonic)."""
 
     ticket: int
     roll_out: RollOut
@@ -52,14 +52,14 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a rollout may be
-    asked for long before its turn."""
+    """The deadline by ``time.monotonic``, which no correction of the clock moves. It counts from the first wait,
+    because a rollout may be requested long before its turn."""
     judged_s: float = 0.0
-    """When the last verdict came."""
+    """When the last verdict came; 0: not yet."""
 
 
 class RolloutManager:
-    """Every method that waits ends with RolloutError as soon as a part has failed."""
+    """Samples, verifies and groups rollouts. Methods that wait raise RolloutError as soon as a part has failed."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class RolloutManager:
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
-            number: of the run's managers; the engines do nothing for one whose successor they have heard from.
-            answer_s: an engine that has answered once, and then does not for this long, is killed.
+            number: the manager's number in the run. Engines ignore a manager once they know one with a larger number.
+            answer_s: an engine that has answered once, and then does not answer for this long, is killed.
         """
         self._number = number
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._why_lost: dict[int, str] = {}  # by engine that has no successor yet
+        self._why_lost: dict[int, str] = {}  # by engine that is not yet replaced
         self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
         self._verify = verify
         self._abilities = abilities
@@ -90,14 +90,14 @@ class RolloutManager:
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
         self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
-        self._collected: list[int] = []  # seeds of what the client may not have yet
+        self._collected: list[int] = []  # seeds of responses that the client may not have yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, run_id: str | None = None) -> None:
-        """Start the verifiers, and with ``run_id`` the signs of life. Raises what a verifier's construction raises."""
+        """Start the verifiers, and with ``run_id`` the heartbeat. Raises what a verifier's construction raises."""
         settings = self._verify, self._abilities
         make: Callable[[], Worker] = partial(LocalWorker, *settings) if on_one_node() else ray_workers(*settings)
         if run_id is not None:
@@ -108,11 +108,11 @@ class RolloutManager:
             self._spawn(self._drain(index))
 
     async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
-        """Start what is packed, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
+        """Start a rollout and return its ticket once its requests are sent.
 
-        ``recalled``: packed lists of completions of its requests, or of those that come next, which are not sampled
-        again. They are known by their seeds; the caller has seen to it that they are of these requests. Packed: as by
-        ``runtime.message``.
+        ``batch``: the arguments of ``Scheduler.begin``, packed (``runtime.message``). ``recalled``: packed lists of
+        completions, which requests of this or a later rollout take by their seed instead of sampling again. The caller
+        guarantees that they belong to these requests.
         """
         if self._failure is not None:
             raise self._failure
@@ -132,7 +132,7 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.decoded, current, "sampled")
 
     async def collect(self, ticket: int | None) -> bytes:
-        """Return packed (groups, RolloutReport), groups in the order of the prompts."""
+        """Wait for all verdicts of a rollout, and return packed (groups in the order of the prompts, RolloutReport)."""
         current = self._under_way("collect", ticket)
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
@@ -145,13 +145,13 @@ class RolloutManager:
         return pack((groups, self._report(current)))
 
     async def release(self) -> None:
-        """Have the engines forget what was collected: the client has it."""
+        """Let the engines forget the collected responses, because the client has them."""
         seeds, self._collected = self._collected, []
         for engine in self._engines:
             engine.release.remote(seeds)  # nobody waits for it
 
     async def finished_responses(self) -> bytes:
-        """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
+        """Return a packed list of the completions of all rollouts under way that are not urgent."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         return pack([made for roll_out in roll_outs if not roll_out.urgent for made in roll_out.completions.values()])
 
@@ -160,11 +160,11 @@ class RolloutManager:
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
     async def engines_lost(self) -> dict[int, str]:
-        """Return the engines that have died and are not replaced (``rejoin``), with the reason."""
+        """Return, by index, why an engine has died, for engines that are not yet replaced (``rejoin``)."""
         return self._why_lost
 
     async def rejoin(self, engines: Sequence[Any]) -> None:
-        """Use these handles of all engines; new ones serve again."""
+        """Take the handles of all engines, and use the engines whose handles are new."""
         new = [index for index, engine in enumerate(engines) if engine != self._engines[index]]
         self._engines = list(engines)
         for index in new:
@@ -181,7 +181,7 @@ class RolloutManager:
             await self._verifiers.close()
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Do what the scheduler asks for, and wake those who wait."""
+        """Carry out the scheduler's actions, and wake the methods that wait."""
         left = deque(actions)
         while left:
             match action := left.popleft():
@@ -198,21 +198,21 @@ class RolloutManager:
         self._notice()
 
     def _notice(self) -> None:
-        """Wake those who wait: their condition may hold."""
+        """Wake the methods that wait, because their condition may hold now."""
         for current in self._open.values():
             if current.roll_out.judged and not current.judged_s:
                 current.judged_s = time.time()
         self._changed.set()
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Return when ``holds`` or the manager has failed. Raises TimeoutError."""
+        """Wait until ``holds`` returns true or the manager has failed. Raises TimeoutError."""
         async with asyncio.timeout(max(timeout_s, 0.0)):
             while self._failure is None and not holds():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
-        """``engine``: the one that the scheduler meant. By now it may have a successor, which has been sent its own."""
+        """Submit requests to ``engine``, which was engine ``index`` at the scheduler's choice (it may be replaced)."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:
@@ -220,7 +220,7 @@ class RolloutManager:
 
     async def _drain(self, index: int) -> None:
         engine = self._engines[index]
-        timeout_s: float | None = None  # it may still be starting
+        timeout_s: float | None = None  # none yet: the engine may still be starting
         while self._failure is None and self._engines[index] == engine:
             try:
                 call = engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
@@ -302,7 +302,7 @@ class RolloutManager:
         return "; ".join(missing[:_NAMED_IN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
     def _fail(self, error: RolloutError) -> None:
-        """End every wait with this failure; only the first one is reported."""
+        """End every wait with this error. Only the first error is reported."""
         if self._failure is None:
             self._failure = error
         self._notice()
@@ -326,7 +326,7 @@ class RolloutManager:
         return current.roll_out.report(
             busy_s,
             wall_s=current.judged_s - current.started_s,
-            # They may have been sampled before the start.
+            # The responses may have been sampled before the start.
             verify_tail_s=max(0.0, current.judged_s - max(current.started_s, *finished_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
             period_s=self._reported_s - since_s,
@@ -338,7 +338,7 @@ class RolloutManager:
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """Report a task's unexpected error, or those who wait for the task would wait for ever."""
+        """Report a task's unexpected error; otherwise methods that wait for the task would wait for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(RolloutError(f"the RolloutManager itself failed: {type(error).__name__}: {error}"))

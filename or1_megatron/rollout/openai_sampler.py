@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over any OpenAI-compatible server, with bounded concurrency and bounded retries."""
+"""``interfaces.Sampler`` over an OpenAI-compatible endpoint, with bounded concurrency and bounded retries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from or1_verify.errors import Or1Error
 logger = logging.getLogger(__name__)
 
 _PERMANENT = frozenset({400, 413, 422})
-"""Statuses that refuse this request for good; 401, 403 and 404 speak of the endpoint."""
+"""HTTP statuses that refuse this request for good; 401, 403 and 404 are about the endpoint."""
 _WORTH_RETRYING = frozenset({408, 409, 425, 429})
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sent along, since else a server takes them from the model's generation_config.json; not every server knows them."""
+"""Sent with each request to override the model's generation_config.json. Some servers do not know these settings."""
 _LONGEST_WAIT_S = 60.0
 _GIVE_UP_AFTER = 16
-"""Requests in a row that fail in all their tries before the endpoint counts as dead."""
+"""Number of requests in a row that fail in all their tries, after which the endpoint counts as dead."""
 _SHOWN_CHARS = 200
 
 
@@ -42,14 +42,14 @@ class Endpoint:
     timeout_s: float = 600.0
     tries: int = 4
     backoff_s: float = 1.0
-    """Wait before the second try; doubled each time."""
+    """Wait before the second try. The wait is doubled before each further try."""
 
 
 class OpenAISampler:
     """Sends requests over HTTP from ``concurrent`` threads.
 
-    Time-outs, refused connections, busy servers and replies that are no chat completion are tried again, up to
-    ``tries`` times in all. After ``_GIVE_UP_AFTER`` failures in a row no more requests are read.
+    A request is tried up to ``tries`` times in all after time-outs, refused connections, busy servers and replies that
+    are no chat completion. After ``_GIVE_UP_AFTER`` failed requests in a row no more requests are read.
     """
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:
@@ -74,7 +74,7 @@ class OpenAISampler:
                     yield reply
 
     def _send(self, request: ChatRequest) -> ChatCompletion | FailedRequest:
-        """Try up to ``tries`` times."""
+        """Send a request up to ``tries`` times, and return the completion or the failure."""
         reason, sent = "", self._neutral
         for attempt in range(self._endpoint.tries):
             if attempt:
@@ -123,11 +123,11 @@ class OpenAISampler:
 
 
 class _NoCompletion(Or1Error, ValueError):
-    """A reply that is no chat completion."""
+    """The reply is no chat completion."""
 
 
 def _read_body(reply: Any, deadline_s: float) -> bytes:
-    """Read an HTTP reply; TimeoutError after the deadline, since the socket's time-out holds for each read alone."""
+    """Return the body of an HTTP reply. Raises TimeoutError at the deadline; the socket's time-out is per read."""
     body = bytearray()
     while part := reply.read1(1 << 16):
         body += part
@@ -137,20 +137,20 @@ def _read_body(reply: Any, deadline_s: float) -> bytes:
 
 
 def _error_body(error: urllib.error.HTTPError, deadline_s: float) -> bytes:
-    """Return an error's body; empty where it does not come before the deadline."""
+    """Return the body of an HTTP error; empty if it does not arrive before the deadline."""
     with suppress(OSError, HTTPException):
         return _read_body(error, deadline_s)
     return b""
 
 
 def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
-    """Take the first choice. Reasoning that the server has split off is put back before its closing tag."""
+    """Return the reply's first choice. Reasoning that the server split off is put back, with its closing tag."""
     try:
         decoded = json.loads(body)
         choice: Any = decoded["choices"][0]
         message = choice["message"]
         text = message.get("content") or ""
-        if isinstance(text, list):  # of parts, as some servers have it
+        if isinstance(text, list):  # a list of parts, as some servers return it
             text = "".join(part["text"] for part in text if part.get("type", "text") == "text")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         truncated = choice["finish_reason"] == "length"

@@ -1,4 +1,4 @@
-"""What a failed call of a Ray actor means, in one sentence: Ray's own text is up to two pages long."""
+"""Explains in one sentence why a call of a Ray actor failed, for example because its process ran out of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MORE_MEMORY = (
 
 
 def failure_of(error: RayError) -> str:
-    """Return what the actor raised, or why its process is gone, which may be that memory ran out."""
+    """Return the error that the actor raised, or why its process is gone: memory ran out, or what Ray says."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     text = str(error)
@@ -33,7 +33,7 @@ def failure_of(error: RayError) -> str:
 
 
 class KernelKills:
-    """Counts the processes that the kernel's out-of-memory killer ends, from the construction on."""
+    """Counts the processes that the kernel's out-of-memory killer ends after the construction."""
 
     def __init__(self, proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> None:
         own = memory_cgroups(mounts, proc / "self" / "cgroup", up_to_root=False)
@@ -42,12 +42,12 @@ class KernelKills:
         self._seen = self._count()
 
     def new_kills(self) -> int:
-        """Return how many there were since the last call."""
+        """Return how many processes were killed since the last call."""
         before, self._seen = self._seen, self._count()
         return self._seen - before
 
     def _count(self) -> int:
-        """Read the counter of this process's cgroup, which engines share and sandboxes do not; else the machine's."""
+        """Return the kills in this process's cgroup, which engines share and sandboxes do not, or on the machine."""
         for file in self._counters:
             try:
                 counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)

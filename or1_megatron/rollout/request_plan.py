@@ -1,4 +1,4 @@
-"""Which requests a rollout sends to which engine, and how their completions become groups. No engine, no Ray.
+"""Makes a rollout's requests and their seeds, chooses the engine of each, and assembles groups. No engine, no Ray.
 
 A rollout of P prompts with group size M is P * M requests. A request's seed depends only on the rollout's seed and on
 the request's place, so the same rollout can be sampled again on any number of engines.
@@ -33,7 +33,7 @@ def request_seed(*parts: int) -> int:
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return [B] random bits of tokens: outputs number ``positions`` of SplitMix64 generators begun at ``seeds``."""
+    """Return 64 random bits per token [B]: output number ``positions[b]`` of a SplitMix64 generator of ``seeds[b]``."""
     key = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
@@ -41,7 +41,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def request_digest(request: Request) -> bytes:
-    """Return [16] bytes that tell whether two requests of one seed are the same: of problem, prompt and sampling.
+    """Return a 16-byte digest of a request's problem, prompt and sampling, which tells requests of one seed apart.
 
     The same on every machine and Python version.
     """
@@ -92,11 +92,11 @@ _CAUTION = 0.25
 
 
 class SamplingBudget:
-    """How many of a rollout's prompts, counted from the first, are sampled, and how many make up the result.
+    """Decides how many of a rollout's prompts, counted from the first, are sampled, and how many are the result.
 
-    Without ``refill`` that is all of them. With ``refill`` the result is the shortest run of prompts with enough groups
-    kept, in whatever order groups are judged. Engines may sample as many prompts as are enough with two standard
-    deviations to spare: a prompt that turns out to be needed late costs the time of a whole response.
+    Without ``refill`` both are all prompts. With ``refill`` the result is the shortest prefix of the prompts with
+    enough kept groups, whatever the order of the verdicts. Engines may sample as many prompts as give enough groups
+    with two standard deviations to spare, because a prompt that is requested late costs the time of a whole response.
 
     Worked example, 30 groups wanted of 100 prompts, a share of 0.4 rejections expected: of 63 prompts 37.8 are kept on
     average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.
@@ -106,16 +106,16 @@ class SamplingBudget:
         self._prompts, self._refill = prompts, refill
         self._kept: dict[int, bool] = {}
         self.limit = prompts
-        """Prompts that make up the result, once it is ``over``; until then an upper bound of them."""
+        """Number of prompts that make up the result once the rollout is ``over``; until then an upper bound."""
         self.over = False
 
     def wants(self, prompt_index: int) -> bool:
-        """Whether a prompt may be part of the result, from what has been judged so far."""
+        """Return whether a prompt may be part of the result, by the groups that have been judged so far."""
         return prompt_index < self.limit
 
     @property
     def allowed(self) -> int:
-        """Prompts whose requests may be sent."""
+        """Return how many prompts, counted from the first, may have their requests sent."""
         if self._refill is None:
             return self._prompts
         wanted, judged, kept = self._refill.kept, len(self._kept), sum(self._kept.values())
@@ -124,7 +124,7 @@ class SamplingBudget:
         return min(judged + _enough(max(0, wanted - kept), rejected, self._prompts), self.limit)
 
     def judged(self, prompt_index: int, group: Group) -> bool:
-        """Take in a group of which every response has its verdict. Returns whether fewer prompts may be wanted."""
+        """Take a group whose responses all have verdicts. Returns whether fewer prompts may be wanted now."""
         self._kept[prompt_index] = self._refill is None or bool(self._refill.keeps(group))
         wanted = self._prompts if self._refill is None else self._refill.kept
         kept_ones = sorted(index for index, kept in self._kept.items() if kept)

@@ -1,11 +1,11 @@
-"""When a request is sent, and when a rollout is over. It takes events and answers with actions.
+"""Schedules rollouts: decides when a request is sent to an engine, and when a rollout is over.
 
-``request_plan.dispatch`` chooses the engine. This module has no clock, no engine and no Ray: ``manager`` carries out
-its actions with engines and verifiers.
+The scheduler takes events and returns actions, which ``manager`` carries out with engines and verifiers. It has no
+clock, no engine and no Ray. ``request_plan.dispatch`` chooses the engine.
 
-Every request is with at most one engine, and is answered once: an engine's answer to a request that it does not have is
-an error, and whatever a lost engine still says is dropped. Several rollouts may be under way. Requests of older ones
-are sent first, and those of urgent ones before them.
+Every request is with at most one engine and is answered once. An engine's answer to a request that it does not have is
+an error; answers of a lost engine are dropped. Several rollouts may be under way. Requests of urgent rollouts are sent
+first, and then requests of older rollouts before requests of newer ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from or1_verify.types import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send these requests to the engine."""
+    """An action: send the requests to the engine."""
 
     engine: int
     requests: list[Request]
@@ -38,7 +38,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Take the requests of these seeds off the engine; it answers ``Scheduler.aborted``, or has finished some."""
+    """An action: abort the requests of these seeds on the engine, and report those aborted to ``Scheduler.aborted``."""
 
     engine: int
     seeds: list[int]
@@ -46,7 +46,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Verify this completion; the answer is ``Scheduler.judged``."""
+    """An action: verify the completion, and report the verdict to ``Scheduler.judged``."""
 
     ticket: int
     key: RequestKey
@@ -58,7 +58,7 @@ Action = Submit | Abort | Judge
 
 @dataclass
 class RollOut:
-    """One rollout under way."""
+    """One rollout under way: its prompts and requests, and the completions, verdicts and groups so far."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -69,23 +69,23 @@ class RollOut:
     completions: dict[RequestKey, Completion] = field(default_factory=dict)
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
-    """By the index of the prompt, once every verdict is there."""
+    """By the index of the prompt, the groups of which every verdict is there."""
     given: int = 0
-    """Requests that were sent to an engine."""
+    """Number of requests that were sent to an engine."""
 
     @property
     def decoded(self) -> bool:
-        """Whether every response that is needed has been sampled."""
+        """Return whether every response that is needed has been sampled."""
         return self.budget.over or len(self.completions) == len(self.requests)
 
     @property
     def judged(self) -> bool:
-        """Whether every group of the result is there."""
+        """Return whether every group of the result is there."""
         return self.budget.over
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(responses finished, responses that are expected to be needed)."""
+        """Return (responses finished, responses that are expected to be needed)."""
         asked = max(self.given, self.budget.allowed * self.group_size)
         return len(self.completions), min(asked, len(self.requests))
 
@@ -94,11 +94,11 @@ class RollOut:
         return [self.groups[index] for index in range(self.budget.limit)]
 
     def report(self, busy_s: Sequence[Sequence[tuple[float, float]]], **measured: Any) -> RolloutReport:
-        """Return the report on the result.
+        """Return the rollout's report.
 
         Args:
-            busy_s: for each engine (start, end) of the periods in which it worked, in seconds.
-            measured: the report's fields that the scheduler does not know.
+            busy_s: for each engine, (start, end) in seconds of the periods in which it worked.
+            measured: the fields of the report that the scheduler does not know.
         """
         groups = self.result()
         wanted = [completion for group in groups for completion in group.completions]
@@ -119,11 +119,11 @@ class _Held:
     engine: int
     ticket: int
     key: RequestKey | None
-    """None: given up, and not yet off the engine."""
+    """None: the request was given up, and the engine has not yet confirmed the abort."""
 
 
 class Scheduler:
-    """Rollouts, each known by its *ticket*, over engines known by their index. Not thread-safe."""
+    """Schedules rollouts, named by their ticket, over engines, named by their index. Not thread-safe."""
 
     def __init__(self, engines: int, max_concurrent: int) -> None:
         """``max_concurrent``: responses that one engine decodes at once."""
@@ -146,10 +146,10 @@ class Scheduler:
         rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> tuple[int, list[Action]]:
-        """Start a rollout and return its ticket; arguments as in ``interfaces.Rollouts``.
+        """Start a rollout and return (its ticket, actions). The arguments are those of ``interfaces.Rollouts``.
 
         Raises:
-            ValueError: two requests, of this rollout or of those under way, would have the same seed.
+            ValueError: two requests, of this rollout or of rollouts under way, would have the same seed.
         """
         requests = plan_requests(prompts, group_size, sampling, seed)
         seeds = {request.seed for request in requests.values()}
@@ -165,36 +165,36 @@ class Scheduler:
 
     @property
     def first(self) -> int | None:
-        """Ticket of the rollout that comes first: the oldest urgent one, else the oldest. None: none is under way."""
+        """Return the ticket of the oldest urgent rollout, else of the oldest rollout; None: no rollout is under way."""
         return next(iter(self._roll_outs), None)
 
     @property
     def tickets(self) -> list[int]:
-        """The rollouts under way, the oldest first."""
+        """Return the tickets of the rollouts under way, the oldest first."""
         return sorted(self._roll_outs)
 
     def at(self, ticket: int) -> RollOut:
-        """Return a rollout that has not been ended."""
+        """Return the rollout of the ticket, which must be under way."""
         return self._roll_outs[ticket]
 
     def off_engines(self, ticket: int) -> bool:
-        """Whether no engine has a request of the rollout that was given up: of a prompt that is not wanted."""
+        """Return whether the engines have aborted or finished all requests of the rollout that were given up."""
         return not self._unwanted[ticket]
 
     def engine_of(self, seed: int) -> int | None:
-        """Return the engine that has this request; None: it waits, or is finished."""
+        """Return the engine that has the request of this seed; None: the request waits or is finished."""
         held = self._held.get(seed)
         return None if held is None else held.engine
 
     def end(self, ticket: int) -> RollOut:
-        """Forget a rollout whose result is there and return it."""
+        """Remove a rollout whose result is there, and return it."""
         return self._roll_outs.pop(ticket)
 
     def finished(self, engine: int, completions: Iterable[Completion]) -> list[Action]:
-        """Take in responses that an engine has sampled.
+        """Take responses that an engine has sampled, and return the actions that follow.
 
         Raises:
-            ValueError: the engine does not have one of these requests.
+            ValueError: the engine does not have the request of one of these responses.
         """
         if engine in self.lost:
             return []
@@ -204,16 +204,16 @@ class Scheduler:
                 name = f"sample {completion.sample_index} of problem {completion.problem_id}"
                 raise ValueError(f"engine {engine} finished a response that was not requested: {name}")
             held = self._take_off(completion.seed)
-            if held.key is not None:  # else it ended before it could be given up
+            if held.key is not None:  # None: the request ended before it could be aborted
                 self._roll_outs[held.ticket].completions[held.key] = completion
                 actions.append(Judge(held.ticket, held.key, completion))
         return [*actions, *self._feed()]
 
     def judged(self, ticket: int, key: RequestKey, verdict: Verdict) -> list[Action]:
-        """Take in the verdict on a completion; of a rollout that has ended it is dropped.
+        """Take the verdict on a completion, and return the actions that follow. An ended rollout's verdict is dropped.
 
         Raises:
-            ValueError: there is no such completion, or it has its verdict.
+            ValueError: there is no such completion, or it already has a verdict.
         """
         roll_out = self._roll_outs.get(ticket)
         if roll_out is None:
@@ -232,7 +232,7 @@ class Scheduler:
         return [*(self._give_up(ticket) if fewer else []), *self._feed()]
 
     def aborted(self, engine: int, seeds: Iterable[int]) -> list[Action]:
-        """Take in that the engine no longer has the requests of these seeds, which were given up."""
+        """Record that the engine has aborted the requests of these seeds, and return the actions that follow."""
         for seed in seeds:
             held = self._held.get(seed)
             if held is not None and held.engine == engine and held.key is None:
@@ -240,12 +240,12 @@ class Scheduler:
         return self._feed()
 
     def lose(self, engine: int) -> list[Action]:
-        """Give a lost engine's requests to the others, or to its successor, with the same seeds."""
+        """Give a lost engine's requests, with their seeds, to other engines or its successor; return the actions."""
         self._lose(engine)
         return self._feed()
 
     def rejoin(self, engines: Iterable[int]) -> list[Action]:
-        """Use the successors of these engines, whether or not their loss was noticed."""
+        """Use the successors of these engines, whether or not their loss was reported; return the actions."""
         for engine in engines:
             self._lose(engine)
             self.lost.discard(engine)
@@ -263,7 +263,7 @@ class Scheduler:
                 roll_out.given -= 1
                 roll_out.waiting.append((held.key, roll_out.requests[held.key]))
         del self._load[engine]
-        for roll_out in self._roll_outs.values():  # sorted, so that none that is needed is behind one that is not
+        for roll_out in self._roll_outs.values():  # sorted, so that no needed request is behind one that is not needed
             roll_out.waiting = deque(sorted(roll_out.waiting, key=itemgetter(0)))
 
     def _take_off(self, seed: int) -> _Held:
@@ -274,7 +274,7 @@ class Scheduler:
         return held
 
     def _give_up(self, ticket: int) -> list[Action]:
-        """Abort the requests of the prompts that are no longer wanted."""
+        """Return actions that abort the requests of prompts that are no longer wanted."""
         roll_out = self._roll_outs[ticket]
         if roll_out.budget.over:
             roll_out.waiting.clear()
@@ -288,7 +288,7 @@ class Scheduler:
         return [Abort(engine, seeds) for engine, seeds in of_engine.items()]
 
     def _feed(self) -> list[Action]:
-        """Send the engines as many requests as they have room for."""
+        """Return actions that send the engines as many requests as they have room for."""
         actions: list[Action] = []
         for ticket, roll_out in self._roll_outs.items():
             batches = dispatch(roll_out.waiting, roll_out.budget, self._load, self._room, self._low)

@@ -1,7 +1,7 @@
-"""Speculation: vLLM drafts a response's next tokens from text that it has seen, and one pass of the model checks them.
+"""Speculative decoding: vLLM drafts next tokens from text that it has seen, and one forward pass checks the drafts.
 
-What is sampled does not depend on the drafts: each token is drawn as without them, with the random bits of its
-position. vLLM's own rejection sampler has the same distribution on paper, but its draws depend on the drafts. In vLLM
+The sampled tokens do not depend on the drafts: each token is drawn as without drafts, with the random bits of its
+position. vLLM's own rejection sampler has this distribution on paper, but its draws depend on the drafts. In vLLM
 0.32.0 it also omits the log-probs that ``score_prompts`` asks for, and on CPU reads uninitialised temperatures
 (``expand_kernel``).
 """
@@ -18,12 +18,12 @@ _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
 
 
 def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
-    """Draw, in the place of vLLM's rejection sampler; keep all up to the first token that is not the drafted one.
+    """Draw, in place of vLLM's rejection sampler, and keep a request's tokens up to the first that is not its draft.
 
     Args:
         sampler: a ``worker.SeededSampler``.
-        metadata: vLLM's SpecDecodeMetadata, with n_i drafts of request i, of one certain token each.
-        logits: [sum of (n_i + 1), V], the requests one after another.
+        metadata: vLLM's SpecDecodeMetadata, with n_i drafted tokens of request i.
+        logits: [sum of (n_i + 1), V], one request after another.
         sampling: vLLM's SamplingMetadata of the B requests.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The workers of the verifiers' pool as Ray actors, spread over the cluster's nodes."""
+"""Verifier workers as Ray actors, spread over the nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from or1_verify.verifier_threads import one_by_one
 
 @ray.remote(num_cpus=0)
 class VerifierActor:
-    """Verifiers in a process of their own."""
+    """A Ray actor with verifiers, in a process of its own."""
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
         self._verifiers = one_by_one(config, abilities)
 
     def ready(self) -> bool:
-        """Return when construction succeeded; raise what it raised otherwise."""
+        """Return once the construction has succeeded. Ray raises the construction's error here if it failed."""
         return True
 
     def verify(self, attempt: bytes) -> bytes:
@@ -35,7 +35,7 @@ class VerifierActor:
 
 
 class RayWorker:
-    """``pool.queue.Worker`` over an actor, which starts here."""
+    """Implements ``pool.queue.Worker`` with a VerifierActor, which the constructor starts."""
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str], options: Mapping[str, Any]) -> None:
         self._actor: Any = VerifierActor.options(**options).remote(config, abilities)  # type: ignore[attr-defined]
@@ -61,13 +61,13 @@ class RayWorker:
 def ray_workers(
     config: VerifyConfig, abilities: frozenset[str], options: Mapping[str, Any] | None = None
 ) -> Callable[[], RayWorker]:
-    """Return what makes the workers of a ``VerifierPool``. ``options`` go to every actor (node affinity, ...)."""
+    """Return a function that makes workers of a ``VerifierPool``. ``options``: Ray's options of every actor."""
     chosen = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **(options or {})}
     return lambda: RayWorker(config, abilities, chosen)
 
 
 def on_one_node() -> bool:
-    """Whether the cluster that this process is connected to has one node."""
+    """Return whether the Ray cluster of this process has a single node."""
     return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
 
 

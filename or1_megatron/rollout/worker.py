@@ -1,7 +1,7 @@
-"""What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
+"""Extends vLLM's workers with sampling by seeds and our weight transfer (vLLM mixes in ``engine.WORKER_EXTENSION``).
 
 vLLM imports this module in every worker process, before the worker makes its message queues and looks up its
-weight-transfer backend. So registering our backend here makes it known there, under tensor parallelism too.
+weight-transfer backend. So the backend is registered here, which also works under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ hold_less()
 
 
 class SeededSampler(VllmSampler):
-    """Takes the place of vLLM's sampler: draws by each request's seed and the token's position in the response.
+    """Replaces vLLM's sampler, and draws each token by its request's seed and the token's position in the response.
 
     The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
-    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats; for a request
-    with ``logprob_token_ids``, which are one token, that token's log-prob at temperature 1 in the place of the entropy.
+    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats. For a request
+    with ``logprob_token_ids`` (exactly one), the third number is that token's log-prob at temperature 1 instead.
     Requests with penalties, bad words or other logits processors do not occur.
     """
 
@@ -49,7 +49,7 @@ class SeededSampler(VllmSampler):
         return self.draw(logits, sampling_metadata, slice(None), 0)
 
     def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
-        """Draw from ``logits`` [R, V]; row r is of request ``requests[r]`` of the batch, ``ahead[r]`` tokens ahead."""
+        """Draw a token per row of ``logits`` [R, V]. Row r is of request ``requests[r]``, ``ahead[r]`` tokens ahead."""
         batch = self._runner.input_batch
         if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places
             params = (self._runner.requests[name].sampling_params for name in batch.req_ids)
@@ -75,14 +75,14 @@ class SeededSampler(VllmSampler):
 
 
 class WorkerExtension:
-    """Methods that ``collective_rpc`` reaches by name."""
+    """Methods of a vLLM worker that ``collective_rpc`` calls by name."""
 
     model_runner: Any  # vLLM's, of the worker that this is mixed into
     model_config: Any
     _weight_update_active: bool
 
     def abandon_weight_update(self) -> None:
-        """Give up an update that will not be completed: vLLM would not begin another.
+        """Give up a weight update that will not be completed, because vLLM would not begin another update.
 
         Layers that were not loaded keep their weights, so that the model is a mixture until the next update.
         """

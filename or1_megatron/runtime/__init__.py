@@ -1,1 +1,1 @@
-"""Parts that every process of a run uses: the run folder, records on disk, logging, seeds, signals, the launcher."""
+"""Services of a run: launcher, restarts, monitor; run folder, metrics and rollouts on disk; logging, seeds, signals."""

@@ -1,4 +1,4 @@
-"""How this process's C library keeps freed memory."""
+"""Makes glibc return large freed blocks of host memory to the system."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _M_MMAP_THRESHOLD: Final = -3
 
 
 def return_large_blocks() -> None:
-    """Return freed blocks of 8 MiB and more to the system at once, from now on, where the C library is glibc.
+    """Make glibc, where it is the C library, return freed blocks of 8 MiB and more to the system at once.
 
-    By itself glibc raises this threshold to 32 MiB. Smaller freed blocks then stay in its heap and leave holes that are
-    too small for later blocks: a trainer rank of a 0.1B grew by 1.2 GiB for its activations, and kept that after the
-    update.
+    By default glibc raises this threshold to 32 MiB. Smaller freed blocks then stay in its heap and leave holes that
+    are too small for later blocks: a trainer rank of a 0.1B model grew by 1.2 GiB for its activations, and kept that
+    memory after the update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 64 << 20)  # as large as it would become; the call above fixes it at 128 KiB
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)  # glibc's own largest value; the call above fixes it at 128 KiB

@@ -1,4 +1,4 @@
-"""Standard output and error that may go away: a closed terminal or pipe, a full disk, a reader that does not read."""
+"""Keeps a process alive when its standard output or error fails: closed terminal or pipe, full disk, stuck reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE_S: Final = 5.0
 
 
 class _Console(io.FileIO):
-    """A file descriptor whose writes never fail and never block for long: what it does not take is lost."""
+    """A file descriptor whose writes never fail and never block for long; output that cannot be written is lost."""
 
     _lost = False
 
@@ -39,7 +39,7 @@ class _Console(io.FileIO):
 
 
 def outlive_console() -> None:
-    """Have nothing that becomes of standard output or error end this process; a closed one becomes /dev/null.
+    """Replace standard output and error so that no failure of them ends this process. A closed stream is /dev/null.
 
     Streams that a test or a notebook has put in their place are left as they are.
     """
@@ -51,14 +51,14 @@ def outlive_console() -> None:
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not (before := getattr(sys, f"__{name}__")):
             continue
-        # One that was closed at the start may have its number taken by another file now.
+        # The number of a stream that was closed at the start may belong to another file now.
         own, encoding = (os.open(os.devnull, os.O_WRONLY), "utf-8") if before is None else (os.dup(fd), before.encoding)
         raw = io.BufferedWriter(_Console(own, "w"))
         setattr(sys, name, io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True))
 
 
 def native_lines_to(log: Path) -> None:
-    """Append what C++ code and child processes write to standard error to a file, after ``outlive_console``, whose
-    streams have descriptors of their own: this process's Python lines alone go to the console."""
+    """Append what C++ code and child processes write to standard error to the file ``log``. Python lines of this
+    process still go to the console, because ``outlive_console``, which must come first, gave them other descriptors."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""The record of what went wrong in a run and was mended: ``faults.jsonl``, one line per fault, and stalled stacks."""
+"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl`` and stalled.log."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.met
     "engine": "faults/engines",
     "manager": "faults/managers",
 }
-"""The metric that counts each kind, over the whole run. ``failed`` says why a rank ended, and a restart follows."""
+"""For each kind, the metric that counts its faults over the whole run. ``failed`` has none: a restart follows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One line of faults.jsonl.
 
-    stalled: the monitor killed a process; failed: why a rank ended; restart: the launcher started the ranks again;
-    engine, manager: one was replaced.
+    Kind stalled: the monitor killed a process. failed: a rank ended. restart: the launcher started the ranks again.
+    engine: an engine was replaced. manager: the RolloutManager was replaced.
     """
 
     kind: FaultKind
@@ -41,19 +41,19 @@ class Fault:
 
 
 class FaultRecord:
-    """faults.jsonl of a run folder. Several processes append to it; each line is one write."""
+    """Reads and writes faults.jsonl of a run folder. Several processes append to it, each line with one write."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "faults.jsonl"
         self._stacks = folder / "logs" / "stalled.log"
 
     def write(self, fault: Fault) -> None:
-        """Append a line. A full or missing disk loses it: the run's own writes report that."""
+        """Append a line. If the disk is full or missing the line is lost; the run's other writes report the disk."""
         row = {"time_s": fault.time_s, "kind": fault.kind, "who": fault.who, "why": fault.why}
         _append(self.path, json.dumps(row) + "\n")
 
     def failed(self, who: str) -> Callable[[str], None]:
-        """Return what takes a line on why ``who`` ends."""
+        """Return a function that records why ``who`` ends."""
         return lambda why: self.write(Fault("failed", who, why))
 
     def write_stack(self, title: str, stack: str) -> None:
@@ -61,7 +61,7 @@ class FaultRecord:
         _append(self._stacks, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n{stack}\n\n")
 
     def read(self, since_s: float = 0.0) -> Iterator[Fault]:
-        """Yield the faults from ``since_s`` on, in order; lines that are not whole are left out."""
+        """Yield the faults since ``since_s`` (seconds since the epoch), in order. Incomplete lines are left out."""
         for row in read_rows(self.path, bad_lines=[]) if self.path.is_file() else ():
             with suppress(KeyError, TypeError, ValueError):
                 fault = Fault(row["kind"], row["who"], row["why"], float(row["time_s"]))
@@ -69,7 +69,7 @@ class FaultRecord:
                     yield fault
 
     def counts(self) -> dict[str, float]:
-        """Return the metrics that count the faults: none before the run's first fault, afterwards every one."""
+        """Return the metrics that count the faults: {} before the run's first fault, later all metrics of COUNTED."""
         counted = Counter(fault.kind for fault in self.read())
         return {name: float(counted[kind]) for kind, name in COUNTED.items()} if counted else {}
 

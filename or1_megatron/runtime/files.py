@@ -1,4 +1,4 @@
-"""Writes that leave a file whole or untouched, and an error for a full disk that names the file."""
+"""Atomic file writes, whole appends, and an error for a full disk that names the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from or1_verify.errors import UserError
 
 PARTIAL_SUFFIX = ".partial"
-"""The end of the name of every file that is still being written. A killed process may leave such files; delete them."""
+"""The end of the name of every file that is still being written. A killed process may leave such files to delete."""
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -27,8 +27,8 @@ class DiskFullError(UserError, OSError):
 
 @contextmanager
 def naming_disk_full(path: Path, what: str) -> Iterator[None]:
-    """Turn an error of the block for want of space, or of a file system that can be written, into a DiskFullError that
-    names ``path`` and what was being written."""
+    """Turn an OSError of the block for a full disk, a used-up quota or a read-only file system into a DiskFullError
+    that names ``path`` and ``what`` was being written."""
     try:
         yield
     except OSError as error:
@@ -45,9 +45,9 @@ def naming_disk_full(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path, what: str) -> Iterator[Path]:
-    """Have the block write the file that is yielded, and then replace ``path`` by it: readers see one or the other.
+    """Yield the path of a file for the block to write, and then replace ``path`` by this file atomically.
 
-    Raises DiskFullError, or another OSError of the block; the old file then stays.
+    Raises DiskFullError, or another OSError of the block. The old file then stays.
     """
     aside = path.with_name(path.name + PARTIAL_SUFFIX)
     with naming_disk_full(path, what):
@@ -60,7 +60,7 @@ def replaced(path: Path, what: str) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes, what: str) -> None:
-    """Replace the file at ``path`` by ``content``, as ``replaced``, once it is on the disk."""
+    """Replace the file at ``path`` by ``content`` atomically, once ``content`` is on the disk. Raises DiskFullError."""
     with replaced(path, what) as aside, aside.open("wb") as file:
         file.write(content)
         file.flush()

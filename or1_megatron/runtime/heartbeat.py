@@ -1,12 +1,11 @@
-"""Signs of life: each process of a run counts in a small file in shared memory, which the node's monitor reads.
+"""Heartbeats: each process of a run advances counters in a small file in shared memory, which the node's monitor reads.
 
-A file holds one ``Beat``. A thread of its own advances ``alive`` every second: it runs as long as the process and its
-interpreter do. ``worked`` is advanced by the thread whose work the run waits for, so it also shows that this thread
-does not hang in a driver. No file system but the node's memory takes part, so storage that hangs stops no heartbeat;
-and a file has its final size from the start, so a full memory does not either. Imports no package.
+A file holds one ``Beat``. The heartbeat thread advances ``alive`` every second, as long as the process and its
+interpreter run. The thread whose work the run waits for advances ``worked``, which shows that this thread does not
+hang in a driver. The files are in the node's memory, so hanging storage stops no heartbeat. A file has its final size
+from the start, so full memory stops no heartbeat either. Imports no package.
 
-The thread that beats also looks at the clock for the main thread: it ends what takes longer than its deadline
-(``Heartbeat.within``).
+The heartbeat thread also enforces deadlines of the main thread (``Heartbeat.within``).
 """
 
 from __future__ import annotations
@@ -42,29 +41,29 @@ def beats_folder(run: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a process last said of itself."""
+    """The last state that a process wrote about itself."""
 
     pid: int
     started: int
-    """Clock ticks since boot: with the pid it names one process for good."""
+    """Clock ticks from boot to the process's start. ``pid`` and ``started`` together never name another process."""
     who: str
     alive: int = 0
     worked: int = -1
-    """-1: the process has no thread whose work is watched, or that thread waits for nothing now."""
+    """-1: the process has no thread whose work is watched, or the thread need not advance now."""
     long: bool = True
-    """It does something that is known to take long and that has a deadline elsewhere."""
+    """Whether the process does something that is known to take long and has a deadline elsewhere."""
     doing: str = "starting"
 
 
 class Heartbeat:
-    """This process's signs of life, until ``close`` or the end of the process. Any thread may call its methods."""
+    """This process's heartbeat, until ``close`` or the end of the process. Any thread may call the methods."""
 
     def __init__(self, folder: Path, who: str, doing: str = "starting", long: bool = True) -> None:
         """
         Args:
-            folder: ``beats_folder`` of the run; made if missing.
-            who: what people call the process, e.g. "rank 0".
-            doing, long: as in ``says``.
+            folder: ``beats_folder`` of the run; it is made if missing.
+            who: the process's name in messages, such as "rank 0".
+            doing, long: the first call of ``says``.
         """
         self._path = folder / str(os.getpid())
         aside = self._path.with_suffix(".new")
@@ -80,16 +79,16 @@ class Heartbeat:
         threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def says(self, doing: str, long: bool = False) -> None:
-        """Say what the process does. ``long``: its deadline is another one than ``cluster.heartbeat_s``."""
+        """Write what the process does now. ``long``: it has another deadline than ``cluster.heartbeat_s``."""
         self._write(doing=doing[:_WORDS], long=long)
 
     def worked(self) -> None:
-        """Say that the watched thread has got on. From now on it must do so within ``cluster.heartbeat_s``."""
+        """Write that the watched thread has advanced. It must call this again within ``cluster.heartbeat_s``."""
         self._write(worked=max(self._beat.worked, 0) + 1)
 
     @contextmanager
     def busy_with(self, doing: str) -> Iterator[None]:
-        """Say that the process does something long during the block, and afterwards what it did before."""
+        """Write that the process does something long during the block; restore the earlier text afterwards."""
         before = self._beat
         self.says(doing, long=True)
         try:
@@ -99,7 +98,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, deadline_s: float, late: Callable[[], None]) -> Iterator[None]:
-        """Call ``late`` on the thread that beats if the block takes longer than ``deadline_s``. Blocks do not nest."""
+        """Call ``late`` on the heartbeat thread if the block takes longer than ``deadline_s``. Blocks must not nest."""
         self.ends_within(deadline_s, late)
         try:
             yield
@@ -107,11 +106,11 @@ class Heartbeat:
             self._due = None
 
     def ends_within(self, deadline_s: float, late: Callable[[], None]) -> None:
-        """As ``within``, for the rest of the process."""
+        """Call ``late`` on the heartbeat thread if the process still runs after ``deadline_s``."""
         self._due = time.monotonic() + deadline_s, late
 
     def close(self) -> None:
-        """End the signs of life: from now on nobody waits for them. A second call does nothing."""
+        """End the heartbeat and delete its file, so that the monitor stops waiting. A second call does nothing."""
         self._over.set()
         self._path.unlink(missing_ok=True)
 
@@ -135,18 +134,18 @@ def main_thread_stack() -> str:
 
 
 async def beat_on_loop(heart: Heartbeat) -> None:
-    """Show that this asyncio loop runs, until the task is cancelled."""
+    """Advance ``worked`` every second while this asyncio loop runs, until the task is cancelled."""
     while True:
         heart.worked()
         await asyncio.sleep(BEAT_S)
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """Return the signs of life in the folder, those of processes that have ended included."""
+    """Return the heartbeats in the folder, including those of processes that have ended."""
     beats = []
     for path in sorted(path for path in folder.glob("*") if path.name.isdigit()):
         try:
             beats.append(Beat(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):  # it has just ended, or is just being written
+        except (OSError, ValueError, TypeError):  # the process has just ended, or is just writing
             continue
     return beats

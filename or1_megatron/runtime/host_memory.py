@@ -1,4 +1,4 @@
-"""The memory that this process can use: the machine's, or its cgroup's where that has a limit."""
+"""Host memory, total and free, that this process can use under its cgroup's limits; metrics of memory in use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes. ``free`` counts memory that the kernel gives back when it is asked for, such as page cache."""
+    """Host memory in bytes. ``free`` includes memory that the kernel gives back on demand, such as page cache."""
 
     total: int
     free: int
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the memory in use here and, on a GPU, the most that torch has held since the last call, in bytes."""
+    """Return the host memory in use and, on a GPU, torch's peak since the last call, both in bytes."""
     import torch  # here, because the RolloutManager reads its cgroup alone
 
     host = host_memory()
@@ -30,7 +30,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
-    """Return the least of the machine's memory and the limits of this process's cgroups, v1 and v2."""
+    """Return the machine's memory, lowered to the limits of this process's cgroups (v1 and v2)."""
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
     for folder, unified in memory_cgroups(mounts, membership, up_to_root=True):
@@ -50,9 +50,9 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 
 
 def memory_cgroups(mounts: Path, membership: Path, up_to_root: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's memory cgroups, and whether they are v2; with ``up_to_root`` those above too.
+    """Yield (folder, whether it is v2) of this process's memory cgroups, with ``up_to_root`` also of their parents.
 
-    In a container ``membership`` may give the host's path, absent below ``mounts``; only the root then counts.
+    In a container ``membership`` may name a host's path that is absent below ``mounts``; only the root counts then.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):

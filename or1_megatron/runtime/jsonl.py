@@ -1,4 +1,4 @@
-"""JSON-lines files: written one whole line at a time, and repaired when opened after a kill."""
+"""JSON-lines files (such as metrics.jsonl): written by whole lines, repaired after a kill, repeated steps merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, what: str = "metrics") -> None:
-        """``what``: what the rows are, for the error of a full disk."""
+        """``what``: the name of the rows in the error for a full disk."""
         self.path, self._what = path, what
         with naming_disk_full(path, what):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -65,8 +65,8 @@ class JsonlWriter:
 def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file in order, without a torn last line (of a killed or unfinished write).
 
-    Raises FileNotFoundError, and ValueError with file and line for any other line that is not a JSON object. With
-    ``bad_lines`` such lines are skipped instead, and their messages appended to it.
+    Raises FileNotFoundError, and ValueError with file and line for any other line that is not a JSON object. If the
+    list ``bad_lines`` is given, such lines are skipped instead, and their messages are appended to the list.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -81,7 +81,7 @@ def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[s
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rows of metrics.jsonl by step. Lines of one step are merged; the later wins. Raises as read_rows."""
+    """Return the rows of metrics.jsonl by step. Rows of one step are merged, later values win. Raises as read_rows."""
     steps: dict[int, dict[str, Any]] = {}
     for row in read_rows(path):
         steps.setdefault(int(row["step"]), {}).update(row)

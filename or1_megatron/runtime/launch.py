@@ -1,11 +1,11 @@
-"""Run this node's ranks under torchrun, with signals that mean "save and stop".
+"""Launches this node's ranks under torchrun, and makes signals ask the ranks to save and stop.
 
-torchrun's agent runs in this process. By default it answers a signal by sending it to each rank's whole process group,
-and SIGKILL 30 s later. That group holds Ray's daemons and the engines that rank 0 started, which would die before the
-save. So this module handles the signals and forwards them to the rank processes only; the ranks save, stop their own
-helpers and exit (``runtime.signals``). Ctrl-C and a closed terminal mean the same as SIGTERM.
+torchrun's agent runs in this process. By default it sends a signal on to each rank's whole process group, and SIGKILL
+30 s later. This group includes Ray's daemons and the engines that rank 0 started, which would die before the save. So
+this module handles the signals and forwards them to the rank processes only. The ranks save, stop their own helpers
+and exit (``runtime.signals``). Ctrl-C and a closed terminal have the effect of SIGTERM.
 
-The kernel makes this process the parent of all whose parent dies below it, so that nothing of a rank gets lost.
+This process is a child subreaper: it adopts every process below it whose parent dies, so that it can kill them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from or1_megatron.runtime.nodes import Nodes
 from or1_megatron.runtime.signals import LAUNCH_MARK, asked_by_signals
 
 KILL_MARGIN_S: Final = 30.0
-"""Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
+"""Time from the end of the grace period, when a rank exits by itself, until the launcher kills the rank."""
 
 _GONE_S: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
@@ -43,21 +43,21 @@ _AGENT_LOGGERS: Final = ("multiprocessing.api", "agent.server.api")  # of torch.
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the ranks ended."""
+    """How the ranks of a launch ended."""
 
     code: int
-    """The exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n if signal n
-    stopped the launcher."""
+    """The exit code for the shell: 0; or the code of the rank that failed first (128 + n if signal n killed the rank);
+    or 128 + n if signal n stopped the launcher."""
     asked: bool
-    """A signal had asked the launcher to stop."""
+    """Whether a signal had asked the launcher to stop."""
     rank_code: int = 0
-    """The exit code of the rank that failed first: -n if signal n killed it."""
+    """The exit code of the rank that failed first: -n if signal n killed the rank; 0: no rank failed."""
     how: str = ""
-    """Which rank failed first, and how; empty if none did."""
+    """Which rank failed first, and how; empty if no rank failed."""
 
 
 def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, grace_s: float, task: str) -> int:
-    """Run ranks as ``launch``; print how they failed at their ``task``, if they did; return the shell's exit code."""
+    """Run ``launch``, print how the ranks failed at their ``task``, if they did, and return the shell's exit code."""
     ended = launch(module, arguments, ranks=ranks, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
     if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
@@ -80,11 +80,11 @@ def launch(
     Args:
         grace_s: seconds that the ranks have to save and exit after a signal.
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
-        monitor: ends what stalls, while the ranks run.
-        nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all of them
-            are one group; where one fails, all end, and each launcher returns how the first one failed.
+        monitor: kills processes that stall, while the ranks run.
+        nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all nodes
+            form one group. When a rank fails, all ranks end, and each launcher returns how the first rank failed.
 
-    No process of the ranks is left on this node when it returns.
+    No process of the ranks is left on this node when this function returns.
     """
     threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
@@ -113,7 +113,7 @@ def launch(
 
 
 def _meeting(nodes: Nodes | None) -> list[str]:
-    """Return torchrun's options that say where the ranks of all nodes meet."""
+    """Return torchrun's options for the rendezvous of the ranks of all nodes."""
     if nodes is None:  # the host's own name need not resolve
         return ["--standalone", "--local-addr", "127.0.0.1"]
     options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
@@ -122,7 +122,7 @@ def _meeting(nodes: Nodes | None) -> list[str]:
 
 
 def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
-    """Return how the first rank of all nodes failed. ``ended``: how this node's did."""
+    """Return how the first rank of all nodes failed. ``ended``: how this node's ranks ended."""
     if nodes is None:
         return ended
     if ended.asked:  # the other nodes must not begin again
@@ -133,16 +133,16 @@ def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
 
 
 def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
-    """Return the CPU threads of a rank: those wanted, else its share of the machine's cores.
+    """Return the number of CPU threads of a rank: ``wanted``, or else the machine's cores divided by its ranks.
 
     Args:
-        ranks_here: ranks on this machine, whatever others the run has.
+        ranks_here: the number of the run's ranks on this machine.
     """
     return wanted or max(1, (os.cpu_count() or 1) // ranks_here)
 
 
 class _Supervisor:
-    """Forwards signals to the ranks, and kills what does not end in time."""
+    """Forwards signals to the ranks, and kills processes that do not end in time."""
 
     def __init__(self, module: str, grace_s: float, monitor: Monitor | None) -> None:
         self.number = 0
@@ -151,7 +151,7 @@ class _Supervisor:
         self._ended = threading.Event()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
         self._others = psutil.Process().children(recursive=True)
-        """Processes below this one that are no rank's."""
+        """Descendants of this process that existed before the ranks."""
         if monitor is not None:
             monitor.start()
 
@@ -168,31 +168,31 @@ class _Supervisor:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
     def ask(self) -> None:
-        """Ask the ranks to end, since one of another node has failed, as torchrun's agent does for one of this node.
+        """Ask the ranks to end because a rank of another node has failed, as torchrun's agent does on this node.
 
-        Ranks that save and end already are left to it: another signal would stop them.
+        Ranks that are saving after a stop signal are left alone, because a second signal would stop them.
         """
         for rank in () if self.number else self._ranks():
             _send(rank.pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill what the ranks, which have ended, left behind, and wait until it is gone."""
+        """Kill the processes that the ended ranks left behind, and wait until they are gone."""
         self._ended.set()
         if self._monitor is not None:
             self._monitor.stop()
         give_up = time.monotonic() + _GONE_S
         while (left := self.kill()) and time.monotonic() < give_up:
             for pid in left:
-                with suppress(ChildProcessError):  # it is not our child, or torchrun's agent has waited for it
+                with suppress(ChildProcessError):  # the process is not our child, or torchrun's agent has waited for it
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(0.05)
         if self._monitor is not None:
             self._monitor.clear()
 
     def kill(self) -> list[int]:
-        """Kill the ranks and all that they started; return the pids of what is there still.
+        """Kill the ranks and all processes that they started; return the pids of those that were still there.
 
-        The monitor knows also what was started for this run by a Ray that was there before.
+        The monitor also knows the processes that a Ray cluster from before the run has started for this run.
         """
         pids = {process.pid for process in psutil.Process().children(recursive=True)}
         if self._monitor is not None:
@@ -224,8 +224,8 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank ended that failed first: of those that failed at once, one that was killed, since the others
-    lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
+    """Return how the rank that failed first ended. If several failed at once, a killed rank counts as the first, since
+    the others lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
     killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
     rank, failure = killed[0] if killed else error.get_first_failure()
     code = failure.exitcode

@@ -1,6 +1,6 @@
-"""Logging: all lines go to ``logs/rank_N.log``; our own warnings, and everyone's errors, also to the console.
+"""Logging: all lines go to ``logs/rank_N.log``; our own warnings and all errors also go to the console.
 
-Verbose libraries log warnings only. What a library warns of, or announces as deprecated, goes to the file.
+Verbose libraries log only warnings and errors. Libraries' warnings, also of deprecation, go to the file only.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ NOISY = (
     "urllib3",
     "vllm",
 )
-"""Loggers of libraries that log at WARNING and above only."""
+"""Libraries whose loggers are set to log only at WARNING and above."""
 
 QUIET_ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # else vLLM installs its own handler on import
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_DEDUP_LOGS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # asks for the new behaviour, which Ray else announces
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the new behaviour, without which Ray prints an announcement
     "TOKENIZERS_PARALLELISM": "false",  # else every fork after the first tokenization warns
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-"""Libraries read these when they are imported. Set them in this process and in every Ray actor."""
+"""Environment variables that libraries read on import. Set them in this process and in every Ray actor."""
 
 _OWN = ("or1_megatron", "or1_verify")
 
@@ -53,7 +53,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.StreamHandler[TextIO]):
-    """Writes to the log file. If a write fails, for example on a full disk, it says so once and the run continues."""
+    """Writes to the log file. The first write that fails, for example on a full disk, is reported on standard error."""
 
     _failed = False
 
@@ -68,10 +68,10 @@ def _for_console(record: logging.LogRecord) -> bool:
 
 
 def set_up_logging(folder: Path, rank: int) -> None:
-    """Send this process's log lines to ``folder/rank_N.log`` (appending), and to the console what a user should see.
+    """Append this process's log lines to ``folder/rank_N.log``; print our warnings and all errors on the console.
 
     The file also gets the traces of uncaught exceptions, in threads too, and of fatal signals (segmentation fault,
-    abort). A second call replaces what the first set up. Raises OSError when the file cannot be opened.
+    abort). A second call replaces the first call's handlers. Raises OSError when the file cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for variable, value in QUIET_ENVIRONMENT.items():
@@ -103,7 +103,7 @@ def _trace_crashes(file: TextIO, to_file: logging.Handler) -> None:
     faulthandler.enable(file)
 
     def note(what: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Write to the file only: Python itself prints the traceback on the console."""
+        """Write the exception to the file only, because Python itself prints the traceback on the console."""
         to_file.handle(logging.LogRecord(_OWN[0], logging.ERROR, __file__, 0, what, None, (kind, error, trace)))
 
     def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

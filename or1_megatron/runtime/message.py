@@ -1,4 +1,4 @@
-"""Messages between the run's processes: a pickle behind its checksum, which tells of bits that flip on the way."""
+"""Messages between the run's processes: pickles with a checksum, which detects bits that flip on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHECKSUM_BYTES = 4
 
 
 class MessageDamaged(PartLost, RuntimeError):
-    """A message is not what was sent."""
+    """A message arrived with other bytes than were sent."""
 
 
 def pack(message: Any) -> bytes:

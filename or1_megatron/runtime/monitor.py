@@ -1,13 +1,13 @@
-"""Ends what has stalled: a process that lives and does nothing is killed, and then counts as dead like any other.
+"""Watchdog: kills processes of a run that hang, so that they count as dead and the run can recover.
 
-The launcher of each node has a monitor, on a thread. It looks every second: at each process below the launcher, and at
-the heartbeats (``heartbeat``). A process that is stopped (T) for ``heartbeat_s`` is killed, whatever it was doing. One
-without a sign of life for so long is judged by its state, and by what its busiest thread got of the cores in that time:
+The launcher of each node runs a monitor on a thread. Every second it looks at each process below the launcher and at
+the heartbeats (``heartbeat``). A process that is stopped (state T) for ``heartbeat_s`` is killed. A process whose
+heartbeat stands still for ``heartbeat_s`` is judged by its state and by the CPU time of its busiest thread since then:
 
-    it ran, or waits for a core          it is starved or busy, and lives; killed only after _BUSY_FACTOR * heartbeat_s
-                                         of CPU time
-    waiting for a disk or device (D)     killed after _DISK_FACTOR * heartbeat_s: storage may come back
-    asleep                               killed, unless what it does is known to take long
+    it ran, or waits for a core          it is busy or starved; killed only after _BUSY_FACTOR * heartbeat_s of CPU
+                                         time
+    waiting for a disk or device (D)     killed after _DISK_FACTOR * heartbeat_s, because storage may come back
+    asleep                               killed, unless its work is known to take long
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""When the monitor itself was away for longer than this, all clocks begin anew: the others may have been away, too."""
+"""If the monitor itself did not run for longer than this, all clocks restart, as others may not have run either."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
-"""A thread that ran for this share of the time has something to do."""
+"""A thread that ran for at least this share of the time counts as busy."""
 _OWN_CHILDREN: Final = "or1_verify.pool.pool_process"
-"""What runs below a verifier has deadlines of its own, and untrusted programs may stop themselves."""
+"""Module of verifier processes. Their children are not watched: verifiers have deadlines for untrusted programs."""
 
 
 @dataclass(slots=True)
 class _Silence:
-    """Since when a process has shown no sign of life, by the monitor's clock."""
+    """A heartbeat counter of one process, which has not advanced since ``since_s`` (monotonic seconds)."""
 
     sign: tuple[int, bool]
-    """A counter of its heartbeat, and whether it does something long."""
+    """The counter's value, and whether the process does something long."""
     since_s: float
     times_ns: Mapping[int, int]
-    """CPU times of its threads at that moment."""
+    """CPU times of the process's threads at ``since_s``, by thread id."""
     excused: bool = False
 
 
 class Monitor:
-    """Looks after the processes below ``root`` and those with a heartbeat on this node."""
+    """Watches the processes below ``root`` and all processes of the run with a heartbeat on this node."""
 
     def __init__(
         self, root: int, run: str, heartbeat_s: float, faults: FaultRecord, say: Callable[[str], None] | None = None
     ) -> None:
         """
         Args:
-            root: the launcher's pid. It adopts processes whose parent has died.
-            run: names the folder of heartbeats (``beats_folder``).
-            faults: where each stall is recorded; stacks go to a file beside the logs.
-            say: prints a line for people; to standard error unless given.
+            root: the launcher's pid. The launcher adopts processes whose parent has died.
+            run: the run's name, for the folder of heartbeats (``beats_folder``).
+            faults: records each stall, and the stacks of the stalled process.
+            say: prints a line for people; by default to standard error.
         """
         self._root, self._heartbeat_s, self._faults = root, heartbeat_s, faults
         self._folder = beats_folder(run)
@@ -79,14 +79,14 @@ class Monitor:
         self._stopped_since: dict[tuple[int, int], float] = {}
         self._killed: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
-        """The run's processes at the last look. A parent that dies elsewhere, as below a Ray that runs already, leaves
-        children that are below nobody of ours any more."""
+        """(pid, start) of the run's processes at the last look. They are remembered because, under a Ray cluster from
+        before the run, a parent that dies leaves children that no process of the run is an ancestor of."""
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look every second, on a thread, until ``stop``."""
+        """Call ``look`` every second on a thread, until ``stop``."""
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
@@ -96,7 +96,7 @@ class Monitor:
             self._thread.join()
 
     def left_over(self) -> list[int]:
-        """Return the processes of the run that are still there."""
+        """Return the pids of the run's processes that are still there."""
         there = all_processes()
         return [process.pid for process in self._processes(there, self._living_beats(there))]
 
@@ -105,7 +105,7 @@ class Monitor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def look(self) -> None:
-        """Look once, and kill what has stalled."""
+        """Check all processes once, and kill those that have stalled."""
         now = time.monotonic()
         if now - self._looked_s > _LATE_S:
             self._silences.clear()
@@ -127,7 +127,7 @@ class Monitor:
             self.look()
 
     def _living_beats(self, there: Mapping[int, Process]) -> dict[int, Beat]:
-        """Return the heartbeats of living processes by pid, and delete the files of the others."""
+        """Return the heartbeats of living processes by pid, and delete the files of ended processes."""
         living = {}
         for beat in read_beats(self._folder):
             process = there.get(beat.pid)
@@ -138,7 +138,7 @@ class Monitor:
         return living
 
     def _processes(self, there: Mapping[int, Process], beats: Mapping[int, Beat]) -> list[Process]:
-        """Return the run's processes, without what verifiers run."""
+        """Return the run's processes, without the processes below verifiers."""
         roots = set(beats) | {pid for pid, started in self._seen if pid in there and there[pid].started == started}
         below = {process.pid: process for process in descendants({self._root, *roots}, there)}
         below |= {pid: there[pid] for pid in roots}
@@ -150,7 +150,7 @@ class Monitor:
         return ours
 
     def _stopped(self, process: Process, now: float) -> str:
-        """Return why a stopped process is ended now; empty if it is not."""
+        """Return why the process must be killed for being stopped too long; empty: it need not be killed."""
         key = (process.pid, process.started)
         if process.state != "T":
             self._stopped_since.pop(key, None)
@@ -159,13 +159,13 @@ class Monitor:
         return f"for {since_s:.0f} s: stopped (state T)" if since_s >= self._heartbeat_s else ""
 
     def _silent(self, process: Process, beat: Beat | None, now: float) -> str:
-        """Return why a process that runs but gives no sign of life is ended now; empty if it is not."""
+        """Return why the process must be killed for a heartbeat that stands still; empty: it need not be killed."""
         if beat is None:
             return ""
         signs = {"alive": beat.alive}
         if beat.worked >= 0 and not beat.long:
             signs["worked"] = beat.worked
-        if process.state == "t":  # a debugger holds it; its time begins when it goes on
+        if process.state == "t":  # a debugger holds the process; its time begins when it is released
             signs = {}
         for name in {"alive", "worked"} - signs.keys():
             self._silences.pop((process.pid, process.started, name), None)
@@ -202,7 +202,7 @@ class Monitor:
         return ""
 
     def _end(self, process: Process, why: str, beats: Mapping[int, Beat]) -> None:
-        """Take the stalled process's stacks, say who waits for whom, and kill it."""
+        """Kill the stalled process, record its stacks, and print which process waits for it."""
         beat = beats.get(process.pid)
         who = beat.who if beat is not None else _called(process)
         stack = stacks(process.pid)
@@ -222,7 +222,7 @@ class Monitor:
 
 
 def _called(process: Process) -> str:
-    """Return what people call a process that has no heartbeat."""
+    """Return a name in messages for a process without a heartbeat."""
     words = command_line(process.pid)
     if "or1_megatron.trainer.run" in words:
         return "a trainer rank that starts"

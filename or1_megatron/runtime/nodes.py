@@ -1,16 +1,16 @@
-"""The launchers of a run on several nodes: they start its ranks together, and end them together.
+"""Coordinates the launchers of a multi-node run, which start the ranks of all nodes together and end them together.
 
-Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT while
-it lives, and decides whether there is another attempt; the others follow. An attempt begins once the launchers of all
-nodes wait for it. The store's keys:
+Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT. It
+decides whether there is another attempt (a start of all ranks), and the other launchers follow. An attempt begins once
+the launchers of all nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
-    here/<i>/<node>  the node's launcher waits for attempt i
-    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end" and the run's exit code: there is no
-                  such attempt
-    ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
-    beat/<node>   the node's launcher counts once a second
-    left/<node>   the node has read that the run has ended
+    here/<i>/<node>  set when the node's launcher waits for attempt i
+    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; or "end" and the run's exit code, if the run
+                  has ended before attempt i
+    ended/<i>     how the first rank of attempt i failed: two exit codes and a line. Every node then ends its ranks
+    beat/<node>   a counter that the node's launcher advances once a second
+    left/<node>   set when the node has read that the run has ended
     error/<node>  why the node's launcher could not start its ranks
 """
 
@@ -36,27 +36,27 @@ from or1_verify.errors import UserError
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 10.0
-"""After another node's ranks have failed: the time in which this node's may log where they are, and end."""
+"""Time for this node's ranks to log their stacks and end after a rank of another node has failed."""
 _ANSWER_S: Final = 5.0
 _SILENT_S: Final = 60.0
-"""A node whose launcher has not counted for this long is lost. A network may drop for less."""
+"""A node whose launcher has not advanced its counter for this long is lost. Network drop-outs are shorter."""
 _LEAVE_S: Final = 10.0
-"""Node 0 waits so long for the others to read that the run has ended."""
+"""Node 0 waits this long for the other nodes to read that the run has ended."""
 _END: Final = "end"
 
 
 class NodesError(PartLost):
-    """The launchers of a run do not meet, or have lost each other: names the node and the address."""
+    """The launchers of a run do not meet, or have lost each other. The message names the node and the address."""
 
 
 class Nodes:
-    """This node's launcher among those of all nodes. Use it from one thread; ``watched`` starts its own.
+    """Connects this node's launcher with the launchers of the other nodes. Use it from one thread.
 
     Args:
-        count: how many nodes have ranks.
-        rank: this one's number; node 0 decides.
-        address, port: where node 0 can be reached, and a free port on it.
-        timeout_s: how long node 0 waits for the others, and they for node 0 to answer at all.
+        count: the number of nodes that have ranks.
+        rank: this node's number; node 0 decides.
+        address, port: node 0's address, and a free port on node 0.
+        timeout_s: how long node 0 waits for the other nodes, and how long these wait until node 0 answers.
 
     Raises:
         NodesError: node 0 does not answer in time, or on node 0: the port is taken.
@@ -65,29 +65,29 @@ class Nodes:
     def __init__(self, count: int, rank: int, address: str, port: int, timeout_s: float) -> None:
         self.count, self.rank, self.address, self.timeout_s = count, rank, address, timeout_s
         self.port = 0
-        """Where the ranks of this attempt meet."""
+        """The port of node 0 at which the ranks of this attempt meet."""
         self._store_port = port
         self._where = f"{address}:{port}"
         self._attempt = -1
         self.code = 1
-        """The run's exit code, which node 0 sets before the block ends and ``begin`` reads: a node ends as node 0 does.
-        1: node 0's launcher ended for an error."""
+        """The run's exit code. Node 0 sets it before the ``with`` block ends; ``begin`` sets it on other nodes, which
+        exit with the same code. 1: node 0's launcher ended with an error."""
         place = f"{self._where} (--master-addr, --master-port)"
         try:
-            if rank == 0:  # by another address: it listens at all of this host's
+            if rank == 0:  # the store listens at all addresses of this host
                 self._store = self._made("127.0.0.1", host=True)
         except dist.DistError as error:
             raise NodesError(f"node 0 cannot listen at {place}: {_first_line(error)}") from None
         try:
             if rank > 0:
                 self._store = self._connected()
-            self._own = self._connected()  # of the watching thread: a call that waits holds up no other
+            self._own = self._connected()  # for the watching thread: a waiting call would block other calls
         except (dist.DistError, TimeoutError) as error:
             late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
             raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {self._found(error)}") from None
 
     def _connected(self) -> dist.TCPStore:
-        """Connect to node 0's store, on a thread: a service that says nothing would hold torch for ever.
+        """Return a connection to node 0's store. A thread makes it, because a silent service blocks torch for ever.
 
         Raises DistError or TimeoutError.
         """
@@ -103,7 +103,7 @@ class Nodes:
         return made.result(self.timeout_s + _LOOK_S)
 
     def _found(self, error: Exception) -> str:
-        """Return what is at node 0's address, where no store is."""
+        """Return what was found at node 0's address when its store did not answer with ``error``."""
         try:
             socket.create_connection((self.address, self._store_port), _ANSWER_S).close()
         except OSError as refused:
@@ -115,13 +115,13 @@ class Nodes:
         return dist.TCPStore(address, self._store_port, None, host, timeout, wait_for_workers=False)
 
     def begin(self) -> bool:
-        """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
+        """Begin the next attempt together with the launchers of all nodes. Return False if the run has ended.
 
-        Node 0 waits for the others ``timeout_s``; they wait for it as long as it lives. A node whose launcher was
-        started again joins the attempt after the one that runs.
+        Node 0 waits ``timeout_s`` for the other nodes; these wait as long as node 0 lives. A node whose launcher was
+        started again joins the attempt that follows the running one.
 
         Raises:
-            NodesError: on node 0: another node has not come in time; on the others: node 0 is gone.
+            NodesError: on node 0: another node has not come in time. On other nodes: node 0 is gone.
             UserError: on node 0: another node cannot start its ranks.
         """
         if self.rank > 0:
@@ -137,7 +137,7 @@ class Nodes:
         return True
 
     def _follow(self) -> bool:
-        """As ``begin``, on nodes other than 0."""
+        """Begin the next attempt on a node other than 0. Return False if the run has ended."""
         begun = int(self._store.get("begun")) if self._store.check(["begun"]) else -1
         self._attempt = begun + 1
         self._store.set(f"here/{self._attempt}/{self.rank}", "1")
@@ -153,7 +153,7 @@ class Nodes:
         return True
 
     def _wait_for_others(self) -> None:
-        """Wait until the launchers of all nodes wait for the next attempt; a signal's handler may raise here."""
+        """Wait until the launchers of all nodes wait for the next attempt. A signal handler may raise here."""
         give_up = time.monotonic() + self.timeout_s
         while missing := self._missing():
             for node in missing:
@@ -167,12 +167,12 @@ class Nodes:
             time.sleep(_POLL_S)
 
     def _missing(self) -> list[int]:
-        """Return the nodes other than 0 whose launchers do not wait for the next attempt yet."""
+        """Return the nodes, other than node 0, whose launchers do not yet wait for the next attempt."""
         here = f"here/{self._attempt + 1}"
         return [node for node in range(1, self.count) if not self._store.check([f"{here}/{node}"])]
 
     def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
-        """Report how this node's ranks failed (``launch.Ended``); return the attempt's first report, of any node."""
+        """Report how this node's ranks failed (``launch.Ended``), and return the first report of any node."""
         own = f"{rank_code} {code} {how} (node {self.rank})"
         try:
             first: str = self._store.compare_set(f"ended/{self._attempt}", "", own).decode()
@@ -183,8 +183,8 @@ class Nodes:
 
     @contextmanager
     def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
-        """Within the block, on a thread: call ``ask_ranks`` once the attempt has failed on another node, then
-        ``kill_ranks`` if the block still runs after ``_GRACE_S``."""
+        """During the block, a thread calls ``ask_ranks`` once the attempt has failed on another node, and
+        ``kill_ranks`` if the block still runs ``_GRACE_S`` later."""
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(over, ask_ranks, kill_ranks), name="nodes", daemon=True)
         watch.start()
@@ -200,14 +200,14 @@ class Nodes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Node 0 tells the others that the run has ended; another one tells it why it cannot start its ranks."""
+        """On node 0, tell the other nodes that the run has ended. On another node, tell node 0 of a UserError."""
         if self.rank == 0:
             self._end()
         elif isinstance(error, UserError) and not isinstance(error, NodesError):
             self._store.set(f"error/{self.rank}", str(error))
 
     def _end(self) -> None:
-        """Tell the other nodes that the run has ended, and wait a moment until they know."""
+        """Tell the other nodes that the run has ended, and wait up to ``_LEAVE_S`` until they have read it."""
         self._store.set(f"attempt/{self._attempt + 1}", f"{_END} {self.code}")
         give_up = time.monotonic() + _LEAVE_S
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
@@ -230,7 +230,7 @@ class Nodes:
                 return
 
     def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:
-        """Return whether a node has not counted for too long, and report it as failed; on node 0."""
+        """On node 0, return whether a node's launcher has stopped counting, and report the node as failed."""
         now = time.monotonic()
         for node in range(1, self.count) if self.rank == 0 else ():
             beat = self._own.get(f"beat/{node}") if self._own.check([f"beat/{node}"]) else b""

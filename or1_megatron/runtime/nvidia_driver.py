@@ -1,4 +1,4 @@
-"""Whether the NVIDIA driver can run the installed torch. Does not import torch."""
+"""Checks that the NVIDIA driver is new enough for the CUDA of the installed torch. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class DriverTooOld(UserError):
 
 
 def check_driver() -> None:
-    """Refuse a machine whose GPUs torch could not use because of the driver: it would train on CPU instead.
+    """Refuse a machine whose driver is too old for torch, which would silently train on CPU.
 
     Raises:
-        DriverTooOld: says what is installed, and what to do.
+        DriverTooOld: the message says what is installed and what to do.
     """
     if problem := driver_problem():
         raise DriverTooOld(problem)
 
 
 def driver_problem(wanted: tuple[int, int] | None = None) -> str:
-    """Return why the driver cannot run torch for CUDA ``wanted`` (default: the installed torch's).
+    """Return why the driver cannot run torch for CUDA ``wanted`` (default: the installed torch's CUDA).
 
-    Empty if it can, without a driver, and for a torch without CUDA.
-    The driver's library is asked, not the kernel module: NVIDIA's forward compatibility puts a newer library on it.
+    Empty if the driver can run it, if there is no driver, and if torch has no CUDA. The driver's library is asked
+    rather than the kernel module, because NVIDIA's forward compatibility adds a newer library to an older module.
     """
     wanted, offered = wanted or torch_cuda(), driver_cuda()
     if wanted is None or offered is None or offered[0] >= wanted[0]:

@@ -1,6 +1,6 @@
-"""What Linux says of processes in /proc: who descends from whom, whether one is stopped, starved or asleep, its stacks.
+"""Reads processes from Linux's /proc: their descendants, states (stopped, asleep, waiting), CPU times and stacks.
 
-Imports no package: programs that must be small use it.
+Imports no package, because programs that must be small use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One line of /proc/PID/stat. ``pid`` and ``started`` together name one process for good."""
+    """One line of /proc/PID/stat. ``pid`` and ``started`` together never name another process."""
 
     pid: int
     started: int
@@ -63,7 +63,7 @@ def all_processes() -> dict[int, Process]:
 
 
 def descendants(roots: Collection[int], of: Mapping[int, Process]) -> list[Process]:
-    """Return the processes below ``roots``, these excluded."""
+    """Return the descendants of the processes ``roots`` among the processes ``of``, without the roots themselves."""
     children: dict[int, list[Process]] = {}
     for process in of.values():
         children.setdefault(process.parent, []).append(process)
@@ -78,12 +78,12 @@ def descendants(roots: Collection[int], of: Mapping[int, Process]) -> list[Proce
 
 
 def command_line(pid: int) -> list[str]:
-    """Return a process's arguments; an empty one if it has ended."""
+    """Return a process's command line as a list of arguments; [""] if the process has ended."""
     return _read(Path(_PROC, str(pid), "cmdline")).rstrip("\0").split("\0")
 
 
 def thread_times_ns(pid: int) -> dict[int, int]:
-    """Return how long each thread of a process has run, by its id, from schedstat; none if the process has ended."""
+    """Return the CPU time of each thread of a process, by thread id, from schedstat; {} if the process has ended."""
     files = Path(_PROC, str(pid), "task").glob("*/schedstat")
     return {int(file.parent.name): int(text.split()[0]) for file in files if (text := _read(file))}
 
@@ -95,7 +95,7 @@ def runnable(pid: int) -> bool:
 
 
 def stacks(pid: int) -> str:
-    """Return where a process's threads are: from py-spy if it is installed, else what the kernel says."""
+    """Return the stacks of a process's threads from py-spy, or else where the threads are in the kernel."""
     if (py_spy := shutil.which("py-spy")) is not None:
         try:
             command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
@@ -109,7 +109,7 @@ def stacks(pid: int) -> str:
 
 
 def _read(file: Path) -> str:
-    """Return a file's content; nothing if its process or thread has ended, or it is not for us to read."""
+    """Return a file's content; "" if its process or thread has ended, or if we may not read the file."""
     try:
         return file.read_text(errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""Runs a module as a rank that ends when its launcher does: ``python -m or1_megatron.runtime.rank MODULE ARGS``.
+"""Runs a module as a rank that ends when its launcher ends: ``python -m or1_megatron.runtime.rank MODULE ARGS``.
 
-A module of ranks takes seconds to import. A launcher that is killed meanwhile must take the rank with it: the rank
-would wait for the launcher's store, and hold the run's lock once it has it.
+Importing a rank's module takes seconds. If the launcher is killed meanwhile the rank must end too: it would wait for
+the launcher's store, and hold the run's lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from or1_verify.child_process import die_with_parent
 
 
 def main() -> None:
-    """Ask the kernel to end this process with its launcher, and become the module."""
+    """Ask the kernel to end this process with its launcher, and run the module."""
     die_with_parent(int(os.environ[LAUNCH_MARK]))
     if os.environ.get(CPP_LOG_LEVEL) == QUIET:
         del os.environ[CPP_LOG_LEVEL]

@@ -1,4 +1,4 @@
-"""The record of a run: metrics and rollouts, written while it trains, without the steps that a resume discards."""
+"""Writes a run's metrics and rollouts to its folder and trackers; deletes records that a resumed run makes again."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from or1_megatron.interfaces import Observer, Tracker
 
     class TrackingObserver(Observer, Tracker, Protocol):
-        """Both."""
+        """An observer that is also a tracker."""
 
 
 class RunRecord:
-    """The Tracker and Observer that write to the run's folder, from the step at which the run begins or resumes.
+    """The observer and tracker that writes metrics and rollouts to the run's folder and to the configured trackers.
 
-    Files are opened at the first record. What an earlier session recorded after the checkpoint of ``resumed`` is then
-    deleted; without ``resumed`` the run starts from scratch and all earlier records are deleted.
+    Files are opened at the first record. Records of an earlier session after the checkpoint of ``resumed`` are deleted
+    then. If ``resumed`` was not called, the run starts from scratch and all earlier records are deleted.
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
-        """``config``: the run's resolved configuration. Raises UserError if a tracker is wanted and cannot be used."""
+        """``config``: the run's resolved configuration. Raises UserError if a configured tracker cannot be used."""
         self._folder = folder
         self._track = track
         self._resumed_at = -1
@@ -41,13 +41,13 @@ class RunRecord:
         self._trackers: list[Tracker] = [*self._others]
 
     def resumed(self, step: int) -> None:
-        """Discard records after the checkpoint's ``step``; call before ``log``."""
+        """Let the first record delete all records after the checkpoint's ``step``. Call this before ``log``."""
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, with memory and the run's faults; they are on disk on return.
+        """Write the metrics of a step, with the memory in use and the counts of faults. They are on disk on return.
 
-        Raises DiskFullError naming the file.
+        Raises DiskFullError, which names the file.
         """
         metrics = {**metrics, **memory_metrics(), **FaultRecord(self._folder.root).counts()}
         self._opened()[0].write({"step": step, **{name: float(value) for name, value in metrics.items()}})
@@ -62,7 +62,7 @@ class RunRecord:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Keep the rollouts of every n-th step, written in the background. Raises the failure of an earlier step."""
+        """Write the rollouts of every n-th step in the background. Raises the error of an earlier step's write."""
         if step % self._track.rollouts_every_steps == 0:
             self._opened()[1].write(step, stage, groups, kept, scores)
 
@@ -72,12 +72,12 @@ class RunRecord:
             self._rollouts.wait_written()
 
     def verb_started(self, *_: object) -> None:
-        """Ignore: times per verb, evaluations and alarms are metrics of their step."""
+        """Do nothing. Times per verb, evaluations and alarms are part of their step's metrics."""
 
     evaluated = alarmed = verb_started
 
     def close(self) -> None:
-        """Wait until everything is on disk and close all files, also if one of them fails; then raise its error."""
+        """Wait until all is on disk and close all files and trackers. An error is raised once all are closed."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
@@ -99,10 +99,10 @@ class RunRecord:
 
 
 class Observers:
-    """The Tracker and Observer that calls several, in order. Put first the one that must not miss a step."""
+    """An observer and tracker that passes each call on to several others, in order. Put the most important first."""
 
     def __init__(self, observers: Sequence[TrackingObserver], says: Callable[[str], None] = lambda doing: None) -> None:
-        """``says`` gets what the loop does, in words."""
+        """``says`` gets a text on what the loop does, at the start of each verb."""
         self._observers = tuple(observers)
         self._says = says
 
@@ -111,7 +111,7 @@ class Observers:
             observer.log(step, metrics)
 
     def close(self) -> None:
-        """Close all, also if one of them fails; then raise its error."""
+        """Close all observers. An error is raised once all are closed."""
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.close)

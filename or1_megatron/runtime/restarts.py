@@ -1,8 +1,8 @@
-"""Starts the ranks of a run again, from its newest checkpoint, when one of them or a part that they need has died.
+"""Restarts the ranks of a run from its newest checkpoint after a rank, or a process that the ranks need, has died.
 
-Not started again: a run that has finished, that was asked to stop, or that a UserError ended (bad input, a full disk).
-A run ends for good when ``max_restarts`` restarts in a row brought no step that is new, or when the ranks raise the
-same error at the same step again: what repeats itself needs a person.
+A run is not restarted if it has finished, was asked to stop, or was ended by a UserError (bad input, a full disk). A
+run ends for good when ``max_restarts`` restarts in a row made no new step, or when the ranks raise the same error at
+the same step again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.runtime.signals import asked_by_signals
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
-"""Before each restart in a row; the last one for all that follow."""
+"""Pauses before the restarts in a row; the last pause is also for all later restarts."""
 _RECENT_S: Final = 60.0
-"""A stall this long before the ranks' end may have caused it."""
+"""A stall up to this long before the ranks' end may have caused the end."""
 _RAISED: Final = 1
-"""Exit code of a rank that raised anything but a UserError."""
+"""Exit code of a rank that raised another exception than a UserError."""
 
 
 class Restarts:
-    """Launches the ranks until the run is done, or cannot be mended."""
+    """Launches the ranks until the run ends, and again after failures that a restart may mend."""
 
     def __init__(
         self,
@@ -43,23 +43,23 @@ class Restarts:
     ) -> None:
         """
         Args:
-            newest: returns the checkpoint from which the run goes on (``CheckpointKeeper.newest``).
-            say: prints a line for people; to standard error unless given.
+            newest: returns the checkpoint from which the run continues (``CheckpointKeeper.newest``).
+            say: prints a line for people; by default to standard error.
         """
         self._folder, self._max, self._newest, self._pauses_s = folder, max_restarts, newest, pauses_s
         self._faults = FaultRecord(folder.root)
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
     def run(self, launch: Callable[[], Ended]) -> int:
-        """Launch, again and again; return the exit code for the shell. A signal in a pause ends it (SystemExit).
+        """Call ``launch`` until no restart is due, and return the exit code for the shell.
 
-        Main thread only.
+        A signal during a pause raises SystemExit. Main thread only.
         """
         with signals_leave():
             return self._attempts(launch)
 
     def _attempts(self, launch: Callable[[], Ended]) -> int:
-        """Launch until no restart is due; return the exit code."""
+        """Call ``launch`` until no restart is due, and return the exit code."""
         furthest, in_a_row = self._last_step(), 0
         before: tuple[int, str] | None = None
         while True:
@@ -88,7 +88,7 @@ class Restarts:
             time.sleep(pause_s)
 
     def _why(self, ended: Ended, since_s: float) -> str:
-        """Return how the ranks ended, and what they or the monitor said of it."""
+        """Return how the ranks ended, and the reason that a rank or the monitor recorded."""
         faults = list(self._faults.read(max(since_s, time.time() - _RECENT_S)))
         stalled = [fault for fault in faults if fault.kind == "stalled"][-1:]
         failed = [fault for fault in faults if fault.kind == "failed"][:1]
@@ -112,12 +112,12 @@ class Restarts:
         return "nothing" if newest is None else f"the checkpoint of step {step_of(newest)} in {newest.parent}"
 
     def _last_step(self) -> int:
-        """Return the last step of which something is recorded; -1 if there is none."""
+        """Return the last step with a record of metrics or rollouts; -1 if there is none."""
         return max(self._folder.recorded_steps(), default=-1)
 
 
 def signals_leave() -> AbstractContextManager[None]:
-    """Have stop signals raise SystemExit within the block, but while ``launch`` handles them. Main thread only."""
+    """Let stop signals raise SystemExit within the block, except while ``launch`` handles them. Main thread only."""
     return asked_by_signals(_leave)
 
 

@@ -1,7 +1,7 @@
-"""The responses of a run on disk: one zstd Parquet file per step, written in the background; the oldest are deleted.
+"""Writes and reads the responses of a run: one zstd Parquet file per step, written in the background; oldest deleted.
 
-The loop passes references to frozen records and continues; a thread turns them into columns (Arrow and zstd release the
-GIL). Fields: ``schemas.ROLLOUT``.
+The loop passes references to frozen records and continues. A thread turns the records into columns, for which Arrow and
+zstd release the GIL. Fields: ``schemas.ROLLOUT``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from or1_verify.types import Message
 SCHEMA = arrow_schema(ROLLOUT)
 
 _WAITING_STEPS = 2
-"""Steps that may wait for the disk; a further one makes the loop wait. It bounds the memory that they hold."""
+"""Number of steps that may wait for the disk, which bounds the memory in use. A further step blocks the loop."""
 
 _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prompt", "prompt_token_ids.list.element"]
-"""Columns written with a Parquet dictionary. For the others, building one would take most of the writing time."""
+"""Columns written with a Parquet dictionary. For other columns the dictionary would take most of the writing time."""
 
 
 class RolloutStore:
-    """Writes steps. A later ``write`` or ``close`` raises what failed in the writing thread."""
+    """Writes the rollouts of steps on a thread. An error of the thread is raised by a later ``write`` or ``close``."""
 
     def __init__(self, folder: Path, keep_bytes: int) -> None:
-        """``keep_bytes``: how large all files may be together. The oldest are deleted; the newest always stays."""
+        """``keep_bytes``: limit for all files together. The oldest files are deleted; the newest file always stays."""
         self.folder = folder
         self.keep_bytes = keep_bytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,10 +53,10 @@ class RolloutStore:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Record a step's groups, as ``to_table`` takes them.
+        """Write a step's groups in the background. The arguments are those of ``to_table``.
 
-        Returns at once unless earlier steps still wait for the disk. Raises the failure of an earlier step, such as
-        DiskFullError naming its file.
+        Returns at once unless ``_WAITING_STEPS`` earlier steps still wait for the disk. Raises the error of an earlier
+        step's write, such as a DiskFullError that names the file.
         """
         while self._unfinished and (self._unfinished[0].done() or len(self._unfinished) >= _WAITING_STEPS):
             self._unfinished.popleft().result()
@@ -64,12 +64,12 @@ class RolloutStore:
         self._unfinished.append(self._writer.submit(self._write_file, step, make_table))
 
     def wait_written(self) -> None:
-        """Block until every step passed so far is on disk. Any thread may call it: failures are left to the thread that
-        writes."""
+        """Block until every step passed so far is on disk. Any thread may call this. Errors are not raised here but by
+        ``write`` and ``close``."""
         wait(tuple(self._unfinished))
 
     def close(self) -> None:
-        """Write every step passed so far, and end the thread. A second call does nothing."""
+        """Wait until every step passed so far is written, and end the thread. A second call does nothing."""
         self._writer.shutdown(wait=True)
         while self._unfinished:
             self._unfinished.popleft().result()
@@ -88,12 +88,12 @@ def to_table(
     kept: Sequence[AdvantagedGroup],
     scores: TokenScores | None = None,
 ) -> pa.Table:
-    """Return one row per response, in the order of ``groups``, with the fields of ``schemas.ROLLOUT``.
+    """Return a table with a row per response, in the order of ``groups``, and the fields of ``schemas.ROLLOUT``.
 
     Args:
-        kept: the groups that were not rejected; the very objects of ``groups``, else ValueError.
-        scores: those of the policy for the responses of ``kept``, in order; None: unknown. A response gets null unless
-            they cover all of its tokens.
+        kept: the groups that were not rejected. They must be objects of ``groups``, else ValueError is raised.
+        scores: the policy's scores of the responses of ``kept``, in order; None: unknown. A response whose scores do
+            not cover all of its tokens gets null.
     """
     advantages = {id(one.group): one.advantages for one in kept}  # the same problem may occur twice in a step
     if not advantages.keys() <= {id(group) for group in groups}:
@@ -141,7 +141,7 @@ def to_table(
 def _scored(
     rows: Sequence[tuple[Group, Completion]], kept: Sequence[AdvantagedGroup], scores: TokenScores | None
 ) -> dict[str, pa.Array]:
-    """Return the two columns of the policy's scores of the tokens that it was trained on, in float16."""
+    """Return the columns log-prob difference (policy minus engine) and entropy of the trained tokens, in float16."""
     of_row: dict[int, tuple[Float32Array, Float32Array]] = {}
     if scores is not None:
         trained = [completion for one in kept for completion in one.group.completions]
@@ -158,7 +158,7 @@ def _scored(
 
 
 def _prompt_text(messages: Sequence[Message]) -> str:
-    """Return a single turn as it is, several turns each with its role before it."""
+    """Return the prompt as text: a single message as it is, or several messages, each after its role."""
     if len(messages) == 1:
         return messages[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in messages)
@@ -174,7 +174,7 @@ def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic], missing: BoolA
 
 
 def delete_oldest(folder: Path, keep_bytes: int) -> None:
-    """Delete the files of the earliest steps until the rest fit into ``keep_bytes``. The newest always stays."""
+    """Delete the files of the earliest steps until the rest fit into ``keep_bytes``. The newest file always stays."""
     files = [(path, path.stat().st_size) for path in rollout_files(folder)]
     total = sum(size for _, size in files)
     for path, size in files[:-1]:
@@ -191,7 +191,7 @@ def rollout_files(folder: Path) -> list[Path]:
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
-    """Open one step's file, to read it in parts. Raises FileNotFoundError, or ValueError if it is not Parquet."""
+    """Open one step's file for reading in parts. Raises FileNotFoundError, or ValueError if it is not Parquet."""
     if not path.is_file():
         raise FileNotFoundError(f"no rollout file {path}")
     try:
@@ -203,7 +203,7 @@ def open_rollouts(path: Path) -> pq.ParquetFile:
 def read_rollouts(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
     """Return the rows of one step's file, with all columns or only ``columns``.
 
-    Raises FileNotFoundError, and ValueError naming a file that is not a rollout file.
+    Raises FileNotFoundError, and ValueError if the file is not a rollout file.
     """
     wanted = list(columns) if columns is not None else SCHEMA.names
     with open_rollouts(path) as file:

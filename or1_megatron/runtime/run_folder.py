@@ -1,4 +1,4 @@
-"""The folder of a run: its files, and the lock on it. ``checkpoint.keeper`` decides which checkpoints stay.
+"""The folder of a run: the paths of its files, and its lock. ``checkpoint.keeper`` decides which checkpoints stay.
 
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
@@ -6,14 +6,14 @@
     sessions.jsonl     when, where and with which code each session began (runtime.versions)
     rollouts/          step_000012.parquet
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
-                       damaged ones are renamed to step_000008.damaged
+                       a damaged checkpoint is renamed to step_000008.damaged
     hf/                the exported model
     summary.json       the outcome of the run
     tensorboard/       event files
     logs/              rank_0.log ...
 
-Names of files and folders that are still being written end in ``.partial``. The next process deletes what a killed one
-left.
+Names of files and folders that are still being written end in ``.partial``. The next process deletes those that a
+killed process left.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LOOP_STATE: Final = "loop.json"
 """The file of a checkpoint that holds the loop's state: everything that is not a tensor."""
 
 FINISHED_RESPONSES: Final = "finished_responses.pickle"
-"""The file of a checkpoint with responses that were sampled and not trained yet."""
+"""The file of a checkpoint with responses that were sampled and not yet trained on."""
 
 _STEP = re.compile(r"step_(\d+)")
 
 USER_OS_ERRORS: Final = (NotADirectoryError, PermissionError, FileExistsError)
-"""Errors of creating a folder at a path that the user gave. Their messages name the path."""
+"""Errors when a folder is created at a path that the user gave. Their messages name the path."""
 
 
 class RunFolderBusy(UserError, RuntimeError):
@@ -80,10 +80,10 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats.
+        """Return the run's unique name, which its Ray actors and heartbeats carry.
 
-        It comes from the path and from a random name in the folder: the path alone may be that of another folder in
-        another mount namespace, the random name that of a copy.
+        The name is made from the folder's path and a random id in the folder. The path alone is not unique between
+        mount namespaces, and a copy of the folder has the same id.
         """
         name = self._id.read_text() if self._id.is_file() else ""
         digest = hashlib.blake2b(f"{self.root.resolve()}\0{name}".encode(), digest_size=8).hexdigest()
@@ -105,11 +105,11 @@ class RunFolder:
 
     @contextmanager
     def lock(self, wait_s: float = 10.0) -> Iterator[None]:
-        """Lock the folder within the block, or until the process ends in any way: flock on the file ``.lock``, which
-        holds the owner's pid and host as JSON. The file stays: deleting it would allow two owners.
+        """Lock the folder within the block, or until the process ends in any way. The lock is an flock on the file
+        ``.lock``, which holds the owner's pid and host as JSON. The file stays: deleting it would allow two owners.
 
-        Waits up to ``wait_s``, since the last process of a killed run may still be ending. Raises RunFolderBusy naming
-        the owner.
+        Waits up to ``wait_s``, since the last process of a killed run may still be ending. Raises RunFolderBusy, which
+        names the owner.
         """
         path = self.root / ".lock"
         with naming_disk_full(path, "the run folder's lock"):
@@ -145,16 +145,16 @@ class RunFolder:
         return json.loads(self.summary.read_text())
 
     def recorded_steps(self) -> set[int]:
-        """Return the steps of which there is a row of metrics or a file of rollouts."""
+        """Return the steps that have a row in metrics.jsonl or a file of rollouts."""
         rows = read_rows(self.metrics, bad_lines=[]) if self.metrics.is_file() else ()
         files = (step_of(file) for file in self.rollouts.glob("step_*"))
         return {int(row["step"]) for row in rows} | {step for step in files if step is not None}
 
     def truncate_after(self, step: int) -> None:
-        """Delete what was recorded after ``step``, so that a run that resumes there has each step once; -1: everything.
+        """Delete the records after ``step``, so that a run that resumes there has each step once; -1: delete all.
 
-        This deletes the summary too, since the run has not ended. TensorBoard's tracker discards later steps by itself
-        (``first_step``).
+        The summary is deleted too, since the run has not ended. TensorBoard discards later steps by itself
+        (``TensorBoardTracker``'s ``first_step``).
         """
         if self.metrics.exists():
             keep_rows(self.metrics, lambda row: int(row["step"]) <= step)
@@ -178,11 +178,11 @@ def find_run(root: Path) -> RunFolder:
 
 
 def _owner(written: str) -> str:
-    """Return who has a lock, from its file's content."""
+    """Return who holds a lock, in words, from the content of the lock file."""
     try:
         owner = json.loads(written)
         pid, host = int(owner["pid"]), str(owner["host"])
-    except (ValueError, KeyError, TypeError):  # it has taken the lock and not written its name yet
+    except (ValueError, KeyError, TypeError):  # the owner has taken the lock and not yet written its name
         return "another process, whose pid is not known yet"
     gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
     return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")

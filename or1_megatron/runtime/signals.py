@@ -1,10 +1,10 @@
-"""Stop signals: SIGTERM and SIGUSR1 (pre-emption) ask for a save and an exit within a grace period.
+"""Stop signals (pre-emption): SIGTERM and SIGUSR1 ask a rank to save and exit within a grace period.
 
-Our launcher asks with SIGUSR1. Under it SIGTERM means "end now": it comes from torchrun's agent, which ends the ranks
-when one of them has failed. A scheduler may send it to all processes of a job; then the launcher's SIGUSR1 follows.
+Our launcher asks its ranks with SIGUSR1. For these ranks SIGTERM means "end now": torchrun's agent sends it when
+another rank has failed. A scheduler may send SIGTERM to all processes of a job; the launcher's SIGUSR1 follows then.
 
-A Python signal handler runs only when the main thread returns from C, so in a collective it would come too late. But
-Python's C-level handler writes the signal's number to a pipe at once; a thread that reads the pipe sees every signal.
+A Python signal handler runs only when the main thread returns from C, which in a collective would be too late. But
+Python's C-level handler writes the signal's number to a pipe at once, so a thread that reads the pipe sees it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASKS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Each of these asks a launcher for a save and an end; the ranks get SIGUSR1."""
+"""Each of these signals asks a launcher to let the ranks save and end. The launcher sends SIGUSR1 to the ranks."""
 REPEAT_S = 2.0
-"""A signal this soon after the first is the same request again: a scheduler signals every process of a job, and the
-launcher forwards its own signal to the ranks."""
+"""A signal sooner than this after the first repeats the first request: a scheduler signals every process of a job, and
+the launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
-"""The variable in the environment of all that ``launch`` starts; its value is the launcher's pid."""
+"""An environment variable of all processes that ``launch`` starts; its value is the launcher's pid."""
 
 CPP_LOG_LEVEL, QUIET = "TORCH_CPP_LOG_LEVEL", "FATAL"
-"""Keeps the warnings and frames of torch's C++ code off the launcher's console; its own lines say what they mean. The
-ranks, which have a log for them, take it out of their environment."""
+"""This environment variable keeps warnings and stack frames of torch's C++ code off the launcher's console. The ranks
+delete it from their environment, because they write such lines to their log."""
 
 _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
-    """Return whether this process is a rank of ``launch``, which then has the node's monitor.
+    """Return whether this process is a rank that ``launch`` started, so that the node has a monitor.
 
-    What a rank starts inherits the mark, and may be a run of its own.
+    The variable must name the parent: processes that a rank starts inherit it, and may be a run of their own.
     """
     return os.environ.get(LAUNCH_MARK) == str(os.getppid())
 
@@ -56,7 +56,7 @@ def asked_by_signals(
 ) -> Iterator[None]:
     """Let the signals of ``numbers`` call ``handler`` within the block. Main thread only.
 
-    A SIGHUP that is ignored stays ignored (nohup). An ignored SIGINT does not: shells ignore it in background jobs.
+    An ignored SIGHUP stays ignored (nohup). An ignored SIGINT is handled, because shells ignore it in background jobs.
     """
     heard = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heard}
@@ -75,7 +75,7 @@ class StopRequested:
     ...     if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
-    first), it exits at once with 128 + the signal's number, and without clean-up.
+    first), it exits at once, without clean-up, with 128 + the signal's number.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -90,9 +90,9 @@ class StopRequested:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Take over the stop signals within the block, once. Main thread only, else ``signal`` raises ValueError.
+        """Handle the stop signals within the block. Once, on the main thread only, else ``signal`` raises ValueError.
 
-        Its end also ends the grace period: the process has saved and exits normally.
+        The end of the block ends the grace period, because the process has saved and exits normally.
         """
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
@@ -129,7 +129,7 @@ class StopRequested:
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
     def _end_unless_asked(self) -> None:
-        """End this rank unless the launcher has asked for a save by then: without the failed rank there is none."""
+        """End this rank after ``_LAST_WORDS_S`` unless a save was requested, because another rank has failed."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)
@@ -144,4 +144,4 @@ class StopRequested:
 
 
 def _heard(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the watcher thread acts. Without a Python handler the signal would kill the process."""
+    """Do nothing, because the watcher thread acts. Without a Python handler the signal would kill the process."""

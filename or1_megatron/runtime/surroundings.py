@@ -1,4 +1,4 @@
-"""What the environment of a run gives its programs: a folder for sockets, a home, open files."""
+"""Repairs the environment of a run's processes: temporary folder for sockets, home, /dev/shm, limit on open files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Final
 from or1_verify.errors import UserError
 
 _SOCKET_FOLDER_BYTES: Final = 36
-"""A socket's path has 107 bytes at most, of which Ray's names take up to 70."""
+"""Longest path of the temporary folder. A socket's path has at most 107 bytes, of which Ray's names take up to 70."""
 _OPEN_FILES: Final = 1024
-"""The least that a run needs in one process."""
+"""The number of open files that a process of a run needs at least."""
 _MANY_FILES: Final = 1 << 16
 
 
 def make_usable() -> list[str]:
-    """Change TMPDIR, HOME and the limit on open files, for this process and all that it starts, where a run could not
-    live with them; return a line for each that was changed and that a user may miss.
+    """Change TMPDIR, HOME and the limit on open files, for this process and its children, where a run could not work
+    with them. Return a line for each changed folder, which a user may miss.
 
     Raises:
-        UserError: they cannot be changed as needed, /dev/shm cannot be written, or torch's allocator is set to what no
-            handoff can live with.
+        UserError: too few files can be opened, /dev/shm cannot be written, or PYTORCH_CUDA_ALLOC_CONF has
+            expandable_segments, with which no handoff works.
     """
     said = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

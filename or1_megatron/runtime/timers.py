@@ -1,4 +1,4 @@
-"""The wall time of a step, split over its verbs."""
+"""Measures the wall time of a step, and the part of each verb (method of the loop) in it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 
 
 class StepTimer:
-    """Accumulates seconds per verb between laps.
+    """Adds up the seconds per verb between laps. A lap is the time from one call of ``lap`` to the next.
 
     >>> timer = StepTimer()
     >>> with timer("verify"): ...
     >>> wall_s, seconds = timer.lap()      # seconds["verify"] <= wall_s
 
-    Laps follow each other without a gap, so no second of a run is lost. The report's own verb runs while it asks for
-    the lap: the time so far counts to this lap, the rest to the next.
-    Verbs must not nest, since the inner one's time would count twice: that raises RuntimeError.
+    Laps follow each other without a gap, so no second of a run is lost. If ``lap`` is called inside a verb, the verb's
+    time so far counts to the ended lap, and the rest to the next lap.
+    Verbs must not nest, because the inner verb's time would count twice; a nested verb raises RuntimeError.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock``: monotonic seconds."""
+        """``clock``: returns monotonic seconds."""
         self._clock = clock
         self._lap_started_s = clock()
         self._verb: str | None = None

@@ -1,4 +1,4 @@
-"""Trackers, which write each step's metrics for other programs: TensorBoard, Weights & Biases, MLflow, a user's own."""
+"""Trackers write each step's metrics for other programs: TensorBoard, Weights & Biases, MLflow, or a user's class."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from or1_megatron.interfaces import Tracker
 
 _CLOSING_S: Final = 30.0
-_MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # of the run's folder and resolved configuration
+_MakeTracker = Callable[[Path, Mapping[str, Any]], "Tracker"]  # takes the run's folder and resolved configuration
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ class _RecordFile(io.FileIO):
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files, written in the calling thread: a step is one record of a few kilobytes.
+    """Writes scalars as TensorBoard event files in the calling thread: a step is one record of a few kilobytes.
 
-    torch's SummaryWriter swallows the first "disk full" in its thread, and takes seconds to import.
+    torch's SummaryWriter is not used: it hides the first "disk full" in its thread, and takes seconds to import.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """``first_step``: the next step. TensorBoard discards what earlier files hold from this step on."""
+        """``first_step``: the next step. TensorBoard discards the records of earlier files from this step on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -83,7 +83,7 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Look, without asking a server, for what Weights & Biases needs. Raises UserError: package or key is missing."""
+    """Check, without asking a server, that Weights & Biases has package and key. Raises UserError if it lacks one."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
         raise UserError("the package wandb is not installed")
@@ -99,7 +99,7 @@ def check_wandb(project: str) -> None:
 
 
 class WandbTracker:
-    """Weights & Biases, used if ``track.wandb_project`` is set."""
+    """Logs metrics to Weights & Biases; used if ``track.wandb_project`` is set."""
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Begin or resume the W&B run of this folder."""
@@ -116,7 +116,7 @@ class WandbTracker:
         )
         if known is None:
             id_file.write_text(self._run.id)
-        self.next_step: int = self._run.step  # after a resume: behind the last that W&B has
+        self.next_step: int = self._run.step  # after a resume: the step after W&B's last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -126,7 +126,7 @@ class WandbTracker:
 
 
 def check_mlflow(experiment: str) -> None:
-    """Ask the store that MLFLOW_TRACKING_URI names. Raises what MLflow and the store's libraries raise."""
+    """Check that the store of MLFLOW_TRACKING_URI answers. Raises what MLflow and the store's libraries raise."""
     store = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if store.scheme in ("http", "https"):  # MLflow itself would try for minutes
         port = store.port or socket.getservbyname(store.scheme)
@@ -135,7 +135,7 @@ def check_mlflow(experiment: str) -> None:
 
 
 class MlflowTracker:
-    """MLflow, used if ``track.mlflow_experiment`` is set."""
+    """Logs metrics to MLflow; used if ``track.mlflow_experiment`` is set."""
 
     def __init__(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Begin or resume the MLflow run of this folder."""
@@ -160,7 +160,7 @@ class MlflowTracker:
 
 
 def find_tracker(path: str) -> Any:
-    """Return the class that ``track.tracker`` names. Raises what its module raises, TypeError for other parameters."""
+    """Return the class that ``track.tracker`` names. Raises its module's errors, and TypeError for wrong parameters."""
     kind = by_path(path)
     inspect.signature(kind).bind(Path(), {})
     inspect.signature(kind.log).bind(kind, 0, {})
@@ -173,11 +173,11 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow`, MLFLOW_TRACKING_URI"),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
-"""(name, key below ``track``, check of the key's value, class unless the check returns it, what it needs)."""
+"""Per tracker: (name, key below ``track``, check of the key's value, class unless the check returns it, needs)."""
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
-    """Return by name what makes the trackers that are wanted. Raises UserError, with a line for each unusable one."""
+    """Return functions that make the configured trackers, by name. Raises UserError, a line per unusable tracker."""
     makers: dict[str, _MakeTracker] = {}
     wrong = []
     for name, key, check, kind, needed in _OTHERS:
@@ -193,8 +193,8 @@ def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
 
 
 class BackgroundTracker:
-    """A tracker that a thread calls: neither a server nor a user's code holds up or ends the run. What it raises is a
-    warning."""
+    """Calls a tracker on a thread, so that neither a server nor a user's code delays or ends the run. Errors of the
+    tracker become warnings."""
 
     def __init__(self, name: str, make: _MakeTracker, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises UserError if the tracker cannot be made."""
@@ -208,8 +208,8 @@ class BackgroundTracker:
         self._thread.start()
 
     def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the rows from the tracker's ``next_step`` on, if it has one: a killed session may not have sent its last
-        ones. It keeps what it has."""
+        """Log the rows of metrics.jsonl from the tracker's ``next_step`` on, if it has this attribute, because a killed
+        session may not have sent its last rows. Rows that the tracker has stay."""
         last = max(rows, default=-1)
         next_step: int = getattr(self._tracker, "next_step", last + 1)
         for step, row in rows.items():
@@ -223,7 +223,7 @@ class BackgroundTracker:
         self._calls.put((f"take step {step}, which metrics.jsonl has", partial(self._tracker.log, step, dict(metrics))))
 
     def close(self) -> None:
-        """Wait until the last rows are taken, 30 s at most."""
+        """Wait until the tracker has taken the last rows, at most 30 s."""
         self._calls.put(("be closed", self._tracker.close))
         self._calls.put(None)
         self._thread.join(_CLOSING_S)

@@ -1,4 +1,4 @@
-"""What a run or a figure was made with: Python, the packages that compute, our own code, and the device."""
+"""Reports the versions that a run or a measurement used: Python, packages, our code's digest and commit, the device."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _NOT_MEASURED: Final = (":(exclude)lab/results", ":(exclude)docs", ":(exclude)*.
 
 
 def session() -> dict[str, str]:
-    """Return when and where this process runs, and with which code: a line of sessions.jsonl."""
+    """Return a line of sessions.jsonl: when and where this process runs, with which code and packages."""
     code = {"device": device(), "commit": commit(), "code": digest_of_code(ROOT / "or1_megatron")}
     return {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "host": socket.gethostname(), **code, **versions()}
 
 
 def versions() -> dict[str, str]:
-    """Return Python's version and those of the packages of ``PACKAGES`` that are installed."""
+    """Return the versions of Python and of the installed packages among ``PACKAGES``."""
     named = {package: installed(package) for package in PACKAGES}
     return {"python": platform.python_version()} | {name: version for name, version in named.items() if version}
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package that is installed, else None."""
+    """Return the version of an installed package; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def installed(package: str) -> str | None:
 
 
 def digest_of_code(folder: Path) -> str:
-    """Return a digest of a folder's Python files: a copy of the tree has no commit."""
+    """Return a digest of a folder's Python files, for copies of the tree, which have no commit."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
@@ -54,9 +54,9 @@ def digest_of_code(folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return $BENCHMARK_COMMIT if it is set, as in a copy of the tree without git on a GPU machine.
+    """Return the short commit, with "+changes" if the tree's code differs from it; "unknown" without git.
 
-    Else return the short commit, with "+changes" where the tree's code differs; without git "unknown".
+    $BENCHMARK_COMMIT replaces it, for a copy of the tree without git on a GPU machine.
     """
     if said := os.environ.get("BENCHMARK_COMMIT"):
         return said
@@ -68,7 +68,7 @@ def commit() -> str:
 
 
 def printed(command: Sequence[str]) -> str | None:
-    """Return what a command prints in the project's folder, or None where it fails or is not there."""
+    """Return what a command prints in the project's folder; None if the command fails or does not exist."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -76,7 +76,7 @@ def printed(command: Sequence[str]) -> str | None:
 
 
 def device() -> str:
-    """Return the GPU's name and memory, where torch sees one; else the processor and its cores."""
+    """Return the name and memory of the first GPU, or without a GPU the processor's name and cores."""
     import torch
 
     if torch.cuda.is_available():

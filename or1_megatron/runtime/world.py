@@ -1,4 +1,4 @@
-"""Where the ranks are, as torchrun's environment says, and how those of several nodes reach each other."""
+"""Ranks and nodes from torchrun's environment, gloo's network interface, free ports, and CPU cores beside a GPU."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def several_nodes() -> bool:
-    """Return whether this rank's world spans several nodes."""
+    """Return whether the run's ranks are on several nodes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def ranks_per_node(world: int) -> int:
-    """Return how many of the ``world`` ranks are on a node; all nodes have as many."""
+    """Return the number of ranks on each node, of ``world`` ranks in all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def check_torchrun() -> None:
-    """Refuse a torchrun that would start the ranks again: they would look for each other at addresses of ranks that
-    have ended, and nothing would end what the first ones left.
+    """Refuse torchrun with --max-restarts. Restarted ranks would look for each other at the addresses of ended ranks,
+    and nothing would end the processes that the ended ranks left.
 
     Raises:
-        UserError: says what to run instead.
+        UserError: the message says what to run instead.
     """
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         raise UserError("torchrun --max-restarts: ranks are started again by `or1 train` alone; run that in its place")
 
 
 def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Let this thread, and the threads and processes that it starts from now on, run only on the cores beside a device.
+    """Bind this thread, and the threads and processes that it starts from now on, to the CPU cores beside a device.
 
-    Page-locked memory is then on the NUMA node of a GPU. Nothing changes where Linux reports no such cores, or none
-    that this process may use (cpusets, taskset).
+    Page-locked memory is then on the NUMA node of the GPU. Nothing changes where Linux reports no such cores, or where
+    this process may use none of them (cpusets, taskset).
 
     Args:
-        pci_address: as Linux writes it: ``0000:1b:00.0``.
+        pci_address: the device's address as Linux writes it: ``0000:1b:00.0``.
     """
     try:
         listed = (devices / pci_address / "local_cpulist").read_text().strip()
@@ -93,7 +93,7 @@ def choose_gloo_interface() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that nobody uses now."""
+    """Return ``count`` ports of this machine that are free now."""
     with ExitStack() as stack:
         return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
@@ -103,11 +103,11 @@ def _loopback(address: str) -> bool:
 
 
 def address_towards(peer: str) -> str:
-    """Return this host's address on the route to ``peer``, empty without a route; no packet is sent."""
+    """Return this host's address on the route to ``peer``; "" without a route. No packet is sent."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:  # gaierror is one
+    except OSError:  # gaierror is an OSError
         return ""

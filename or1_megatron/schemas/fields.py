@@ -1,4 +1,4 @@
-"""The fields of rollout files, verdicts and ``summary.json``: names, types, units."""
+"""The fields of rollout files, verdicts and ``summary.json``: names, types, units and meanings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from or1_megatron.types import FinishReason
 from or1_verify.types import VerdictStatus
 
 SCHEMA_VERSION: Final = 1
-"""Version of the rollout files, in their Parquet metadata as ``or1_schema``. Adding a field does not change it."""
+"""Version of the rollout files' schema (``or1_schema`` in their Parquet metadata); a new field does not change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a row. ``unit`` is "" where there is none."""
+    """One field of a file's records. ``unit`` is "" for a field without a unit."""
 
     name: str
     type: pa.DataType
@@ -47,7 +47,7 @@ VERDICT: Final[tuple[Field, ...]] = (
     Field("detail", pa.string(), "", "why, in words; may be empty"),
     Field("verify_wall_s", pa.float32(), "s", "wall time of the verdict"),
 )
-"""A verdict on one response. In a rollout file these fields are columns of the response's row."""
+"""Fields of a verdict on one response, which are also columns of rollout files."""
 
 _VERDICT_OWN = tuple(field for field in VERDICT if field.name not in ("problem_id", "sample_index"))
 
@@ -103,7 +103,7 @@ ROLLOUT: Final[tuple[Field, ...]] = (
         True,
     ),
 )
-"""A row of ``rollouts/step_NNNNNN.parquet``: one response, of a kept or a rejected group."""
+"""Columns of ``rollouts/step_NNNNNN.parquet``, which has a row for each response, of kept and of rejected groups."""
 
 
 def _evaluated(when: str) -> tuple[Field, ...]:
@@ -144,11 +144,11 @@ SUMMARY: Final[tuple[Field, ...]] = (
     ),
     Field("model", pa.string(), "", "the exported HF folder; null when there was no export", True),
 )
-"""``summary.json``, one object. null: not measured (no held-out problems, no step done)."""
+"""Fields of the object in ``summary.json``; null: not measured (no held-out problems, no step done)."""
 
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
-    """Return the Arrow schema of these fields, in their order."""
+    """Return the Arrow schema of the given fields, in their order, with the schema's version."""
     return pa.schema(
         [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
         metadata={"or1_schema": str(SCHEMA_VERSION)},

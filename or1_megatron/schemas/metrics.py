@@ -1,4 +1,4 @@
-"""Every metric of a run: name, unit and meaning. ``rl.metrics`` computes them."""
+"""The list of all metrics of a run, with units and meanings; ``rl.metrics`` computes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from or1_verify.types import VerdictStatus
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One field of metrics.jsonl. ``unit`` is "" where there is none."""
+    """One metric, a field of metrics.jsonl. ``unit`` is "" for a metric without a unit."""
 
     name: str
     unit: str
@@ -57,7 +57,7 @@ FAULTS: Mapping[str, str] = {
     "engines": "engines that were replaced",
     "managers": "RolloutManagers that were replaced",
 }
-"""What ``faults.jsonl`` counts; each is a metric ``faults/<name>``."""
+"""Kinds of faults in ``faults.jsonl``, and what is counted; each is a metric ``faults/<name>``."""
 
 ANY_SET = "<set>"
 """Placeholder for a held-out set's name in the names of metrics."""
@@ -73,7 +73,7 @@ _EVALUATED = (
     Metric("best@<k>", "reward", "mean highest reward of k, where rewards are not only 1 and 0"),
     Metric("source/<source>/accuracy", "fraction", "of problems of one data source, if there are several"),
 )
-"""An evaluation's metrics, each ``evaluation/<name>``, and ``evaluation/<set>/<name>`` of one set of several."""
+"""Metrics of an evaluation, named ``evaluation/<name>``, and with several sets also ``evaluation/<set>/<name>``."""
 
 _STATUSES: Mapping[str, str] = {
     "right": "right",
@@ -218,7 +218,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def is_metric(name: str, sets: Sequence[str]) -> bool:
-    """Whether a run with these held-out sets may have a metric of that name."""
+    """Whether a run with held-out sets of these names may have a metric ``name``."""
     known = {metric.name for metric in METRICS}
     of_set = {metric.replace(ANY_SET, title) for metric in known if ANY_SET in metric for title in sets}
     return "<" not in name and (name in known or (len(sets) > 1 and name in of_set))

@@ -1,4 +1,4 @@
-"""The checks of ``or1 selftest`` and of the tests marked gpu, in their order; ``or1 doctor`` makes the first."""
+"""The list of all checks of ``or1 selftest`` and of the tests marked gpu; ``or1 doctor`` makes the first."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ CHECKS: Final = (
 
 
 def chosen(names: Sequence[str]) -> list[Check]:
-    """Return the named checks in ``CHECKS``' order; without names all.
+    """Return the checks with these names, in the order of ``CHECKS``; without names all checks.
 
     Raises:
-        UserError: a name is not a check's; the message lists all checks.
+        UserError: a name is unknown; the message lists all checks.
     """
     known = {check.name: check for check in CHECKS}
     if unknown := [name for name in names if name not in known]:

@@ -1,6 +1,6 @@
-"""Random Qwen2 models of a given shape, policies that start from them, and batches for training.
+"""Makes random Qwen2 models of a given shape, policies that start from them, and random batches, for the self-test.
 
-Imports Megatron only to make a policy: processes without one start in half the time.
+Megatron is imported only to make a policy, because processes without it start in half the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Make an HF folder of random weights, once per folder. Small models' weights are as large as trained weights."""
+    """Return the HF folder of a random model, made once; weights of small models are as large as trained ones."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape.replace(", ", "_").replace(" ", "_")
@@ -41,14 +41,14 @@ def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) 
         model = Qwen2ForCausalLM(config).to(dtype)
     if shape.startswith("small"):
         for name, parameter in model.named_parameters():
-            # norms away from 1 and biases away from 0, so that a row in the wrong place shows
+            # norms away from 1 and biases away from 0, so that a misplaced row of a weight shows
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.06)
     model.save_pretrained(target)
     return target
 
 
 def add_tokenizer(model: Path) -> None:
-    """Give a random model a tokenizer, which engines want: a word for each token."""
+    """Add a tokenizer with a word for each token to a random model's folder, because engines need one."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def add_tokenizer(model: Path) -> None:
 
 
 def one_rank() -> Mesh:
-    """Make this process a world of one rank, over NCCL with CUDA, as under torchrun."""
+    """Start a process group of this process alone (NCCL on a GPU), as under torchrun, and return its mesh."""
     from or1_megatron.parallel.mesh import build_mesh, start_process_group
 
     if "RANK" not in os.environ:
@@ -73,7 +73,7 @@ def one_rank() -> Mesh:
 
 
 def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
-    """Make a bf16 policy with fp32 master weights in the distributed optimizer, with our own layers."""
+    """Return a bf16 policy with our own layers, and fp32 master weights in the distributed optimizer."""
     from or1_megatron.parallel.policy import MegatronPolicy
 
     return MegatronPolicy(
@@ -82,12 +82,12 @@ def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
 
 
 def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
-    """Pack responses of these lengths into rows for one rank; an eighth of each is the prompt."""
+    """Pack random sequences of these lengths into rows for one rank; an eighth of each is the prompt."""
     return pack(samples_of(lengths, vocabulary), BatchLayout(1, row_tokens, 2))
 
 
 def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
-    """Return random samples; an eighth of each is the prompt."""
+    """Return random samples of these lengths in tokens; an eighth of each is the prompt."""
     rng = np.random.default_rng(0)
     samples = []
     for length in lengths:

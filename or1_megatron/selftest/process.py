@@ -1,7 +1,7 @@
-"""Calls a function in its own processes: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
+"""Calls a function in processes of its own: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
 
-Both files are JSON. The function gets the task and ``note``, which writes a result to OUT in place of the last. A task
-with ``parent`` (a pid) ends when that process ends.
+The files TASK and OUT are JSON. The function gets the task and ``note``, which writes a result to OUT, replacing the
+earlier one. If the task has ``parent`` (a pid), the process ends when the parent ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MODULE: Final = "or1_megatron.selftest.process"
 
 
 def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) -> tuple[int, Any]:
-    """Call a function on ``ranks`` ranks under torchrun; return (exit status, what was noted). Main thread only.
+    """Call a function on ``ranks`` ranks under torchrun (main thread only); return (exit status, last noted result).
 
     Args:
-        function: as MODULE:FUNCTION.
-        what: names the work in messages.
+        function: the function, as MODULE:FUNCTION.
+        what: name of the work, for messages.
     """
     from or1_megatron.runtime.launch import run_ranks
 
@@ -39,10 +39,10 @@ def run_function(function: str, task: Mapping[str, Any], ranks: int, what: str) 
 
 
 def on_ranks(function: str, task: Mapping[str, Any], ranks: int, what: str) -> Any:
-    """As ``run_function``, but return what was noted.
+    """Call a function on ranks as ``run_function`` does, and return its last noted result.
 
     Raises:
-        CheckFailed: a rank fails.
+        CheckFailed: a rank failed.
     """
     status, noted = run_function(function, task, ranks, what)
     if status:
@@ -51,7 +51,7 @@ def on_ranks(function: str, task: Mapping[str, Any], ranks: int, what: str) -> A
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> tuple[str, str]:
-    """Write a task's file; return its path and the result's."""
+    """Write a task to a file in ``folder``; return (path of the task, path for the result)."""
     todo = folder / "task.json"
     todo.write_text(json.dumps(task))
     return str(todo), str(folder / "result.json")
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what a library leaves running at the exit cannot hang the check
+    os._exit(0)  # threads that a library leaves running at the exit cannot hang the check

@@ -1,7 +1,7 @@
-"""Runs the checks one after another, each in its own process, which is ended with all processes that it started.
+"""Runs the checks one after another, each in its own process, and afterwards ends all processes that it started.
 
-This process adopts the processes that its children leave (it is their subreaper), so that it can end them. It imports
-no torch, as it must hold no GPU memory.
+This process adopts the orphans of its children (it is their subreaper), so that it can end them. It does not import
+torch, because it must hold no GPU memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GRO
 _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
-"""A check is not started with less time left."""
+"""Least remaining time with which a check is started."""
 
 SETTINGS: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -45,7 +45,7 @@ SETTINGS: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as under Megatron
 }
-"""Environment of every check."""
+"""Environment variables of every check."""
 
 
 def run_checks(
@@ -55,16 +55,16 @@ def run_checks(
     minutes: float = 10.0,
     show: Callable[[CheckOutcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run the checks; after each, write ``selftest.json`` and ``selftest.txt`` in ``out``. Main thread only.
+    """Run checks (in the main thread only), and write the report to ``out`` after each.
 
     Args:
-        out: made if it is not there; ``logs/<check>.log`` holds a check's output.
-        minutes: after them, the running check is ended and no other starts. The limit of each check,
-            which is meant for 10 minutes in all, is scaled with them.
-        show: called after each check.
+        out: folder, made if missing, of ``selftest.json``, ``selftest.txt`` and each check's ``logs/<check>.log``.
+        minutes: time limit of all checks: after it, the running check is ended and no other starts. Each check's own
+            limit, which is meant for 10 minutes in all, is scaled accordingly.
+        show: called with the outcome after each check.
 
     Raises:
-        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 and the signal's number. No process is left.
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number. No process is left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(
@@ -95,7 +95,7 @@ def run_checks(
 
 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
-    """Make one check in its own process, and end all processes that it started."""
+    """Run one check in its own process, end all processes that it started, and return its outcome."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     files = folder / "files"
     files.mkdir(parents=True)
@@ -132,8 +132,8 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment, without torchrun's variables of this process, as checks start their own worlds.
-    Files that a check leaves in its temporary folder are removed with ``scratch``."""
+    """Return the checks' environment variables: those of this process without torchrun's, and ``SETTINGS``. Temporary
+    files go to ``scratch``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -145,7 +145,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def end_children() -> None:
-    """Kill all descendants of this process, also if their parents have ended, and wait until they are gone."""
+    """Kill all descendants of this process, orphans included, and wait until they are gone."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             try:
@@ -157,7 +157,7 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise SystemExit on a signal; adopt orphans, and end all child processes at the end."""
+    """Within the block, raise SystemExit on a signal and adopt orphans; after it, end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

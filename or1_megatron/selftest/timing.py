@@ -1,4 +1,4 @@
-"""Times work on this process's device: copies, matrix products; and its free memory."""
+"""Measures copies, matrix products and free memory on this process's device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def sync() -> None:
-    """Wait for every GPU: a copy between two GPUs may run on a stream of either GPU."""
+    """Wait for the work on all GPUs, because a copy between two GPUs may run on a stream of either."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         torch.cuda.synchronize(index)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds that one call takes, its work on GPUs included."""
+    """Return the seconds that one call of ``work`` takes, including its work on GPUs."""
     sync()
     started_s = time.perf_counter()
     work()
@@ -25,14 +25,14 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def mean_seconds(work: Callable[[], object], times: int = 10) -> float:
-    """Return the mean seconds of ``times`` calls, after three that warm up."""
+    """Return the mean seconds of ``times`` calls of ``work``, after three uncounted ones."""
     for _ in range(3):
         work()
     return seconds_of(lambda: [work() for _ in range(times)]) / times
 
 
 def copy_gb_per_s(source: str, target: str, size: int, times: int = 10) -> float:
-    """Return the rate of copies of ``size`` bytes between devices; "host" is page-locked memory."""
+    """Return the rate in GB/s of copies of ``size`` bytes between two devices; "host": page-locked host memory."""
 
     def memory(where: str) -> torch.Tensor:
         if where == "host":
@@ -44,15 +44,15 @@ def copy_gb_per_s(source: str, target: str, size: int, times: int = 10) -> float
 
 
 def matmul_tflops(size: int) -> float:
-    """Return the bf16 rate of one square matrix product: the ceiling on this device, now."""
+    """Return the rate, in TFLOP/s, of a square bf16 matrix product on this device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / mean_seconds(lambda: a @ b) / 1e12
 
 
 def free_bytes() -> int:
-    """Return the free bytes of this process's device; 0 without one.
+    """Return the free bytes of this process's GPU; 0 without a GPU.
 
-    A rank asks about its local rank's device, even before it has set that device.
+    Under torchrun this is the GPU of the local rank, even before the rank has set its device.
     """
     return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0] if torch.cuda.is_available() else 0

@@ -1,1 +1,1 @@
-"""What follows from a configuration: batch arithmetic, layouts, memory; or why it cannot work."""
+"""Arithmetic on a configuration before it runs: conflicts with the model, memory, disk, parallel layouts."""

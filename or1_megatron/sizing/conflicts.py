@@ -1,6 +1,6 @@
-"""Why a configuration cannot work with a model: every conflict, with its numbers and a way out.
+"""Finds the conflicts of a configuration with a model (heads and TP, lengths, KV cache, batch sizes), with a way out.
 
-Rules without a model (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``.
+Rules that need no model (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
-    """Yield a line for each conflict; nothing when the configuration can work."""
+    """Yield a line for each reason why ``config`` cannot work; ``problems``: number per training source, if known."""
     yield from layout_conflicts(config.parallel, shape)
     yield from _length_conflicts(config, shape)
     yield from _engine_conflicts(config, shape, device)
@@ -33,18 +33,18 @@ def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, devi
 
 
 def padded_sequence(config: Config, stage: StageConfig) -> int:
-    """Return the longest prompt + T in tokens, rounded up to a multiple of 2 * CP * TP, as packed rows are."""
+    """Return a stage's longest prompt + response in tokens, rounded up as packed rows are: to 2 * CP * TP."""
     multiple = 2 * config.parallel.context * config.parallel.tensor
     return -(-(config.data.max_prompt_tokens + stage.max_response_tokens) // multiple) * multiple
 
 
 def longest_row(config: Config) -> int:
-    """Return the padded length of the longest sequence of any stage, in tokens."""
+    """Return the padded length in tokens of the longest prompt + response of all stages."""
     return max(padded_sequence(config, stage) for stage in config.stages)
 
 
 def kv_tokens(config: Config, shape: Shape) -> int | None:
-    """Return the tokens that one engine's KV cache holds; None where vLLM sizes it."""
+    """Return how many tokens one engine's KV cache holds; None if vLLM chooses its size."""
     size = config.rollout.kv_cache_bytes
     size = shared_kv_cache_bytes(config, shape) if size is None else size
     if size is None:
@@ -60,14 +60,14 @@ def engine_state_bytes(config: Config, shape: Shape) -> int:
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
-    """Yield why tensor parallelism of size ``tensor``, set by ``key``, cannot divide the model's heads."""
+    """Yield why the model's heads cannot be divided over ``tensor`` ranks (the value of configuration key ``key``)."""
     if shape.heads % tensor:
         yield (
             f"{key} = {tensor} does not divide the model's num_attention_heads = {shape.heads}; sizes that do: "
             f"{_divisors(shape.heads)}"
         )
-    # With fewer key/value heads than ranks vLLM copies each to the same number of ranks, and Megatron cuts the weight
-    # within heads and gathers the activations before attention: ranks that share a head compute with the same one.
+    # With fewer key/value heads than ranks, vLLM copies each head to the same number of ranks. Megatron cuts the weight
+    # within heads and gathers the activations before attention, so ranks that share a head compute with the same head.
     elif shape.kv_heads % tensor and tensor % shape.kv_heads:
         yield (
             f"{key} = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} nor is a multiple of "
@@ -76,7 +76,7 @@ def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
 
 
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
-    """Yield why the layout cannot divide a model of this shape; nothing otherwise."""
+    """Yield a line for each reason why a parallel layout cannot divide a model of this shape."""
     tensor = parallel.tensor
     yield from head_conflicts("parallel.tensor", tensor, shape)
     experts = shape.experts
@@ -214,7 +214,7 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
 
 
 def _stage_conflicts(config: Config) -> Iterator[str]:
-    """Yield a line for each reason why the stages cannot work with this evaluation and algorithm."""
+    """Yield a line for each conflict between a stage's keys and the sections ``evaluate`` and ``algorithm``."""
     for stage in config.stages:
         if stage.refill_prompts and not config.algorithm.advantage.reject_uniform_groups:
             yield (
@@ -253,7 +253,7 @@ def _stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def _problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each stage that draws more prompts per step than there are problems."""
+    """Yield a line for each stage that samples more prompts per step than its sources have problems."""
     for stage in config.stages:
         there = within_reach(config, stage, problems)
         if stage.prompts_per_step > there:
@@ -265,13 +265,13 @@ def _problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]
 
 
 def within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
-    """Return the number of problems in the stage's sources, each counted once."""
+    """Return the number of distinct problems in the sources that a stage's mixture uses."""
     return sum(count for count, repeat in zip(problems, config.repeats(stage), strict=True) if repeat)
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Yield what the objective cannot use, an overlong penalty of every response, and a dual clip without effect: at
-    N_SGD = 1 the ratio is 1, unless the old log-probs are an older version's (``old_is_the_policy``)."""
+    """Yield keys that the objective does not use, an overlong penalty that covers every response, and a dual clip
+    without effect: with N_SGD = 1 the ratio is 1, unless older weights sampled (``max_staleness``, ``correction``)."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens

@@ -1,4 +1,4 @@
-"""Read what the plan of a run needs: the model's config.json, and how many problems there are."""
+"""Makes the plan of a run from disk: reads the model's config.json and counts the problems in the data files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from or1_megatron.weights.shape import Shape
 
 
 def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
-    """Return the plan of ``config`` with the model and the problem files that it names.
+    """Return the plan of ``config``, for which the named model's config.json and problem files are read.
 
     Args:
-        shape: a folder whose config.json takes the model's place; neither weights nor problems are read then.
+        shape: a folder whose config.json replaces the model's; the problem files are then not read.
 
     Raises:
-        ConfigError: a problem file that cannot be counted.
-        ModelError: a model that cannot be read.
-        PlanError: a plan that cannot work.
+        ConfigError: a problem file is missing or cannot be read.
+        ModelError: the model's config.json cannot be read.
+        PlanError: the configuration cannot work.
     """
     hf = read_hf_config(shape or config.model.hf)
     if shape is not None:
@@ -42,7 +42,7 @@ def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
-    """Raise PlanError if the reference in ``folder`` has another architecture than ``hf`` describes.
+    """Raise PlanError if the KL reference in ``folder`` differs in architecture from the model's HF config ``hf``.
 
     Raises:
         ModelError: the folder holds no model that can be read.
@@ -63,7 +63,7 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
 
 
 def _count_rows(path: Path, split: str | None, key: str) -> int:
-    """Return how many rows a set has, before any filter."""
+    """Return the number of data rows of a problem set, before any filter; errors name the configuration key ``key``."""
     if path.is_dir() and not is_saved(path):
         return sum(_count_rows(file, None, key) for file in files_of(path, split))
     if not path.exists() and not is_hub_id(path):

@@ -1,8 +1,8 @@
-"""How large an engine's KV cache may be where engine and trainer use the same GPU alternately.
+"""Chooses the size of a vLLM engine's KV cache if engine and trainer use the same GPU in turn (placement colocated).
 
-vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes again later, the GPU also
-holds what the trainer cannot give back: its CUDA context, communication buffers and fragments. So the size is the GPU's
-memory less weights, logits and a reserve for each of the two. The reserves are estimates, not yet compared with a GPU.
+vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes later, the GPU also holds
+what the trainer cannot free: its CUDA context, communication buffers and fragments. So the size is the GPU's memory
+less weights, logits and two reserves, for engine and trainer. The reserves are estimates, not yet checked on a GPU.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from or1_megatron.config.schema import Config
 from or1_megatron.weights.shape import BYTES, Shape
 
 TRAINER_RESERVE_BYTES: Final = 8 << 30
-"""What an offloaded trainer keeps of its GPU: CUDA context, NCCL's buffers, cuBLAS's workspaces, fragments."""
+"""GPU memory that an offloaded trainer keeps: CUDA context, NCCL's buffers, cuBLAS's workspaces, fragments."""
 ENGINE_RESERVE_BYTES: Final = 6 << 30
-"""What an engine holds beside weights and KV cache: CUDA context, CUDA graphs, NCCL's buffers, a step's activations."""
+"""GPU memory of an engine beside weights and KV cache: CUDA context, CUDA graphs, NCCL's buffers, activations."""
 _LOGITS_COPIES: Final = 3
-"""fp32 copies of its responses' logits that vLLM's sampler has at once."""
+"""Number of fp32 copies of the logits of all running responses that vLLM's sampler holds at once."""
 
 
 def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
-    """Return the bytes for KV cache on each GPU of an engine, at least 0; None where the rule does not apply.
+    """Return the bytes of the KV cache on each GPU of an engine that shares its GPUs with an offloading trainer, >= 0.
 
-    It applies to colocated engines of a trainer whose state leaves the GPU, if ``cluster.gpu_memory_gb`` is known.
+    None if engines are not colocated, the trainer never offloads or ``cluster.gpu_memory_gb`` is unknown.
     """
     rollout, parallel, gpu_gb = config.rollout, config.parallel, config.cluster.gpu_memory_gb
     if rollout.placement != "colocated" or parallel.offload == "never" or gpu_gb is None:
@@ -38,7 +38,7 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
 
 
 def with_gpu_memory(config: Config) -> Config:
-    """Return the config with the memory of the GPUs here, if any, unless the config sets it."""
+    """Return the config with ``cluster.gpu_memory_gb`` set from this machine's GPU, if unset and there is a GPU."""
     if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
         return config
     there = torch.cuda.get_device_properties(0).total_memory / 1e9
@@ -46,5 +46,5 @@ def with_gpu_memory(config: Config) -> Config:
 
 
 def logits_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of the logits that an engine's sampler holds on a GPU."""
+    """Return the bytes of the logits that a vLLM engine's sampler holds on a GPU."""
     return _LOGITS_COPIES * 4 * config.rollout.max_concurrent * shape.vocab

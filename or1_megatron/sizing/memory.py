@@ -1,8 +1,8 @@
-"""What each process of a run holds in memory in each phase of a step: an estimate from shapes, so that a run that does
-not fit is refused.
+"""Estimates the memory of each process of a run in each phase of a step, from shapes; refuses a run that does not fit.
 
-Without GPUs it is host memory, of all processes together; lab/benchmarks/host_memory.py compares it with measurements.
-With GPUs it is one GPU's memory (``node_memory`` has the host's); lab/benchmarks/plan_gpu.py compares trainer ranks.
+Without GPUs the estimate is of the host memory of all processes; lab/benchmarks/host_memory.py compares it with
+measurements. With GPUs it is of one GPU's memory, which lab/benchmarks/plan_gpu.py compares for trainer ranks
+(``storage.node_memory`` estimates the host memory of a GPU node).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from or1_verify.errors import UserError
 
 Phase = Literal["start", "rollout", "wake", "update", "handoff", "save"]
 PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "handoff", "save")
-"""start: models are loaded; rollout: engines decode; wake: engines give way and the trainer's weights return; update:
-SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
+"""start: models are loaded; rollout: engines decode; wake: engines sleep and the trainer's weights return to the GPU;
+update: SGD steps; handoff: weights are sent to the engines; save: a checkpoint's copy is made."""
 _MIB: Final = 1 << 20
 _LAUNCHER_BYTES: Final = 220 * _MIB
 _RANK_BYTES: Final = 430 * _MIB
@@ -38,13 +38,13 @@ _ENGINE_BYTES: Final = 600 * _MIB
 _MANAGER_BYTES: Final = 74 * _MIB
 _VERIFIER_BYTES: Final = 51 * _MIB
 _RAY_BYTES: Final = 421 * _MIB
-"""On a host: what a process holds before it has a model, including its libraries."""
+"""Host memory of a process without a model, libraries included, by kind of process."""
 _LOOP_RESPONSE_BYTES: Final = 28 << 10
 _MANAGER_RESPONSE_BYTES: Final = 4 << 10
-"""On a host: for each response of a step, when it has a few dozen tokens."""
+"""Host memory of the loop and the manager for each response of a step, measured with a few dozen tokens each."""
 _LOGITS_COPIES: Final = 4.25
-"""On a host: fp32 copies of its responses' logits that vLLM's sampler has at once: logits, log-probs, and to count each
-token's rank a comparison and its 64-bit copy."""
+"""Number of fp32 copies of all running responses' logits that vLLM's sampler holds at once on CPU: logits, log-probs,
+and a comparison with its 64-bit copy, from which it counts each token's rank."""
 _SHOWN_BYTES: Final = 10 * _MIB
 _START: Final[frozenset[Phase]] = frozenset({"start"})
 _UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
@@ -52,31 +52,31 @@ _HANDOFF: Final[frozenset[Phase]] = frozenset({"handoff"})
 _AFTER_START: Final[frozenset[Phase]] = frozenset(PHASES) - _START
 ENGINE: Final = "engine"
 LOOP: Final = "rank 0, for the loop and Ray's driver"
-"""What rank 0 holds beside a rank's memory."""
+"""Name of the memory that rank 0 holds beside a trainer rank's."""
 STATE: Final = "weights, gradients, optimizer"
-"""The part of a trainer rank's memory that does not depend on the batch."""
+"""Name of the part of a trainer rank's memory that does not depend on the batch."""
 
 
 class NotEnoughMemory(UserError, RuntimeError):
-    """The run is expected to need more memory than there is."""
+    """The run is estimated to need more memory than the machine has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What each of ``count`` equal processes holds. Bytes."""
+    """The memory of each of ``count`` equal processes, in bytes by part."""
 
     process: str
     count: int
     parts: Mapping[str, int]
     when: Mapping[str, frozenset[Phase]] = field(default_factory=dict)
-    """The phases in which a part is held; parts that are missing here are held in all."""
+    """The phases in which a part is held; a part without an entry is held in all phases."""
 
     def at(self, phase: Phase) -> int:
         return sum(size for name, size in self.parts.items() if name not in self.when or phase in self.when[name])
 
     @property
     def peak_bytes(self) -> int:
-        """What one process holds in the phase in which it holds most."""
+        """Bytes of one process in the phase in which it holds most."""
         return max(map(self.at, PHASES))
 
     def __str__(self) -> str:
@@ -86,14 +86,14 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:
-    """Weights that one rank of a pipeline stage holds."""
+    """Number of weights that one rank of a pipeline stage holds."""
 
     dense: int
     experts: int
     copied: int
-    """The part of ``dense`` that copies the first stage's tied embedding: checkpoints hold it once."""
+    """The part of ``dense`` that is the last stage's copy of the tied embedding, which checkpoints do not repeat."""
     adapters: tuple[int, int] | None = None
-    """With LoRA: the adapters of dense linears and of experts, which alone are trained."""
+    """With LoRA: the weights of the adapters of dense linears and of experts, which alone are trained."""
 
     @property
     def held(self) -> int:
@@ -101,25 +101,25 @@ class StageWeights:
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Those outside and inside of experts that have gradients and optimizer state."""
+        """Return how many weights outside and inside of experts have gradients and optimizer state."""
         return self.adapters or (self.dense, self.experts)
 
 
 def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
-    """Return what the processes hold: on CPU, one node's; with GPUs, a GPU of each stage and an engine's."""
+    """Return the memory of one node's processes (CPU), or of a GPU of each pipeline stage and of an engine (GPU)."""
     return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
 
 
 def needed(config: Config, processes: Sequence[ProcessMemory], device: Device) -> int:
-    """Return the bytes that one GPU must have, or with ``device`` "cpu" the host, in the phase that needs most.
+    """Return the bytes of memory that one GPU ("cuda") or the host ("cpu") needs, in the phase that needs most.
 
-    Colocated engines share the trainer's GPUs; the host holds all processes.
+    A GPU holds a trainer rank and a colocated engine; the host holds all processes.
     """
     return max(phase_bytes(config, processes, device, phase) for phase in PHASES)
 
 
 def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Device, phase: Phase) -> int:
-    """Return the bytes that the fullest GPU, or the host, holds in one phase."""
+    """Return the bytes that the fullest GPU ("cuda") or the host ("cpu") holds in one phase."""
     if device == "cpu":
         return sum(process.count * process.at(phase) for process in processes)
     engine = max((held.at(phase) for held in processes if held.process == ENGINE), default=0)
@@ -128,7 +128,7 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
 
 
 def memory_short(config: Config, shape: Shape, device: Device, there: int) -> str:
-    """Return in words why ``config`` needs more than ``there`` bytes (what the host has free, or all of a GPU);
+    """Return an error text if ``config`` needs more than ``there`` bytes (free host memory, or a GPU's whole memory);
     empty if the run fits."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(config, processes, device)) <= there:
@@ -143,7 +143,7 @@ def memory_short(config: Config, shape: Shape, device: Device, there: int) -> st
 
 
 def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, int]]:
-    """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
+    """Return settings that would lower the needed memory, each with the bytes that it saves, the largest first."""
     before = needed(config, process_memory(config, shape, device), device)
     longest = longest_row(config)
     savings = []
@@ -166,7 +166,7 @@ def gib(size: int) -> str:
 
 
 def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights, ...]:
-    """Return the weights of a rank of each pipeline stage: the first holds the embedding, the last the output layer."""
+    """Return the number of weights of a rank of each pipeline stage, embedding and output layer included."""
     vocabulary, weights = shape.vocab * shape.hidden, []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         first, last = stage == 0, stage == parallel.pipeline - 1
@@ -196,31 +196,31 @@ def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[i
 
 
 def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
-    """Return the weights of a rank of the pipeline stage that has most of them."""
+    """Return the number of weights of a rank of the pipeline stage that has the most weights."""
     return max(stage_weights(parallel, shape), key=lambda stage: stage.held)
 
 
 def offloaded_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of weights and optimizer state that a rank moves to its host and back; gradients are not copied:
-    their memory comes back as zeros."""
+    """Return the bytes of weights and optimizer state that a rank moves to host memory and back. Gradients are freed
+    and not copied."""
     weights = fullest_stage(config.parallel, shape)
     own, optimizer = BYTES[config.model.dtype], _optimizer_bytes(config) / config.parallel.optimizer_ranks
     return int(weights.held * own + sum(weights.trained) * optimizer)
 
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the bytes of a rank's weights; of the trained ones' fp32 gradients, fp32 master weights (bf16 only) and
-    two fp32 moments, the last three cut over ``optimizer_ranks``; and of a reference's weights, if there is one."""
+    """Return the bytes of a rank's weights (with a KL reference, also the reference's), and the trained weights' fp32
+    gradients and their part (1 / ``optimizer_ranks``) of fp32 master weights (bf16 only) and two fp32 moments."""
     own, reference = BYTES[config.model.dtype], weights.dense + weights.experts if config.loads_reference else 0
     total = (weights.held + reference) * own + 4 * sum(weights.trained)
     return total + _shards(config, *weights.trained) * _optimizer_bytes(config)
 
 
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
-    """Return the bytes that a rank of pipeline stage ``stage`` keeps for the backward pass, over all micro-batches in
-    flight, with rows of ``micro_batch_tokens`` tokens; on the last stage also the head's workspace.
+    """Return the bytes of activations that a rank of pipeline stage ``stage`` holds, over all micro-batches in flight,
+    each a packed row of ``micro_batch_tokens`` tokens; on the last stage also the head's workspace.
 
-    Layers keep what ``layer_numbers`` says. The layer that computes holds all its activations, and as many gradients.
+    Every layer keeps ``layer_numbers``. The layer being computed holds all its activations, and as many gradients.
     """
     parallel = config.parallel
     own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"
@@ -243,12 +243,12 @@ def delta_net_bytes(net: DeltaNet, tokens: int, cut: int) -> int:
 def layer_numbers(
     parallel: ParallelConfig, shape: Shape, recompute: Literal["none", "selective", "full"], own: bool = False
 ) -> float:
-    """Return the numbers of the compute dtype that a rank keeps of a token in a layer for the backward pass.
+    """Return how many numbers (of the compute dtype) per token a layer keeps on a rank for the backward pass.
 
     none: the residual stream twice, both norms' outputs, queries, keys, values and attention's output, and the MLP's
-    gate, up and their product; selective computes the MLP's three again; full keeps the layer's input. ``own``: our own
-    layers, which also keep attention's output reordered, and the sines and cosines of queries and keys. This was
-    measured on CPU in fp32; on a GPU in bf16 the whole peak agrees within 6%.
+    gate, up and their product; selective: all but the MLP's three; full: only the layer's input. Our own layers
+    (``own``) also keep attention's output reordered, and the sines and cosines of queries and keys. Measured on CPU in
+    fp32; on a GPU in bf16 the estimated peak memory agrees with the measured one within 6%.
     """
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     if recompute == "full":
@@ -276,7 +276,7 @@ def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
 
 
 def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield a GPU of each pipeline stage, and an engine's. Colocated, the two are one GPU."""
+    """Yield the memory on a GPU of a rank of each pipeline stage, and of an engine (colocated: on the same GPU)."""
     leaves = config.trainer_leaves
     number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -307,7 +307,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield this machine's processes; with several nodes, over which Ray spreads its actors, only the trainer's."""
+    """Yield the memory of the run's processes on this host; with several nodes, only of the trainer's processes."""
     yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
     ranks, buckets = config.parallel.ranks // config.parallel.pipeline, _bucket_bytes(config, shape)
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -316,7 +316,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             "activations": activation_bytes(config, shape, stage, "cpu"),
-            # The whole, before it is accumulated. A tied model's last stage was seen to hold as much for a moment.
+            # The whole gradient, before it is accumulated. A tied model's last stage briefly holds one of this size.
             "embedding's gradient": 0 if shape.adapters else BYTES[config.model.dtype] * embedding,
             "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
@@ -335,7 +335,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     yield _host_engine(config, shape)
     manager = {"base": _MANAGER_BYTES, "responses": responses * _MANAGER_RESPONSE_BYTES, "routed experts": routed}
     yield ProcessMemory("rollout manager", 1, manager)
-    # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
+    # A worker and its child, which is killed if a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
     yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
 
@@ -353,10 +353,10 @@ def routed_bytes(config: Config, shape: Shape) -> int:
 
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
-    """Return an engine's process.
+    """Return the memory of an engine's process on the host.
 
-    vLLM maps files to load them, and packs linears for oneDNN (only the output layer keeps its weight, too). A handoff
-    fills embeddings in place.
+    vLLM maps the weights' files to load them, and packs linear layers for oneDNN; only the output layer also keeps its
+    unpacked weight. A handoff fills embeddings in place.
     """
     rollout, number = config.rollout, BYTES[config.model.dtype]
     vocabulary = _cut(shape.vocab * shape.hidden * number, rollout.tensor_parallel)
@@ -381,7 +381,7 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the bytes of a rank's copy in the saver: replicas divide weights and optimizer."""
+    """Return the bytes of a rank's copy for checkpoints: the data-parallel replicas share weights and optimizer."""
     parallel = config.parallel
     replicas = parallel.data * parallel.context
     dense, experts = weights.adapters or (weights.dense - weights.copied, weights.experts)
@@ -390,8 +390,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
 
 
 def _bucket_bytes(config: Config, shape: Shape) -> int:
-    """Return a process's share of a handoff's shared memory, which engines and sender map: two rounds, or all weights
-    if that is less."""
+    """Return the bytes of handoff shared memory per process: two buckets (or all weights if those are fewer bytes),
+    divided over the engines and the sender, which map the same memory."""
     processes = config.rollout.engines * config.rollout.tensor_parallel
     buckets = 2 * min(config.handoff.bucket_bytes, HOST_ROUND_BYTES) * config.rollout.tensor_parallel
     return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)
@@ -402,12 +402,12 @@ def _rank(config: Config, stage: int) -> str:
 
 
 def _optimizer_bytes(config: Config) -> int:
-    """Return the bytes per parameter: two fp32 moments, and fp32 master weights for bf16."""
+    """Return the bytes of optimizer state per parameter: two fp32 moments, and fp32 master weights for bf16."""
     return 8 + (4 if config.model.dtype == "bfloat16" else 0)
 
 
 def _shards(config: Config, dense: int, experts: int) -> int:
-    """Return the parameters that a rank's optimizer updates."""
+    """Return the number of parameters that a rank's optimizer updates."""
     parallel, replicas = config.parallel, config.parallel.optimizer_ranks
     return _cut(dense, replicas) + _cut(experts, max(1, replicas // parallel.expert))
 

@@ -1,6 +1,6 @@
-"""Parallel layouts as a user writes them (``TP2 PP2 SP``), the rows of each layout, and the choice of layers.
+"""Parses parallel layouts as users write them (``TP2 PP2 SP``); chooses between Transformer Engine's layers and ours.
 
-Imports no Megatron. ``config.parallel`` says which layers a stage holds.
+Also says how each layout packs sequences into rows. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ HELP: Final = (
 
 
 class LayoutError(UserError, ValueError):
-    """A layout that cannot be read, or does not work."""
+    """The text of a parallel layout has unknown or contradictory words."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute a batch."""
+    """One way to compute a batch: a parallel layout, an order of samples and an aggregation of the loss."""
 
     name: str
     parallel: ParallelConfig
@@ -60,16 +60,16 @@ class Case:
     aggregation: Aggregation = "token_mean"
 
     def order(self, samples: int) -> list[int]:
-        """Return the order in which samples go into the batch."""
+        """Return the indices of ``samples`` samples in the order in which they go into the batch."""
         indices = np.arange(samples)
         return [int(i) for i in (np.random.default_rng(3).permutation(indices) if self.shuffled else indices)]
 
 
 def parse_layout(text: str, longest: int) -> Case:
-    """Parse words of ``HELP``, separated by blanks. Rows hold 4 * ``longest`` tokens unless ``rowsN`` is given.
+    """Parse a layout: words of ``HELP``, separated by blanks. Packed rows hold 4 * ``longest`` tokens by default.
 
     Raises:
-        LayoutError: a word is unknown, words contradict each other, or rows are too short for the longest sequence.
+        LayoutError: a word is unknown, words contradict each other, or rows are shorter than the longest sequence.
     """
     values: dict[str, Any] = {"distributed_optimizer": False}
     data, budget = 1, 4 * longest
@@ -103,24 +103,24 @@ def parse_layout(text: str, longest: int) -> Case:
 
 
 class LayersUnavailable(UserError, ValueError):
-    """The config asks for Transformer Engine where it cannot run."""
+    """The config asks for Transformer Engine, which cannot run here."""
 
 
 class ChosenLayers(NamedTuple):
-    """The layers that a run takes."""
+    """Which implementation of linear layers, norms and attention a run uses."""
 
     kind: LayerKind
     warning: str
-    """Why layers are ours on a GPU that suits Transformer Engine's; else empty."""
+    """Why our layers are used on a GPU that could run Transformer Engine; else empty."""
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
-    """Choose Transformer Engine's layers for bfloat16 on a GPU where it can be imported, else ours.
+    """Choose Transformer Engine's layers for bfloat16 on a GPU if it can be imported, else ours; or as ``layers`` says.
 
-    The config can name either. Transformer Engine's fast attention does not take float32.
+    Transformer Engine's fast attention does not take float32.
 
     Raises:
-        LayersUnavailable: ``layers`` asks for Transformer Engine's, which cannot run.
+        LayersUnavailable: ``parallel.layers`` asks for Transformer Engine's layers, which cannot run.
     """
     if parallel.layers == "own":
         return ChosenLayers("own", "")
@@ -139,10 +139,10 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
 
 @functools.cache
 def why_no_transformer_engine() -> str:
-    """Import Transformer Engine, and return why that fails; empty if it succeeds.
+    """Import Transformer Engine, and return why the import fails; empty if it succeeds.
 
-    ``import transformer_engine`` succeeds without its PyTorch part, so that part is imported by name. If this fails,
-    the package is hidden from this process: Megatron imports it too, and ends on any error but ImportError.
+    ``import transformer_engine`` succeeds without its PyTorch part, so the PyTorch part is imported. If its import
+    fails, the package is hidden from this process: Megatron imports it too, and ends on any error but ImportError.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed"
@@ -155,12 +155,12 @@ def why_no_transformer_engine() -> str:
 
 
 def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:
-    """Return how a layout's rows are packed, balanced by the cost of a model with HF config ``hf``."""
+    """Return how a parallel layout packs sequences into rows, balanced by the cost of a model with HF config ``hf``."""
     return rows_of(parallel, Shape.of(hf))
 
 
 def rows_of(parallel: ParallelConfig, shape: Shape) -> BatchLayout:
-    """Return ``batch_layout`` for a model of this shape."""
+    """Return how a parallel layout packs sequences into rows, balanced by the cost of a model of this shape."""
     return BatchLayout(
         data_ranks=parallel.data,
         budget_tokens=parallel.micro_batch_tokens,

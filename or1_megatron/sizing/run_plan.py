@@ -1,6 +1,6 @@
-"""Checks, before anything starts, whether a configuration can work; collects warnings.
+"""The plan of a run: checks, before anything starts, whether a configuration can work; collects warnings.
 
-Pure arithmetic on a Config and an HF config.json.
+The checks are arithmetic on a Config and the model's HF config.json.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from or1_verify.errors import UserError
 
 
 class PlanError(UserError, ValueError):
-    """A configuration that cannot work: one line per conflict, with its numbers and a way out."""
+    """A configuration cannot work; the message has one line per conflict, with its numbers and a way out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run that can work, and what it is planned for."""
+    """A configuration that can work, with the model, device and data that it was checked for."""
 
     config: Config
     shape: Shape
     device: Device
     memory: tuple[ProcessMemory, ...]
-    """What the processes hold, estimated."""
+    """Estimated memory of the run's processes."""
     problems: tuple[int, ...] | None
-    """Number of problems of each source; None when they were not counted."""
+    """Number of problems of each training source; None if not counted."""
     held_out: tuple[int, ...] | None
-    """Number of problems of each evaluation set; None when not counted."""
+    """Number of problems of each evaluation set; None if not counted."""
     warnings: tuple[str, ...]
 
 
@@ -45,14 +45,14 @@ def plan(
     device: Device = "cpu",
     held_out: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan ``config`` for a model with HF config ``hf``.
+    """Check ``config`` for a model with HF config ``hf``, and return the plan.
 
     Args:
-        problems: how many each source of data.train has; None: unknown.
-        held_out: the same for evaluate.data.
+        problems: number of problems of each source of data.train; None: unknown.
+        held_out: number of problems of each set of evaluate.data; None: unknown.
 
     Raises:
-        PlanError: it cannot work; a line per conflict.
+        PlanError: the configuration cannot work; a line per conflict.
         ModelError: the targets of ``model.lora`` match no linear.
     """
     shape, lora = Shape.of(hf), config.model.lora
@@ -72,9 +72,9 @@ def plan(
 
 
 def micro_batches(config: Config, stage: StageConfig) -> int:
-    """Return the most micro-batches that a data-parallel rank can have in an SGD step."""
+    """Return the largest number of micro-batches that a data-parallel rank can have in an SGD step."""
     samples = -(-stage.prompts_per_update * stage.group_size // config.parallel.data)
-    # A row is closed only when the next sequence does not fit, so it holds at least this many.
+    # A packed row is closed only when the next sequence does not fit, so it holds at least this many sequences.
     per_row = config.parallel.micro_batch_tokens // padded_sequence(config, stage)
     multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
     rows = -(-samples // per_row)
@@ -92,7 +92,7 @@ def _warnings(config: Config) -> Iterator[str]:
             f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
             "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
-    # All of the run's, those before its first stage included.
+    # All SGD steps up to the end of this run, those of earlier stages included.
     sgd_steps = sum(stage.steps * stage.sgd_steps for stage in config.stages[: config.run.stage])
     if 0 < config.optimizer.decay_steps < sgd_steps:
         yield (

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and holds in a GPU node's host memory: estimates from shapes."""
+"""Estimates the disk space of a run (checkpoints, exports, rollouts) and the host memory of a GPU node, from shapes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from or1_megatron.sizing.memory import ProcessMemory, gib, offloaded_bytes, rout
 from or1_megatron.weights.shape import BYTES, Shape
 
 _PROCESS_BYTES: Final = 4 << 30
-"""Host memory of a process that uses a GPU: libraries, CUDA, NCCL. Assumed."""
+"""Assumed host memory of a process that uses a GPU: libraries, CUDA, NCCL."""
 
 
 def checkpoint_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of one checkpoint: trained weights and AdamW's fp32 state."""
+    """Return the bytes of a checkpoint: trained weights and AdamW's fp32 state (12 per weight in fp32, 14 in bf16)."""
     return shape.trained * (12 if config.model.dtype == "float32" else 14)
 
 
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
-    """Return the most that a run has on disk at a time, by kind.
+    """Return the most bytes that a run has on disk at one time, by kind of file.
 
-    Checkpoints are those that retention keeps, and the one that is being written; ``keep_every_steps`` adds its own.
+    Checkpoints: those that are kept at the end of the run, and one that is being written.
     """
     kept, weights = config.checkpoint, shape.parameters * BYTES[config.model.dtype]
     forever = config.total_steps // kept.keep_every_steps if kept.keep_every_steps else 0
@@ -36,14 +36,14 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that a run may have in ``folder``: free bytes, and bytes that the folder holds."""
+    """Return the bytes that a run may have in ``folder``: those free on its disk plus those already in the folder."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("."))
     return shutil.disk_usage(there).free + held
 
 
 def disk_short(config: Config, shape: Shape) -> str:
-    """Return in words what the run folder's disk lacks; empty if the run fits."""
+    """Return an error text if the run folder's disk has too little room; empty if the run fits."""
     needed, room = sum(disk_bytes(config, shape).values()), disk_room(config.run.folder)
     if needed <= room:
         return ""
@@ -54,7 +54,7 @@ def disk_short(config: Config, shape: Shape) -> str:
 
 
 def disk_line(config: Config, shape: Shape, here: bool) -> str:
-    """Return what the run writes, by kind; if ``here``, also the room in its folder on this machine."""
+    """Return a line with the sizes of what the run writes, by kind; if ``here``, also the room on this disk."""
     sizes = disk_bytes(config, shape)
     kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
     room = f"; {config.run.folder} has room for {gib(disk_room(config.run.folder))}" if here else ""
@@ -62,8 +62,8 @@ def disk_line(config: Config, shape: Shape, here: bool) -> str:
 
 
 def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:
-    """Return the host memory of a full node of GPUs: the offloaded state of trainer ranks, the saver's page-locked
-    copies (up to twice their size), processes, and the verifiers' programs."""
+    """Return the host memory of a node all of whose GPUs are used: trainer ranks' offloaded state, page-locked copies
+    for checkpoints (up to twice their size), processes, and the programs that verifiers run."""
     ranks = min(node_devices, config.parallel.ranks)
     copy = -(-checkpoint_bytes(config, shape) // config.parallel.ranks)
     parts: Mapping[str, int] = {

@@ -1,1 +1,1 @@
-"""What the trainer's ranks run, and what is checked before they start."""
+"""The processes of the trainer: checks before the start, start of ranks and engines, and the policy over all ranks."""

@@ -1,4 +1,4 @@
-"""The nodes of a run compare what they start with. Only rank 0 plans: other nodes would train with what they have."""
+"""Compares configuration, model files, data, code and packages between the nodes of a run before it trains."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SHOWN: Final = 20
 
 
 class NodesDiffer(AgreedError):
-    """The nodes of a run start with different configurations, models, data, code or packages. Names each difference."""
+    """The nodes of a run have different configurations, models, data, code or packages. The message names each."""
 
 
 def join_world(config: Config) -> None:
-    """Join torchrun's world, unless this rank is in it, and compare the nodes; collective.
+    """Join torchrun's process group, unless this rank has joined, and compare the nodes. A collective call.
 
     Raises:
         NodesDiffer: on all ranks.
@@ -44,7 +44,7 @@ def join_world(config: Config) -> None:
 
 
 def compare(mine: Mapping[str, str] | None) -> None:
-    """Compare the facts of all nodes; collective. ``mine``: the facts on a node's first rank, None on others."""
+    """Raise NodesDiffer where the nodes' ``facts`` differ. A collective call. ``mine``: None but on local rank 0."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and (socket.gethostname(), mine))
     nodes = [node for node in everyone if node is not None]
@@ -56,7 +56,7 @@ def compare(mine: Mapping[str, str] | None) -> None:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return what this node starts with, by name."""
+    """Return what this node starts with, by name: configuration, package versions, digests of code, models, data."""
     found = {f"key {key}": value for key, value in leaves(config.model_dump(mode="json")).items()}
     found |= {f"package {name}": version for name, version in versions().items()}
     for package in (or1_megatron, or1_verify):
@@ -91,7 +91,7 @@ def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> lis
 
 
 def fingerprint(path: Path) -> str:
-    """Return a file's size and a digest of 64 blocks spread over it: large weights are not read whole."""
+    """Return a file's size and a digest of 64 blocks spread over it. Large weight files are not read whole."""
     size = path.stat().st_size
     last = max(0, size - _BLOCK_BYTES)
     digest = hashlib.sha256()

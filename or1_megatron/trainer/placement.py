@@ -1,4 +1,4 @@
-"""Place engines on GPUs: on the trainer's, or on other GPUs of the cluster."""
+"""Places engines on GPUs: on the trainer's GPUs (colocated), or on other GPUs of the cluster (separate)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PlacementError(UserError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankGpu:
-    """The GPU of a trainer rank. ``host`` is for messages: two hosts may have the same name."""
+    """The GPU of a trainer rank. ``host`` only appears in messages, because two hosts may have the same name."""
 
     host: str
     uuid: str
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return each engine's node and GPUs; None on CPU, where Ray chooses, and on ranks other than 0.
+    """Return each engine's node and GPUs on rank 0. Returns None on CPU, where Ray chooses, and on other ranks.
 
-    Collective over the trainer's ranks on GPUs; rank 0 is connected to Ray.
+    On GPUs this is a collective call of the trainer's ranks, and rank 0 must be connected to Ray.
 
     Raises:
         NodesDiffer: on all ranks.
@@ -53,7 +53,7 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
 
 
 def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
-    """Return places on the GPUs of consecutive trainer ranks."""
+    """Return each engine's node and GPUs: the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
     size, engines = rollout.tensor_parallel, rollout.engines
     if size * engines > len(ranks):
         raise PlacementError(
@@ -82,7 +82,7 @@ def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Se
 
 
 def separate_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
-    """Return places on GPUs that no trainer rank has, node by node."""
+    """Return each engine's node and GPUs, node by node, from the GPUs that no trainer rank has."""
     size, engines = rollout.tensor_parallel, rollout.engines
     taken = {rank.uuid for rank in ranks}
     places: list[EnginePlace] = []

@@ -1,7 +1,7 @@
-"""The plan of a run and the checks before it starts, but for its problems (``data.prompts``).
+"""Plans a run and checks its inputs before it starts: folder, model, GPUs, memory, trackers, previous stage.
 
-They take seconds, and start no rank, engine or cluster. ``or1 train`` makes them once, before its ranks; without it, as
-under plain torchrun, rank 0 does.
+The checks take seconds and start no rank, engine or cluster. ``or1 train`` makes them once, before the ranks start;
+under plain torchrun rank 0 makes them. ``data.prompts`` checks the problems.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from or1_verify.errors import UserError
 
 
 def plan_start(config: Config, device: Device) -> Plan:
-    """Return the plan of a run that starts now: with the memory of the GPUs here, and what the start deletes among its
-    warnings. Raises what ``plan_run`` raises."""
+    """Return the plan of a run that starts now. On GPUs it uses their memory here; its warnings also say what the
+    start deletes. Raises what ``plan_run`` raises."""
     planned = plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
     return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
@@ -79,8 +79,8 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
 
 
 def check_room(planned: Plan) -> None:
-    """Compare the estimate of the run's memory with the host's free memory, or on GPUs with the least of
-    ``cluster.gpu_memory_gb`` and the whole memory of each GPU here.
+    """Check that the run's estimated memory fits the host's free memory, or on GPUs the smallest of
+    ``cluster.gpu_memory_gb`` and the total memory of each GPU here.
 
     Raises:
         NotEnoughMemory: the estimate is larger, and ``cluster.check_memory`` is on.
@@ -104,10 +104,10 @@ def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
     """Check that this machine has GPUs for its ranks, and for separate engines if the run starts its own Ray.
 
     Args:
-        gpus: how many this process sees.
+        gpus: the number of GPUs that this process sees.
 
     Raises:
-        ConfigError: there are fewer than the configuration asks for.
+        ConfigError: the configuration asks for more GPUs.
     """
     needed, asked = ranks_here, f"parallel.ranks = {config.parallel.ranks}"
     if ranks_here < config.parallel.ranks:
@@ -129,7 +129,7 @@ def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
 
 
 def lacking(config: Config) -> list[str]:
-    """Return why the run could not start now: what its model or the stage before it lacks. Reads little."""
+    """Return why the run could not start now: what the model or the previous stage lacks. Reads no weights."""
     reasons = []
     try:
         begin_of(config, RunFolder(config.run.folder))
@@ -158,8 +158,8 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
         whole: read the whole checkpoint and compare it with its checksums.
 
     Raises:
-        PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
-        ConfigError: that stage's run had another configuration, in more than a new stage may change.
+        PreviousStageMissing, ResumeError: the previous stage has left no checkpoint, or has not ended.
+        ConfigError: the previous stage's run differs in configuration keys that a new stage may not change.
         CheckpointDamaged, CheckpointUnreadable: with ``whole``.
     """
     number = config.run.stage
@@ -198,7 +198,7 @@ def _previous(config: Config, number: int) -> Begin:
 
 
 def discarded(config: Config) -> Iterator[str]:
-    """Yield what the run's start deletes: what a killed session recorded behind its newest checkpoint, if it did."""
+    """Yield a warning if the run's start deletes records that a killed session made after its newest checkpoint."""
     folder = RunFolder(config.run.folder)
     newest = checkpoint_keeper(config, folder).newest()
     saved = -1 if newest is None else step_of(newest) or 0

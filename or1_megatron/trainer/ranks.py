@@ -1,7 +1,7 @@
-"""What the ranks do once Ray and the engines have been started.
+"""Runs a trainer rank once Ray and the engines have been started, and joins all parts of the run.
 
-Rank 0 makes the prompts, starts the RolloutManager, and runs the loop. The other ranks hold their share of the policy
-and execute the verbs that rank 0 relays.
+Rank 0 makes the prompts, starts the RolloutManager, and runs the loop. The other ranks hold their shard of the policy
+and execute the calls (verbs) that rank 0 relays.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.versions import session
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
+from or1_megatron.trainer.engine_start import offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.nodes_alike import join_world
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper
-from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
 
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
-    """Build this rank's mesh and its share of the policy; end the process group afterwards. Raises NodesDiffer."""
+    """Yield this rank's mesh and its shard of the policy; end the process group afterwards. Raises NodesDiffer."""
     torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_per_node(config.parallel.ranks)))
     join_world(config)
     try:
@@ -98,9 +98,9 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
 
 
 def reference_scorer(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Verb | None:
-    """Return what scores by this rank's part of the KL penalty's reference, where the configuration names one.
+    """Return the verb that scores by this rank's shard of the KL reference; None if the configuration names none.
 
-    Loads it if it has weights of its own; collective.
+    Loads the reference if it has weights of its own. A collective call.
     """
     folder = config.algorithm.kl.reference
     if folder is None:
@@ -111,7 +111,7 @@ def reference_scorer(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Verb
 
 
 def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
-    """Run a rank other than 0: execute verbs until rank 0 is done."""
+    """Run a rank other than 0: execute the calls that rank 0 relays until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         score_reference = reference_scorer(config, mesh, policy)
@@ -133,10 +133,10 @@ def lead(
     heart: Heartbeat,
     started_s: float,
 ) -> int:
-    """Run rank 0, with all parts that exist only once, and return its exit status (``run.run_rank``).
+    """Run rank 0, which has all parts that exist once per run, and return its exit status (``run.run_rank``).
 
     Args:
-        engines: they need not be up yet.
+        engines: the engines, which may still be starting.
         started_s: when this process started, in seconds since the epoch.
     """
     with ExitStack() as stack:
@@ -174,7 +174,7 @@ def lead(
 
 
 def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Find the checkpoint where the run begins, and read all of it; write the configuration."""
+    """Return the checkpoint keeper, and where the run begins; check that checkpoint, and write the configuration."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
     if warning := choose_layers(config.parallel, config.model.dtype).warning:
@@ -198,7 +198,7 @@ def serve_policy(
     heart: Heartbeat,
     stack: ExitStack,
 ) -> SyncedPolicy:
-    """Return the policy of all ranks, with its handoff to the engines, once the engines are ready."""
+    """Return the loop's policy, which drives all ranks and hands weights to the engines, once the engines are ready."""
     score_reference = reference_scorer(config, mesh, policy)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
@@ -223,7 +223,7 @@ def serve_policy(
 
 
 def run_console(config: Config, rollouts: RolloutsClient) -> RunConsole:
-    """Return the console, which shows the run from now on."""
+    """Return a console that shows the run from now on."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy
     return RunConsole(

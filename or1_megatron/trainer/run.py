@@ -1,10 +1,10 @@
-"""What every trainer rank runs, under torchrun.
+"""The entry point of every trainer rank, under torchrun.
 
-    or1 train CONFIG                                                    (plans, checks, starts it again after a failure)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (once: rank 0 plans and checks)
+    or1 train CONFIG                                                    (plans, checks, restarts ranks after a failure)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (no restarts; rank 0 plans and checks)
 
-Rank 0 reads the problems, then starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take
-seconds, in which the engines start, so it is imported after them.
+Rank 0 reads the problems, then starts Ray and the engines. ``trainer.ranks`` goes on from there. Its imports take
+seconds, so it is imported while the engines start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STARTED_S = time.time()
 
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:
-    """Return the run's summary when its folder holds the finished run, so that nothing is left to do."""
+    """Return the run's summary if its folder holds the finished run, so that nothing is left to do; else None."""
     folder = RunFolder(config.run.folder)
     if not folder.summary.is_file():
         return None
@@ -59,7 +59,7 @@ def show_again(config: Config, summary: Mapping[str, Any]) -> None:
 
 
 def run_rank(config: Config, rank: int) -> int:
-    """Run this rank to its end and return its exit status: 0, or 3 when stopped before the end of the run."""
+    """Run this rank to its end and return its exit status: 0, or 3 when it was stopped before the end of the run."""
     folder = RunFolder(config.run.folder)
     set_up_logging(folder.logs, rank)
     native_lines_to(folder.logs / f"rank_{rank}.log")
@@ -79,7 +79,7 @@ def run_rank(config: Config, rank: int) -> int:
 
 
 def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
-    """Run rank 0: first the checks that may refuse the run, then the slowest parts to start."""
+    """Run rank 0: make the checks that may refuse the run, start Ray and the engines, and run the loop."""
     if not is_launched():
         plan_and_check(config)
     folder.create()
@@ -96,7 +96,7 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         start_ray(config.cluster.ray_address, folder.run_id)
         stack.callback(stop_ray)
         with quick_imports():
-            from or1_megatron.trainer.sampling import start_engines
+            from or1_megatron.trainer.engine_start import start_engines
 
         engines = start_engines(config, folder, stack)
         with quick_imports():

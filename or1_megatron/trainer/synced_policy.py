@@ -1,4 +1,4 @@
-"""The policy as the loop sees it: all ranks execute its verbs, and the engines serve its weights."""
+"""``interfaces.Policy`` over all ranks: relays the loop's calls, hands weights to the engines, shares the GPUs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _PROBE_EVERY_STEPS_ON_GPU = 10
 
 Devices = Literal["trainer", "handoff", "engines", "neither"]
-"""Who has the devices that trainer and engines share."""
+"""Who has the GPUs that trainer and engines share."""
 
 TRANSITIONS: Final[Mapping[Devices, tuple[Devices, ...]]] = {
     "trainer": ("handoff", "neither"),
@@ -45,17 +45,17 @@ TRANSITIONS: Final[Mapping[Devices, tuple[Devices, ...]]] = {
     "engines": ("trainer", "neither"),
     "neither": ("trainer", "handoff"),
 }
-"""From each state, the states that may follow."""
+"""For each state of the shared GPUs, the states that may follow."""
 
 
 @dataclass(frozen=True)
 class DeviceSharing:
-    """What trainer and engines do to share their devices."""
+    """What trainer and engines do to share their GPUs."""
 
     engines_sleep: bool
-    """The engines must not use the devices at the same time as the trainer."""
+    """Whether the engines sleep while the trainer uses the GPUs."""
     trainer_offloads: bool
-    """The trainer's state lies on the host while the engines sample."""
+    """Whether the trainer's state is in host memory while the engines sample."""
 
 
 def rank_verbs(
@@ -64,11 +64,11 @@ def rank_verbs(
     sender: WeightSender | None = None,
     score_reference: Verb | None = None,
 ) -> dict[str, Verb]:
-    """Return what every rank can do under lockstep, by verb; the arguments are this rank's parts.
+    """Return the functions that rank 0 can call on every rank (``Lockstep``), by name, from this rank's parts.
 
     Args:
-        sender: of the handoff; None: there are no engines.
-        score_reference: scores this rank's rows by the frozen reference, where there is one.
+        sender: sends this rank's weights in a handoff; None: there are no engines.
+        score_reference: scores this rank's rows by the frozen reference; None: there is no reference.
     """
 
     def of_rows(method: Verb) -> Verb:
@@ -100,16 +100,16 @@ def rank_verbs(
 
 
 class SyncedPolicy:
-    """``interfaces.Policy``: the verbs of all ranks, the handoff with its probe, and who has the shared devices.
+    """Implements ``interfaces.Policy``: calls on all ranks, the handoff with its probe, and who has the shared GPUs.
 
-    state     on the devices                                  next (``TRANSITIONS``)
+    state     on the GPUs                                     next (``TRANSITIONS``)
     trainer   all of the trainer's state; engines sleep       handoff, neither
     handoff   the trainer's parameters, the engines' weights  engines, neither
     engines   the engines; the trainer's state is on the host trainer, neither
     neither   nothing: a lost engine was replaced             trainer, handoff
 
-    A step goes from engines to trainer, handoff and engines again. Where no engine sleeps (CPU, placement ``separate``)
-    and the trainer does not offload, the states are the same and nothing is moved.
+    A rollout step goes from engines to trainer, handoff and engines again. Where no engine sleeps (CPU, placement
+    ``separate``) and the trainer does not offload, the states change in the same way, but nothing is moved.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class SyncedPolicy:
     ) -> None:
         """
         Args:
-            lockstep: has the verbs of ``rank_verbs``.
+            lockstep: calls the functions of ``rank_verbs`` on all ranks.
             engines: controls the engines of ``pool``.
-            layout: for the probe's batch.
-            sharing: the trainer has the devices now, and engines that sleep are asleep.
+            layout: the limits of packed rows, for the probe's batch.
+            sharing: how the GPUs are shared. The trainer must have them now, and engines that sleep must be asleep.
         """
         self._lockstep, self._saver = lockstep, saver
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
@@ -187,21 +187,21 @@ class SyncedPolicy:
         self._lockstep.call("export_hf", folder)
 
     def restart_optimizer(self) -> None:
-        """Restart the optimizer when the trainer next takes the devices: the engines may have them now."""
+        """Restart the optimizer when the trainer next takes the GPUs, because the engines may have them now."""
         self._optimizer_restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
-        """Compare the data-parallel replicas, and send the weights as ``version``; then, at every n-th handoff, compare
-        engines and policy on the probe.
+        """Compare the data-parallel replicas, send the weights to the engines as ``version``, and at every n-th handoff
+        compare the log-probs of engines and policy on the probe.
 
-        Engines serve the new weights only when all of this has gone well. An engine that dies meanwhile is replaced,
-        and send and probe are done again; requests in flight wait.
+        Engines serve the new weights only when all this has succeeded. An engine that dies meanwhile is replaced, and
+        sending and probe are done again; requests in flight wait.
 
         Raises:
-            SendError: an engine failed, did not keep up, or received or holds something else than was sent.
-            ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
+            SendError: an engine failed, was too slow, or received or holds other bytes than were sent.
+            ReplicasDiffer: a parameter differs between data-parallel ranks.
             PolicyNotFinite: the policy's log-probs are not finite.
-            HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed after the first handoff.
+            HandoffMismatch: an engine's log-probs differ from the policy's. After the first handoff: EngineStrayed.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -246,18 +246,18 @@ class SyncedPolicy:
         )
 
     def _judge_engines(self, expected: Sequence[Float32Array]) -> ProbeResult:
-        """Compare the engines' scores of the probe with the policy's."""
+        """Compare the engines' log-probs of the probe with the policy's, ``expected``."""
         try:
             return self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
         except HandoffMismatch as error:
-            if self._handoffs == 0:  # no restart would change it
+            if self._handoffs == 0:  # a restart would not help
                 raise
             raise EngineStrayed(str(error)) from error
 
     def revive(self) -> None:
-        """Replace the engines that are gone, in the middle of a rollout, and give all engines the current weights.
+        """Replace engines that died in the middle of a rollout, and hand the current weights to all engines.
 
-        Where engines sleep while the trainer has the devices, none may be decoding.
+        Where engines share the trainer's GPUs, no engine may be decoding.
 
         Raises:
             EngineError: an engine died too often. Also what ``hand_off`` raises.
@@ -266,9 +266,9 @@ class SyncedPolicy:
             self.hand_off(self._version)
 
     def take_devices(self) -> None:
-        """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
+        """Put the engines to sleep if they share the trainer's GPUs, and bring the trainer's state back to the GPUs.
 
-        An engine that has died since the rollout is replaced. Raises EngineError where an engine died too often.
+        An engine that has died since the rollout is replaced. Raises EngineError if an engine died too often.
         """
         if self._devices == "engines" and self._sharing.engines_sleep:
             try:
@@ -294,14 +294,14 @@ class SyncedPolicy:
         self._pass_devices("engines")
 
     def _pass_devices(self, to: Devices) -> None:
-        """Note who has the devices now. Raises RuntimeError where ``TRANSITIONS`` has no such step."""
+        """Record who has the GPUs now. Raises RuntimeError for a change that ``TRANSITIONS`` does not allow."""
         if to not in TRANSITIONS[self._devices]:
             expected = " or ".join(TRANSITIONS[self._devices])
             raise RuntimeError(f"the devices went from '{self._devices}' to '{to}'; expected {expected}")
         self._devices = to
 
     def _replace_lost(self) -> bool:
-        """Replace lost engines, and return whether there were any; the next handoff connects to the new ones."""
+        """Replace lost engines, and return whether an engine was lost. The next handoff connects to the new engines."""
         if not self._pool.restart_lost(self._make_room):
             return False
         self._lockstep.call("leave_engines")
@@ -311,13 +311,13 @@ class SyncedPolicy:
         return True
 
     def _make_room(self) -> None:
-        """Offload the trainer where engines use its devices: an engine that starts needs the memory."""
+        """Offload the trainer's state if engines share its GPUs, because an engine that starts needs the memory."""
         if self._sharing.engines_sleep:
             self._lockstep.call("offload", "optimizer", "gradients", "parameters")
 
 
 def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
-    """Make a sample of a sequence: all its tokens but the first are scored."""
+    """Return a sample in which every token of the sequence but the first is scored."""
     rest = token_ids[1:]
     return Sample(
         prompt_ids=token_ids[:1],

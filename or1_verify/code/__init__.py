@@ -1,1 +1,1 @@
-"""The code verifier: tests, how they run, and how outputs are compared."""
+"""The code verifier: reads tests, runs submissions against them in a sandbox, and compares outputs."""

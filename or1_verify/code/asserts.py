@@ -1,10 +1,9 @@
-"""Tests written as Python: asserts over the submission's names, and LeetCode's ``check(candidate)``.
+"""Reads tests written as Python: assert statements that call the submission, and LeetCode's ``check(candidate)``.
 
-They never run beside the submission, which could read what they expect. The statements of a row are one program, which
-runs in a sandbox of its own, and its calls travel to the submission's as data (``code.in_sandbox.program_runner``).
-
-Tests by which a submission could judge itself are refused when the data is loaded, such as ``assert same(f(1), [2])``
-with ``same`` defined nowhere: a function of the submission would judge a result of the submission.
+They never run in the submission's process, which could read what they expect. A problem's statements are one program,
+which runs in a sandbox of its own; its calls go to the submission's sandbox as data
+(``code.in_sandbox.program_runner``). Tests by which a submission could judge itself are refused when data is loaded,
+such as ``assert same(f(1), [2])`` without a definition of ``same``: the submission could define it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same
 
 
 def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
-    """Return the tests of an ``assert_case``. Raises ValueError."""
+    """Return the test program made of an ``assert_case``'s statements. Raises ValueError if it cannot be used."""
     if isinstance(cases, str):
         cases = [cases]
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
@@ -40,7 +39,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
-    """Return the tests of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
+    """Return the test program of ``{entry_point, import_prefix, test_code}``. Raises ValueError if it is unusable."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -65,7 +64,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
 
 
 def _whole_functions(module: ast.Module) -> set[str]:
-    """Return the functions whose body does something: a signature with a docstring, as in a prompt, does not."""
+    """Return the names of a module's functions whose body does more than a signature with a docstring (a prompt)."""
     return {
         node.name
         for node in module.body
@@ -78,7 +77,7 @@ def _whole_functions(module: ast.Module) -> set[str]:
 
 
 def _owners(module: ast.Module) -> set[str]:
-    """Return the names whose attributes a program uses."""
+    """Return the names ``x`` whose attributes (``x.y``) a program uses."""
     attributes = (node.value for node in ast.walk(module) if isinstance(node, ast.Attribute))
     return {value.id for value in attributes if isinstance(value, ast.Name)}
 
@@ -91,7 +90,7 @@ def _parse(where: str, source: str) -> ast.Module:
 
 
 def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
-    """Raise ValueError when the program calls no submission, or would let it judge itself."""
+    """Raise ValueError if a test program does not call the submission, or would let the submission judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
     results = _results(module, remote)
@@ -110,7 +109,7 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
 
 
 def _results(module: ast.Module, remote: set[str]) -> set[str]:
-    """Return the variables to which the module assigns, whole or in part, a result of the submission."""
+    """Return the variables of a test program whose value is, or contains, a result of the submission."""
     variables: set[str] = set()
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
@@ -127,7 +126,7 @@ def _results(module: ast.Module, remote: set[str]) -> set[str]:
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Return (what gets a value, the value) of an assignment, a loop or a method's argument: ``a.append(f(1))``."""
+    """Return pairs (target, value) of an assignment, a loop, or a method call such as ``a.append(f(1))``."""
     if isinstance(node, ast.Assign):
         return [(target, node.value) for target in node.targets]
     if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
@@ -148,8 +147,8 @@ def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 
 def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
-    """Whether the submission decides the truth of ``test``: by a call about one of its results, or by comparing its
-    results only with each other. ``results``: the variables that hold one."""
+    """Whether the submission decides the truth of ``test``: one of its functions gets one of its results, or only its
+    own results are compared. ``results``: the variables that hold results of the submission."""
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote, results) for value in test.values)
     if isinstance(test, ast.UnaryOp):
@@ -169,7 +168,7 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 
 def _compares_results(test: ast.expr, remote: set[str], results: set[str]) -> bool:
-    """Whether both sides of a comparison depend on the submission, which then needs only to agree with itself."""
+    """Whether all sides of a comparison are results of the submission, which then needs only to agree with itself."""
     return isinstance(test, ast.Compare) and all(
         _has_result(item, remote, results) for item in (test.left, *test.comparators)
     )

@@ -1,8 +1,8 @@
-"""Runs checkers that are programs, for problems with several valid outputs: Python functions and testlib's binaries.
+"""Runs checker programs, for problems with several valid outputs: Python functions and testlib checkers in C++.
 
-Both come from the data, not from the submission, and still run in a sandbox (docs/code_verifier.md says how they are
-called). They get the submission's output as data, after its process has ended. A checker that meets a limit refuses the
-output, if it copes with the expected one in its place; else it failed.
+Checkers come from the data, not from the submission, and still run in a sandbox (docs/code_verifier.md says how they
+are called). They get the submission's output as data, after its process has ended. If a checker meets a limit, the
+output counts as wrong, provided that the checker accepts the expected output in time; else the checker has failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})  # testlib's: wrong, b
 
 
 class CheckerFailed(Or1Error):
-    """The checker itself gave no verdict, which says nothing about the submission."""
+    """A checker program gave no verdict, through no fault of the submission."""
 
     def __init__(self, words: str, result: SandboxResult | None = None) -> None:
         super().__init__(words if result is None else f"{words}: {result.failure}")
@@ -40,7 +40,7 @@ class CheckerFailed(Or1Error):
 
 
 class CheckerPrograms:
-    """Runs a row's checker program. ``headers``: a folder of headers for C++ checkers, such as testlib.h's."""
+    """Runs the checker programs of problems. ``headers``: a folder of headers for C++ checkers, with testlib.h."""
 
     def __init__(self, sandbox: Sandbox, headers: Path | None = None, cache: Path | None = None) -> None:
         self._sandbox = sandbox
@@ -49,7 +49,7 @@ class CheckerPrograms:
         self._binaries: dict[str, bytes] = {}  # by the hash of the source
 
     def prepare(self, checker: Checker) -> None:
-        """Check a checker before the run. Raises ValueError when it does not parse or compile."""
+        """Check before the run that a checker parses or compiles. Raises ValueError if it does not."""
         if checker.kind == "testlib":
             self._binary(checker)
         elif checker.kind == "python":
@@ -61,7 +61,7 @@ class CheckerPrograms:
                 raise ValueError("checker python: expected its source to define check(input, output, answer)")
 
     def accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
-        """Whether the checker accepts the output, which is bytes, or a call's result, encoded. Raises CheckerFailed."""
+        """Whether the checker accepts an output (bytes, or the encoded result of a call). Raises CheckerFailed."""
         try:
             return self._accepts(checker, given, output, expected)
         except CheckerFailed as failed:
@@ -73,7 +73,7 @@ class CheckerPrograms:
         except CheckerFailed as failed:
             if failed.met_a_limit:
                 raise
-        return False  # the checker copes with that in time, which is all that is asked
+        return False  # the checker copes with the expected output in time, so this output is to blame
 
     def _accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
         if checker.kind == "python":
@@ -143,7 +143,7 @@ class CheckerPrograms:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write beside the file and rename: several verifiers may compile the same checker at once."""
+    """Write a file by renaming a temporary one, because several verifiers may compile the same checker at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_bytes(content)

@@ -1,7 +1,7 @@
-"""Compares an output with the expected one, outside the sandbox: pure functions, which the row names.
+"""Compares a submission's output or result with the expected one, outside the sandbox, by a rule that the data names.
 
-docs/code_verifier.md lists what a ground truth's key ``checker`` may hold; those that are programs run in
-``code.checker_programs``. A sandbox gives bytes or plain data. Anything that cannot be read is not equal.
+docs/code_verifier.md lists the values of a ground truth's key ``checker``; checkers that are programs run in
+``code.checker_programs``. A sandbox gives bytes or plain data. Output that cannot be read counts as different.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 FLOAT_TOLERANCE = 1e-6
-"""The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
+"""Tolerance, absolute or relative, of the checker ``float`` if a problem gives none, as in most online judges."""
 
 _MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take us too long
 
@@ -25,7 +25,7 @@ PROGRAM_KINDS = frozenset({"python", "testlib"})
 
 @dataclass(frozen=True, slots=True)
 class Checker:
-    """One row's checker: its kind and that kind's parameters, validated."""
+    """The checker of one problem: its kind, and the validated parameters of this kind."""
 
     kind: str = "lines"
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Checker:
 
 
 def parse_checker(value: Any, calls: bool) -> Checker:
-    """Return the checker that a row names; the default for None. Raises ValueError saying what was expected."""
+    """Return the checker that a ground truth names (default: "json" for ``calls``, else "lines"). Raises ValueError."""
     if value is None:
         return Checker("json" if calls else "lines")
     named = {"kind": value} if isinstance(value, str) else value
@@ -66,7 +66,7 @@ def parse_checker(value: Any, calls: bool) -> Checker:
 
 
 def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
-    """Whether a standard output is the expected one. For any_of, ``expected`` is a list of texts."""
+    """Whether a standard output matches the expected text (for any_of: one of a list of texts)."""
     if checker.of is not None:
         return any(text_matches(output, one, checker.of) for one in expected)
     check = _TEXT_CHECKS[checker.kind]
@@ -74,7 +74,7 @@ def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
 
 
 def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
-    """Whether a call's result, encoded (``code.codec``), is the expected one."""
+    """Whether the encoded result of a call (``code.codec``) matches the expected value."""
     try:
         if checker.of is not None:
             return any(value_matches(result, one, checker.of) for one in expected)
@@ -84,7 +84,7 @@ def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
 
 
 def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
-    """Compare two texts, stripped, line by line: tokens must be equal as text or as exact decimals ("1.0" is "1").
+    """Whether two stripped texts have the same tokens in each line, equal as text or as exact decimals ("1.0", "1").
 
     This is the rule of LiveCodeBench's harness, except that white space within a line never matters.
     """
@@ -99,7 +99,7 @@ def _tokens_match(result: list[str], expected: list[str]) -> bool:
 
 
 def _decimal(token: str) -> Decimal | None:
-    """Return the number that a token spells in ASCII, or None (Python would also take other scripts' digits)."""
+    """Return the finite number that an ASCII token spells, else None (Python also reads digits of other scripts)."""
     if len(token) > _MAX_DECIMAL_CHARS or not token.isascii() or "_" in token:
         return None
     try:
@@ -137,7 +137,7 @@ def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
 
 
 def _as_many_lines(text: str, expected: str) -> bool:
-    """Whether the texts have as many lines. Lines are counted before they are split: there may be millions."""
+    """Whether two texts have the same number of lines, which are counted without splitting millions of them."""
     return text.strip().count("\n") == expected.strip().count("\n")
 
 
@@ -153,14 +153,14 @@ def _same_multiset(encoded: Any, expected: Any, depth: int) -> bool:
 
 
 def _multiset(value: Any, depth: int) -> str:
-    """Return the value's JSON with its lists sorted by their items' JSON, down to ``depth`` (-1: all of them)."""
+    """Return a value's JSON, in which the lists of the outer ``depth`` levels (-1: of all levels) are sorted."""
     if not isinstance(value, list) or depth == 0:
         return json.dumps(value, sort_keys=True)
     return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
 
 
 def as_json(encoded: Any, sets: bool = False) -> Any:
-    """Return an encoded value as JSON holds it: tuples as lists, keys as strings, sets as lists where allowed."""
+    """Return an encoded value as plain JSON: tuples become lists, keys strings, and with ``sets`` sets lists."""
     if isinstance(encoded, list):
         return [as_json(item, sets) for item in encoded]
     if not isinstance(encoded, dict):
@@ -182,9 +182,9 @@ def _key(value: Any) -> str:
 
 
 def _equal(result: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
-    """Compare JSON values; True is never 1, and 3.0 is 3.
+    """Whether two JSON values are equal; True does not equal 1, and 3.0 equals 3.
 
-    Without a ``tolerance`` floats are equal when ``==`` says so, as in LiveCodeBench's harness.
+    Without a ``tolerance`` floats are compared by ``==``, as in LiveCodeBench's harness.
     """
     if isinstance(expected, bool) or isinstance(result, bool):
         return expected is result

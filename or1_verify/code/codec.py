@@ -1,9 +1,9 @@
-"""Turns values into plain JSON and back, to cross between a submission's process, a test program's and ours.
+"""Encodes Python values as plain JSON and back, to pass them between a submission's process, a test program's and ours.
 
-It imports only the standard library, because the programs inside the sandboxes import it too. Decoding builds exact
-built-in types (and the two LeetCode structures), never an object of the sender's classes.
+It imports only the standard library, because the programs inside the sandboxes import it too. Decoding makes only
+exact built-in types and the two LeetCode structures, never an object of the sender's classes.
 
-None, bool, str, list, float and small int stand for themselves; everything else is an object with one key, its tag:
+None, bool, str, list, float and small int are encoded as themselves, all else as an object with one key, its tag:
 ``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
 (values of a linked list), ``tree_node`` (LeetCode's level order, None for a missing child).
 """
@@ -20,7 +20,7 @@ _MAX_NODES = 1_000_000
 
 
 class ListNode:
-    """LeetCode's linked list."""
+    """Node of LeetCode's linked list."""
 
     def __init__(self, val: Any = 0, next: Any = None) -> None:
         self.val = val
@@ -28,7 +28,7 @@ class ListNode:
 
 
 class TreeNode:
-    """LeetCode's binary tree."""
+    """Node of LeetCode's binary tree."""
 
     def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
         self.val = val
@@ -37,9 +37,9 @@ class TreeNode:
 
 
 def encode(value: Any, iterators: bool = False) -> Any:
-    """Encode a value. ``iterators``: what can only be iterated over (generators, map objects, ranges, ...) is a list.
+    """Return a value encoded. ``iterators``: encode generators, map objects, ranges and the like as lists.
 
-    Raises TypeError for anything but data, ValueError for a linked structure or an iterator that does not end.
+    Raises TypeError for a value that is not data, ValueError for a linked structure or iterator that does not end.
     """
     if value is None or isinstance(value, (bool, str)):
         return str(value) if isinstance(value, str) else value
@@ -72,8 +72,8 @@ def encode(value: Any, iterators: bool = False) -> Any:
 
 
 def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode) -> Any:
-    """Decode a value. ``list_node`` and ``tree_node`` make the nodes. Raises ValueError or TypeError for anything that
-    was not encoded."""
+    """Return an encoded value decoded; ``list_node`` and ``tree_node`` make nodes. Raises ValueError or TypeError for a
+    value that ``encode`` cannot have made."""
     if isinstance(encoded, list):
         return [decode(item, list_node, tree_node) for item in encoded]
     if not isinstance(encoded, dict):
@@ -108,7 +108,7 @@ def build_list(values: Any, list_node: Any = ListNode) -> Any:
 
 
 def build_tree(values: Any, tree_node: Any = TreeNode) -> Any:
-    """Build a tree from LeetCode's level order, which does not list the children of missing nodes."""
+    """Return the root of a tree given in LeetCode's level order, which does not list children of missing nodes."""
     pending = iter(list(values))
     first = next(pending, None)
     root = None if first is None else tree_node(first)
@@ -134,7 +134,7 @@ def walk_list(node: Any) -> list[Any]:
 
 
 def walk_tree(root: Any) -> list[Any]:
-    """Return LeetCode's level order: None for a missing child, but not at the end."""
+    """Return a tree's values in LeetCode's level order: None for a missing child, except at the end."""
     values: list[Any] = []
     level = [root]
     for node in level:
@@ -149,7 +149,7 @@ def walk_tree(root: Any) -> list[Any]:
 
 
 def complaint(error: BaseException) -> str:
-    """Return an exception in words."""
+    """Return an exception's type and message, in at most 300 characters."""
     try:
         return (type(error).__name__ + ": " + str(error))[:300].removesuffix(": ")
     except Exception:  # raised by its own __str__

@@ -1,6 +1,6 @@
-"""Reads the ground truths of code problems, validates them and turns them into tests that hide what they expect.
+"""Parses and validates the ground truths of code problems, and makes test records of them.
 
-A ground truth is one JSON object (RECIPE section 7); docs/code_verifier.md lists its keys.
+A ground truth is one JSON object (docs/recipe.md, section 7); docs/code_verifier.md lists its keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_MEMORY_BYTES = 64 << 20  # below it Python itself would run out, and the 
 
 
 def parse_code_tests(ground_truth: str) -> CodeTests:
-    """Return a row's tests. Raises ValueError: not JSON, unknown kind, no tests, mismatched inputs and outputs, ..."""
+    """Return the tests in a ground truth. Raises ValueError (not JSON, unknown kind, no tests, ...) with the reason."""
     try:
         decoded = json.loads(ground_truth)
     except (ValueError, RecursionError) as error:
@@ -69,7 +69,7 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
 
 
 def _of_code_r1(program: str) -> dict[str, Any]:
-    """Return the tests of code-r1's ``functional``: a program that ends in check(entry point), or assertions."""
+    """Return code-r1's ``functional`` (a program that ends in check(entry point), or assertions) as our keys."""
     test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
     if not call:
         return {"assert_case": [program]}

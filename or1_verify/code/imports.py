@@ -1,8 +1,8 @@
-"""Adds the imports that graders put before a submission, where it needs them.
+"""Adds to a submission the imports that it lacks and graders provide, such as ``List`` or ``defaultdict``.
 
-LeetCode's and LiveCodeBench's harnesses execute a long list of star imports first, and models rely on it: they use
-``List``, ``defaultdict``, ``inf`` without importing them. All those imports cost tens of milliseconds per test, so only
-the names that a program uses and never binds are imported.
+LeetCode's and LiveCodeBench's harnesses execute a long list of star imports before a submission, and models rely on
+them. The whole list would cost tens of milliseconds per test, so only names that a program uses and never binds are
+imported.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from functools import cache
 
 RECURSION_LIMIT = 50_000
-"""The recursion limit of LiveCodeBench's harness."""
+"""Recursion limit of submissions: that of LiveCodeBench's harness."""
 
 MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""The order of the star imports: of two equal names the later wins, and modules win over all."""
+"""Modules whose names are provided, in order: of two equal names the later wins, and a module's own name always."""
 
 
 @cache
 def _statements() -> Mapping[str, str]:
-    """Return, for each name, the statement that imports it."""
+    """Return the import statement of each provided name."""
     statements: dict[str, str] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -37,10 +37,10 @@ def _statements() -> Mapping[str, str]:
 
 
 def names_of(source: str) -> tuple[list[str], set[str]]:
-    """Return (the names that ``source`` looks up in its module and never binds there, in order; those that it binds).
+    """Return (module-level names that ``source`` uses and never binds, in order; module-level names that it binds).
 
-    Built-in ones are among the first. Names of methods and local variables bind nothing in the module. Names from star
-    imports count as bound where the module is a well-known one. Both are empty for a source that does not compile.
+    The used names include built-in ones. Methods and local variables bind no module-level name; star imports of
+    well-known modules do. Both results are empty for a source that does not compile.
     """
     try:
         module = symtable.symtable(source, "source", "exec")
@@ -63,11 +63,10 @@ def names_of(source: str) -> tuple[list[str], set[str]]:
 
 
 def with_imports(source: str, prefix: str = "") -> str:
-    """Return the source with the graders' recursion limit and the imports that it and ``prefix`` lack.
+    """Return a submission's source with the graders' recursion limit and the provided imports that it lacks.
 
-    ``prefix`` runs before it. What is added follows the docstring and the ``from __future__`` statements. Raises
-    SyntaxError.
-    """
+    ``prefix`` is a program that runs before it, with imports of its own. The additions come after a docstring and
+    ``from __future__`` statements. Raises SyntaxError."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
     given, statements = names_of(prefix)[1], _statements()
     missing = [name for name in names_of(source)[0] if name in statements and name not in given]
@@ -90,7 +89,7 @@ def _must_come_first(node: ast.stmt, number: int) -> bool:
 
 
 def modules_of(source: str) -> set[str]:
-    """Return the modules beside the standard library that ``source`` imports without a try, by their first names."""
+    """Return the top-level names of modules that ``source`` imports outside ``try``, without the standard library's."""
     tree = ast.parse(source)
     tried = {part for node in ast.walk(tree) if isinstance(node, ast.Try) for part in ast.walk(node)}
     names: set[str] = set()
@@ -103,13 +102,13 @@ def modules_of(source: str) -> set[str]:
 
 
 def has_unknown_star(tree: ast.AST) -> bool:
-    """Whether ``tree`` imports all names of a module that is not a well-known one, so that any name may be bound."""
+    """Whether a program has a star import of a module that is not well known, so that it may bind any name."""
     stars = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
     return any(not _star_names(node) for node in stars)
 
 
 def _star_names(node: ast.AST) -> set[str]:
-    """Return the names that a star import of a well-known module binds; none for any other node."""
+    """Return the names that a node binds if it is a star import of a well-known module; else an empty set."""
     if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
         return set()
     return {name for name, text in _statements().items() if text.startswith(f"from {node.module} ")}

@@ -1,7 +1,7 @@
-"""Reads LiveCodeBench's tests: public ones in JSON, private ones in JSON or in base64 of zlib of a pickle of JSON text.
+"""Reads LiveCodeBench's tests: JSON, and for private tests also base64 of zlib of a pickle of JSON text.
 
-The pickle is never loaded. It may hold one string and nothing else, which is read from its opcodes, so that it can
-neither make an object nor call anything.
+The pickle is never loaded, so it cannot make an object or call a function: it may hold only one string, which is read
+from its opcodes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEST_BYTES = 1 << 30
-"""The largest size of one problem's private tests, decompressed. Real ones have a few hundred MB at most."""
+"""Largest decompressed size of one problem's private tests; the real ones have at most a few hundred MB."""
 
 _STRINGS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"})
 _HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
 
 
 def as_input_output(decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's tests as {inputs, outputs, fn_name?, starter_code?}, public ones first.
+    """Return the tests of a LiveCodeBench row as {inputs, outputs, fn_name?, starter_code?}, public ones first.
 
-    Raises ValueError naming the field, what was found and what was expected.
+    Raises ValueError with the field, what was found and what was expected.
     """
     tests = [
         *_tests("public_test_cases", decoded.get("public_test_cases") or []),
@@ -58,7 +58,7 @@ def _tests(field: str, value: Any) -> list[dict[str, str]]:
 
 
 def decompress(text: str) -> str:
-    """Return the text in base64 of zlib of a pickle. Raises ValueError."""
+    """Return the one string that base64 of zlib of a pickle holds. Raises ValueError for anything else."""
     try:
         unpacker = zlib.decompressobj()
         pickled = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TEST_BYTES)

@@ -1,8 +1,8 @@
-"""Runs a problem's tests against a submission and says how each of them ended.
+"""Runs a problem's tests against a submission in sandboxes, and yields the outcome of each test.
 
-The submission and one test's input are in a sandbox, a test program or a checker in another; expected outputs stay
-here, where they are compared. A call's answer counts only when it repeats the nonce that came with the call, so
-anything that a submission writes beforehand or out of turn is ignored.
+One sandbox holds the submission and a test's input, another a test program or a checker; expected outputs stay in this
+process, which compares them. A call's answer counts only if it repeats the nonce that came with the call, so anything
+that a submission writes before a call or out of turn is ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _OUT_OF_TURN = "wrote to the channel out of turn"
 
 
 TestOutcome = tuple[str, str | None]
-"""(the test's name, why the submission failed it; None when it passed)."""
+"""(name of the test, why the submission failed it or None if it passed)."""
 
 
 class CodeRun:
-    """Runs tests in a sandbox, whose limits apply to each test unless the row has its own; ``budget_s`` is the wall
-    time of all together."""
+    """Runs a submission's tests in a sandbox, whose limits hold for each test unless the problem has limits of its own.
+    ``budget_s``: wall time of all tests of a submission together."""
 
     def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
         self._sandbox = sandbox
@@ -45,9 +45,9 @@ class CodeRun:
         self._budget_s = budget_s
 
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
-        """Run test after test and yield each outcome. A caller that stops iterating stops the run.
+        """Run test after test, and yield each outcome. A caller that stops iterating stops the run.
 
-        Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
+        Raises SandboxFailure or CheckerFailed if no outcome can be known, through no fault of the submission.
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
@@ -103,9 +103,9 @@ class CodeRun:
         return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
-        """Carry lines between the test program's sandbox and the submission's.
+        """Run a test program: carry lines between its sandbox and the submission's. Return why it failed, or None.
 
-        It makes many calls, so each has the wall time limit, and all together have the budget as CPU time.
+        A test program makes many calls: each has the wall time limit, and all together the budget as CPU time.
         """
         limits = replace(limits, cpu_s=self._budget_s, keys={**limits.keys, "cpu_time": "verify.budget_s"})
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
@@ -134,7 +134,7 @@ class CodeRun:
 
 
 def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
-    """Return the sandbox's limits with those of the row in their place; memory is at most the node's."""
+    """Return the sandbox's limits, replaced by those that a problem sets; memory is at most the node's."""
     limits, keys = sandbox.limits, dict(sandbox.limits.keys)
     if row.time_s is not None:
         keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
@@ -147,9 +147,9 @@ def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
 
 
 class _Calls:
-    """A submission in a sandbox, loaded at the first call. Each call runs in a fork of it.
+    """Calls of a submission in a sandbox, where it is loaded at the first call; each call runs in a fork of it.
 
-    ``for_program``: the calls are a test program's; one process runs them all and holds the objects they make.
+    ``for_program``: a test program makes the calls; one process runs them all, and keeps the objects that they make.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Calls:
         self._session: Launched | None = None
 
     def load(self) -> None:
-        """Load the submission. Raises SessionEnded when that fails."""
+        """Load the submission in a new sandbox. Raises SessionEnded if it does not load."""
         self._session = self._sandbox.open(_CALL_SERVER, self._limits)
         setup = {
             "prefix": self._tests.prefix,
@@ -175,7 +175,7 @@ class _Calls:
         self._forks = bool(answer.get("forks"))
 
     def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return {value}, {raised} or {died}. Raises SessionEnded; the next call then gets a fresh sandbox."""
+        """Make a call, and return {value}, {raised} or {died}. Raises SessionEnded; a later call gets a new sandbox."""
         if self._session is None:
             self.load()
         try:
@@ -188,7 +188,7 @@ class _Calls:
         return answer
 
     def describe_death(self, answer: Mapping[str, Any]) -> str:
-        """Say why a fork ended without an answer."""
+        """Return in words why a call's fork died, from its answer {died, cpu_s}."""
         assert self._session is not None
         code = answer["died"]
         words = self._session.describe_death(128 - code if code < 0 else code, answer["cpu_s"])
@@ -213,7 +213,7 @@ class _Calls:
 
 
 def _from_program(judge: Launched, line: bytes, asked: int) -> bytes:
-    """Return the test program's next line. Once it has had an answer, the submission is to blame when it ends."""
+    """Return a test program's next line. If it ends after an answer of the submission, the submission is to blame."""
     try:
         return judge.ask(line)
     except SessionEnded as error:
@@ -230,7 +230,7 @@ def _passed_on(answer: Mapping[str, Any]) -> bytes:
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
-    """Return the JSON object of a line, which may be hostile. Raises nothing but SessionEnded."""
+    """Return the JSON object in a line that a hostile program may have written. Raises only SessionEnded."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The tests of one code problem, as records: what the submission's process may see, and what it may not."""
+"""Records of the tests of one code problem: standard input, calls, test programs, and their limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """One run of the whole program. ``expected``: text, or for checker any_of a tuple of texts."""
+    """A test that runs the submission as a program. ``expected``: its output, or for checker any_of several outputs."""
 
     name: str
     stdin: bytes
@@ -25,10 +25,10 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """One call of a function or method, whose result the row's checker judges.
+    """A test that calls a function or method, whose result the problem's checker compares with ``expected``.
 
-    ``wrapped``: the one item of the expected list is accepted too. Data whose outputs are lists, not texts, often wrap
-    the one result.
+    ``wrapped``: the only item of the list ``expected`` is accepted too, because data sets whose outputs are lists often
+    wrap the result in one.
     """
 
     name: str
@@ -38,14 +38,14 @@ class CallTest:
     wrapped: bool = False
 
     def request(self) -> Mapping[str, Any]:
-        """Return all that the submission's process sees of the test."""
+        """Return the call as the submission's process gets it, without the expected result."""
         arguments = [encode(item) for item in self.arguments]
         return {"operation": "call", "name": self.function, "arguments": arguments, "keywords": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, run in a sandbox of its own. ``stand_ins``: its name for each name of the submission's."""
+    """A test program, which runs in a sandbox of its own. ``stand_ins``: name in it -> name in the submission."""
 
     name: str
     program: str
@@ -57,18 +57,18 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """The limits that a row sets for each of its tests; None: the configuration's. They apply to submissions only."""
+    """The limits that a problem sets for its submission in each test; None: those of the configuration."""
 
     time_s: float | None = None
-    """CPU time; the wall time limit follows it."""
+    """CPU time limit, from which the wall time limit follows."""
     memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """All tests of one problem. ``prefix``: source that is put before the submission's; it expects nothing.
+    """All tests of one problem. ``prefix``: source that runs before the submission's, without expected results.
 
-    ``starter``: source whose annotations say which arguments are nodes when the submission's own do not.
+    ``starter``: source whose annotations say which arguments are nodes, if the submission has no such annotations.
     """
 
     tests: tuple[CodeTest, ...]
@@ -79,6 +79,6 @@ class CodeTests:
 
 
 def is_call_name(text: str) -> bool:
-    """Whether ``text`` names a function: ``f``, or ``Solution().f``."""
+    """Whether ``text`` names a function or method, as ``f`` or ``Solution().f``."""
     match = _CALL_NAME.fullmatch(text)
     return match is not None and not any(keyword.iskeyword(part) for part in match.groups(""))

@@ -1,9 +1,8 @@
-"""The code verifier: judges the last fenced Python block of the answer by all tests of the problem.
+"""The code verifier: runs the last fenced Python block of a response against all tests of the problem.
 
-Expected outputs, test programs and checkers never enter the process that runs the submission, so nothing in there
-(stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward except by being
-right (``code.run_tests``). No verifier can prevent that a submission recognises a test's *input* and answers from
-memory.
+Expected outputs, test programs and checkers never enter the process that runs the submission, so no trick in there
+(stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward; only right results
+can (``code.run_tests``). No verifier can prevent that a submission recognises a test's *input* and answers from memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier
 _MAX_SOURCE_CHARS = 200_000
 _MOST_SEARCHED_CHARS = 2 * _MAX_SOURCE_CHARS  # in one response, for the ends of its blocks
 _MOST_ENDS = 20  # of one block
-# Possessive: else a line that does not match is tried at every length, minutes for a million spaces.
+# Possessive quantifiers: otherwise a line that does not match is tried at every length, minutes for a million spaces.
 _OPENING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+.-]*+)[^\n`]*+\n", re.MULTILINE)
 _CLOSING = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)(?![\w`~])")
 _PYTHON = re.compile(r"i?py(thon|py)?[\d.]*", re.IGNORECASE)
@@ -37,11 +36,11 @@ _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 
 
 class CodeVerifier(Verifier):
-    """``types.Verifier`` for ability "code".
+    """The ``types.Verifier`` of code problems.
 
-    Runs submissions in ``sandbox``, with its limits, and closes it at the end. None: the sandbox that ``config`` asks
-    for. A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction when no
-    sandbox works.
+    Runs submissions in ``sandbox`` (None: the one that ``config`` asks for), with its limits, and closes it at the end.
+    A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if no sandbox
+    works.
     """
 
     def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
@@ -54,7 +53,7 @@ class CodeVerifier(Verifier):
         self._tests_of = lru_cache(maxsize=1)(parse_code_tests)  # a group's responses come in a row
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError when the ground truth has no usable tests, or they or the checker cannot run here."""
+        """Raise ValueError if the ground truth has no usable tests, or tests or checker cannot run on this machine."""
         tests = parse_code_tests(problem.ground_truth)
         self._checkers.prepare(tests.checker)
         programs = [tests.prefix, *(test.program for test in tests.tests if isinstance(test, ProgramTest))]
@@ -70,7 +69,7 @@ class CodeVerifier(Verifier):
             )
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Give reward 1 when every test passes. ``detail`` has each test's result and why the first one failed."""
+        """Judge a response: reward 1 if every test passes. ``detail``: each test's result, and the first failure."""
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
@@ -103,29 +102,29 @@ class CodeVerifier(Verifier):
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """Close the sandbox."""
+        """Close the sandbox, which removes its cgroups."""
         self._sandbox.close()
 
 
 def describe(outcomes: list[TestOutcome], tests: int) -> str:
-    """Return every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
+    """Return in words each test's result (``.`` passed, ``F`` failed, ``-`` not run), and the first failure."""
     marks = "".join("." if failure is None else "F" for _, failure in outcomes).ljust(tests, "-")
     failed = next((f"; {name}: {failure}" for name, failure in outcomes if failure is not None), "")
     return f"{marks.count('.')} of {tests} tests passed [{marks}]{failed}"
 
 
 def printable(text: str) -> str:
-    """Spell out characters that a terminal would obey or a file refuse: parts of the text are the submission's."""
+    """Return text with unprintable characters escaped, because parts of it come from the submission."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def last_python_block(text: str) -> str | None:
-    """Return the source in the last fenced block labelled Python, or, without any, in the last one without a label.
+    """Return the source in a text's last fenced block labelled Python, or else in its last block without a label.
 
-    A fence is three or more backticks or tildes, wherever it stands in its line: in a list, a quote or a box, or behind
-    the last line of code. A block of Python ends at the first fence with which it parses, since its strings may hold
-    some; if it never parses, at the first. Fences that begin a line come first, because comments hold others. Returns
-    None when there is no such block, or it never closes.
+    A fence is three or more backticks or tildes anywhere in a line: in a list, a quote or a box, or after the last line
+    of code. Strings of a program may hold fences, so a block of Python ends at the first fence up to which it parses
+    (if it never parses, at the first fence); fences that begin a line are tried first, as comments may hold others.
+    Returns None if there is no such block, or it never closes.
     """
 
     def before(fence: re.Match[str]) -> str:
@@ -155,7 +154,7 @@ def last_python_block(text: str) -> str | None:
 
 
 def _syntax_error(source: str) -> str:
-    """Say why the source is not Python; "" when it parses."""
+    """Return in words why a source is not valid Python; "" if it parses."""
     if len(source) > _MAX_SOURCE_CHARS:
         return f"{len(source)} characters of source, more than {_MAX_SOURCE_CHARS}"
     try:

@@ -1,1 +1,1 @@
-"""The math verifier, and the process that it judges in."""
+"""The math verifier: extracts a response's final answer and compares it with the gold answers, in a child process."""

@@ -1,7 +1,7 @@
 """Finds the answer that a response without a box claims (``verify.math.without_box: claimed``).
 
-A claim is the last sentence: words of a list that end in a verb or a colon, and the value behind them; or the value
-alone. What hedges, denies or asks claims nothing.
+A claim is the last sentence if it has words of a list, which end in a verb or a colon, and then a value; or only a
+value. A sentence that hedges, denies or asks claims nothing.
 """
 
 from __future__ import annotations

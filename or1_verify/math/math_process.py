@@ -1,4 +1,4 @@
-r"""The child processes that judge answers for ``MathVerifier``. Nothing else imports this file.
+r"""The child process in which the math verifier compares an answer with the golds, by our rules or by Math-Verify.
 
 ``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` judges
 as the released code does, by Math-Verify.

@@ -1,1 +1,1 @@
-"""Verifier processes, and the queue in front of them."""
+"""A pool of verifier processes with a queue, for verdicts on many responses at once."""

@@ -1,4 +1,4 @@
-"""The pool's workers as processes of this machine. They start as fast as Python imports."""
+"""Workers of the verifier pool as child processes on this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from or1_verify.types import Attempt, Verdict
 
 
 class LocalWorker:
-    """``pool.queue.Worker`` over a child process, which starts here and dies with the thread that makes it.
+    """A ``pool.queue.Worker`` in a child process, which dies with the thread that makes the worker.
 
-    A thread reads its pipes, and ends when the child does.
+    A second thread uses the child's pipes, and ends when the child does.
     """
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
@@ -47,7 +47,7 @@ class LocalWorker:
         return await asyncio.wrap_future(self._thread.submit(do, *arguments))
 
     def _exchange(self, message: Any = None) -> Any:
-        """Send a message, if one is given, and return the next one that comes."""
+        """Send the child a message, if given, and return the next message from it."""
         try:
             if message is not None:
                 send(self._child.stdin, pack(message))
@@ -61,6 +61,6 @@ class LocalWorker:
         return answer
 
     def _end(self) -> None:
-        """Close its input and wait; the child then closes its verifiers."""
+        """Close the child's input, after which it closes its verifiers and ends, and wait for its end."""
         close_pipes(self._child)
         self._child.wait()

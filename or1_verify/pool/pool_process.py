@@ -1,7 +1,7 @@
-"""A worker of the pool: a program that judges in a process of its own, started by ``pool.local``.
+"""The child process of a pool's worker, which judges responses; ``pool.local`` starts it.
 
-Its first argument is the JSON of its configuration, its second that of
-the abilities. A request is an attempt, a reply its verdict.
+Its first argument is the JSON of its configuration, its second the JSON of the abilities. A request is an attempt
+(problem, response, truncated), a reply the verdict's fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Spreads samples over verifier processes: ``pool.local``'s here, or others behind the same protocol (``Worker``).
+"""The verifier pool: spreads responses over worker processes (``pool.local``, or others with the protocol ``Worker``).
 
-``VerifierPool`` belongs to one asyncio loop. Each worker has one feeder task, which takes a sample from the queue when
-the worker is idle.
+``VerifierPool`` belongs to one asyncio loop. Each worker has one feeder task, which takes a response from the queue
+when the worker is idle.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _CLOSE_S = 5.0
 
 
 class WorkerLost(Or1Error):
-    """A worker died or raised; the message says how. The sample of its call has no verdict."""
+    """A worker died or raised, as the message says; the response that it was judging has no verdict."""
 
 
 class Worker(Protocol):
-    """One process that judges. It starts when it is made; ``ready`` comes first. All its calls raise WorkerLost."""
+    """One process that judges, started at construction. Await ``ready`` first; awaited calls may raise WorkerLost."""
 
     async def ready(self) -> None:
-        """Return when the verifiers are built. WorkerLost says why they could not be."""
+        """Wait until the worker's verifiers are built. Raises WorkerLost if they cannot be built."""
         ...
 
     async def verify(self, attempt: Attempt) -> Verdict: ...
 
     async def close(self) -> None:
-        """End cleanly what the verifiers have started. Only ``kill`` may follow."""
+        """Close the worker's verifiers cleanly. Afterwards only ``kill`` may be called."""
         ...
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process at once."""
         ...
 
 
@@ -47,15 +47,15 @@ class _Pending:
     attempt: Attempt
     verdict: asyncio.Future[Verdict]
     failed: bool = False
-    """Whether a worker has failed on it."""
+    """Whether a worker has failed on this response."""
 
 
 class VerifierPool:
-    """``config.workers`` workers, each made by ``make_worker``, behind one awaitable call.
+    """Judges responses on ``config.workers`` workers, each made by ``make_worker``.
 
-    A worker that dies is replaced, and so is one that takes longer than ``call_timeout_s`` (None: ``config.budget_s``
-    and a minute). Its sample is tried once more, behind those that wait. A sample that fails twice gets status
-    ``error``. ``retries`` counts the second tries.
+    A worker is replaced if it dies, or takes longer than ``call_timeout_s`` (None: ``config.budget_s`` and a minute)
+    for a response. The response is then tried once more, after those that wait; if it fails twice, its verdict has the
+    status ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class VerifierPool:
         self._feeders: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until every worker is ready. Raises RuntimeError when a verifier could not be built or took too long."""
+        """Wait until every worker is ready. Raises RuntimeError if a worker fails or takes too long to start."""
         calls = [asyncio.wait_for(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
         try:
             await asyncio.gather(*calls)
@@ -88,7 +88,7 @@ class VerifierPool:
         self._start_feeders()
 
     async def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict on one response. Never raises because of what the response holds or does."""
+        """Return the verdict on one response. No response makes this raise; an ability outside the pool's does."""
         if problem.ability not in self._abilities:
             raise ValueError(
                 f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"
@@ -99,7 +99,7 @@ class VerifierPool:
         return await future
 
     async def close(self) -> None:
-        """End the workers; verdicts still awaited are cancelled."""
+        """End the workers, and cancel the verdicts that are still awaited."""
         for feeder in self._feeders:
             feeder.cancel()
         await asyncio.gather(*self._feeders, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Problems in: rows of our own two layouts and of the published sets, checked strictly."""
+"""Reads rows of problem sets, in our own two column layouts or those of published sets, with strict checks."""

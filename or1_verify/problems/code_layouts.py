@@ -1,4 +1,4 @@
-"""Readers of the published sets of code problems: each makes a record of one row's columns."""
+"""Readers of published sets of code problems (LiveCodeBench, TACO, MBPP, ...): one function per column layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def leetcode(row: Columns) -> Published:
 
 
 def livecodebench(row: Columns) -> Published:
-    """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
+    """LiveCodeBench: its tests stay in the packed form, which the code verifier reads itself."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
     tested = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
@@ -62,7 +62,7 @@ def livecodebench(row: Columns) -> Published:
 
 
 def humaneval(row: Columns) -> Published:
-    """The statement is the beginning of a program."""
+    """HumanEval: the problem's statement is the beginning of a program."""
     program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
     return of_code(
         program,
@@ -74,8 +74,8 @@ def humaneval(row: Columns) -> Published:
 
 
 def mbpp(row: Columns) -> Published:
-    """The full form (``text``, ``test_setup_code``), the sanitized (``prompt``, ``test_imports``), and MBPP+, whose
-    ``test`` is one program; the prompt shows only ``test_list``."""
+    """MBPP in full (``text``, ``test_setup_code``) or sanitized (``prompt``, ``test_imports``), and MBPP+, whose tests
+    are the program ``test``. The prompt shows only ``test_list``."""
     tests, program = row.texts("test_list"), row.optional("test")
     cases = [*some(row.optional("test_setup_code"), *row.texts("test_imports")), *tests]
     return of_code(
@@ -88,7 +88,7 @@ def mbpp(row: Columns) -> Published:
 
 
 def intellect2(row: Columns) -> Published:
-    """Math: {ground_truth}; code: {test_cases: [{input, output, fn_name}]}. Other kinds of task have no verifier."""
+    """INTELLECT-2: {ground_truth} for math, {test_cases: [{input, output, fn_name}]} for code; else RowError."""
     task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
     if task == "verifiable_math":
         gold = str(truth.get("ground_truth") or "").strip().removeprefix("$").removesuffix("$")
@@ -115,7 +115,7 @@ def deepcoder(row: Columns) -> Published:
 
 
 def kodcode(row: Columns) -> Published:
-    """Its tests are functions for pytest that import the solution; here they are called one by one."""
+    """KodCode: the tests are pytest functions that import the solution; here a ``check`` calls them one by one."""
     test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
     info: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
     imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
@@ -153,7 +153,7 @@ def code_contests(row: Columns) -> Published:
 
 
 def _cases(cases: Any, function: str | None = None) -> dict[str, Any]:
-    """Return the ground truth of test cases {input, output, fn_name?}, one by one as several sets have them."""
+    """Return the ground truth made of a list of test cases {input, output, fn_name?}; empty for anything else."""
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
         return {}
     named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)

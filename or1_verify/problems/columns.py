@@ -1,4 +1,4 @@
-"""What the layouts of published sets share: the record that each row becomes, and columns that are checked as read."""
+"""The record that a row of any published set becomes, and type-checked access to a row's columns."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from or1_verify.problems.rows import MISSING, RowError, shown
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A row of any layout. ``source`` follows the set's own name; "" where the row names none."""
+    """One problem read from a row of any column layout. ``source``: a part of the set that the row names, or ""."""
 
     ability: str
     statement: str
     ground_truth: str
-    """As Skywork-OR1-RL-Data has it; "" where the row has no answer or no tests."""
+    """In the form of Skywork-OR1-RL-Data; "" if the row has no answer or no tests."""
     source: str = ""
     instructions: str = ""
     solutions: tuple[str, ...] = ()
     difficulty: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""
-    """What the prompt says before the statement, as ``instructions`` after it."""
+    """Text of the prompt before the statement; ``instructions`` is the text after it."""
 
     @property
     def content(self) -> str:
-        """The user's message."""
+        """The text of the user's message: opening, statement, instructions."""
         return self.opening + self.statement + self.instructions
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A row's values by name, each checked for its type."""
+    """Access to the columns of one row; each method checks the value's type, and raises RowError if it is wrong."""
 
     row: Mapping[str, Any]
     layout: str
     origin: str
 
     def text(self, *names: str) -> str:
-        """Return the value of the first of ``names`` that the row has, stripped; "" when it is null."""
+        """Return the stripped text of the first of ``names`` that is a column of the row; "" for null."""
         return self.verbatim(*names).strip()
 
     def verbatim(self, *names: str) -> str:
-        """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
+        """Return unstripped text, for prompts in which every character counts; "" for null or only white space."""
         name = self._first(names)
         value = self.row[name]
         if value is None:
@@ -55,7 +55,7 @@ class Columns:
         return value if value.strip() else ""
 
     def answer(self, *names: str) -> str:
-        """Return text or a number, as text."""
+        """Return an answer, text or a number, as stripped text; "" for null and words such as "none"."""
         name = self._first(names)
         value = self.row[name]
         if value is None:
@@ -67,7 +67,7 @@ class Columns:
         return "" if text.lower() in MISSING else text
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts; empty when it is null or the row has no such column."""
+        """Return a column's list of texts; empty for null, or if the row has no such column."""
         value = self.row.get(name)
         if value is None:
             return []
@@ -79,7 +79,7 @@ class Columns:
         return self.text(name) if name in self.row else ""
 
     def decoded(self, name: str, kind: type) -> Any:
-        """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
+        """Return a column's value of type ``kind``, decoded from JSON if it is text; None if empty or null."""
         value = self.row[self._first((name,))]
         if isinstance(value, str):
             if not value.strip():
@@ -107,7 +107,7 @@ class Columns:
 
 
 def some(*solutions: Any) -> tuple[str, ...]:
-    """Return what is text and not empty."""
+    """Return those of the arguments that are non-empty text."""
     return tuple(solution for solution in solutions if isinstance(solution, str) and solution)
 
 
@@ -116,5 +116,5 @@ def golds(answer: str) -> str:
 
 
 def of_code(statement: str, truth: Any, **more: Any) -> Published:
-    """Return a problem with the ground truth ``truth``, or without any where that is empty."""
+    """Return a code problem whose ground truth is the JSON of ``truth`` ("" if it is empty)."""
     return Published("code", statement, json.dumps(truth, ensure_ascii=False) if truth else "", **more)

@@ -1,4 +1,4 @@
-"""Read the published sets' columns into one record. Empty values stay empty; wrong columns or types are named.
+"""Detects the column layout of a row of a published problem set, and reads the row into one common record.
 
 Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
@@ -25,17 +25,17 @@ from or1_verify.problems.rows import RowError, check_no_image, parse_row, shown
 
 
 def detect_layout(columns: Mapping[str, Any]) -> str | None:
-    """Return the layout that has such columns, the narrowest of several; None when no known layout has them."""
+    """Return the column layout of a row (the most specific that fits its columns), or None if no layout fits."""
     return next(iter(fitting_layouts(columns)), None)
 
 
 def fitting_layouts(columns: Mapping[str, Any]) -> list[str]:
-    """Return the layouts whose required columns are in ``columns``, the narrowest first."""
+    """Return all column layouts whose required columns are in ``columns``, the most specific first."""
     return list(dict.fromkeys(layout for layout, telling, _ in _LAYOUTS if telling <= columns.keys()))
 
 
 def read_published(row: Any, layout: str, origin: str) -> Published:
-    """Read one decoded row. Raises RowError naming ``origin``, the column, what was found and what was expected."""
+    """Read one decoded row in a column layout, or "auto". Raises RowError with ``origin``, the column and the fault."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, Mapping):
@@ -55,7 +55,7 @@ def read_published(row: Any, layout: str, origin: str) -> Published:
 
 
 def _check_choices(row: Mapping[str, Any], published: Published, origin: str) -> None:
-    """Raise RowError where the answer is one of several choices, by letter or number, and the prompt shows none."""
+    """Raise RowError if the answer names one of several choices, by letter or number, that the prompt does not show."""
     for name in ("choices", "options"):
         texts = row.get(name)
         texts = [str(text) for text in (texts.values() if isinstance(texts, Mapping) else texts or ())]
@@ -79,7 +79,7 @@ def _own_layout(columns: Columns) -> Published:
 
 
 def _answered(row: Columns) -> Published:
-    """Math with its answer, under the names of many sets. GSM8K's answer is a solution that ends in ``#### 1,234``."""
+    """Math problems with an answer, under the column names of many sets; GSM8K's answers end in ``#### 1,234``."""
     given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
     worked, marked, gold = given.rpartition("####")
     names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -108,7 +108,7 @@ def _math(row: Columns) -> Published:
 
 
 def _olympiadbench(row: Columns) -> Published:
-    """All parts of the final answer are asked for, each of which the set writes between dollars."""
+    """OlympiadBench: the answer has one or more parts, each between dollars; all parts are required."""
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
     parts = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
@@ -127,7 +127,7 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """The user's message as it is, worked examples included. Later sets have lists of one, and tasks of other kinds."""
+    """RLVR: the prompt is the user's message, worked examples included; tasks that are not math are refused."""
     named, truth = (
         value[0] if isinstance(value, list) and len(value) == 1 else value
         for value in (row.row.get("dataset") or "math", row.row["ground_truth"])
@@ -142,7 +142,7 @@ def _rlvr(row: Columns) -> Published:
 
 
 def _orz(row: Columns) -> Published:
-    """Two turns: {from, value}, {from, ground_truth: {value}}."""
+    """Open-Reasoner-Zero: two turns, {from, value} and {from, ground_truth: {value}}."""
     asked, answered = row.decoded("0", dict) or {}, row.decoded("1", dict) or {}
     gold = Columns(answered.get("ground_truth") or {"value": None}, row.layout, row.origin).answer("value")
     return Published("math", str(asked.get("value") or "").strip(), golds(gold))
@@ -180,4 +180,4 @@ _LAYOUTS: tuple[tuple[str, frozenset[str], Callable[[Columns], Published]], ...]
     ("still3", frozenset({"question", "answer"}), _answered),
     ("math", frozenset({"problem", "solution"}), _math),
 )
-"""Names, the columns that tell a layout, and its reader; the most particular first."""
+"""(Name, required columns, reader) of each column layout, the most specific first."""

@@ -1,4 +1,4 @@
-"""Decoded rows into ``Problem`` records, strictly: a row that cannot be used is named by file, line and field."""
+"""Makes ``Problem`` records of decoded rows; an error for a row that cannot be used names file, line and field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID_HEX_DIGITS = 16
 
 
 def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
-    """Return the problem of one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+    """Return the problem in a decoded row of any known column layout; ``origin`` is ``file:line``. Raises RowError."""
     if isinstance(raw, RowError):
         raise raw
     if not isinstance(raw, dict) or detect_layout(raw) not in ("skywork", "plain"):
@@ -27,7 +27,7 @@ def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
 
 
 def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
-    """Raise RowError when the problem's ability has no verifier, or its verifier cannot use the ground truth."""
+    """Raise RowError if the problem's ability has no verifier, or the verifier cannot use the ground truth."""
     if problem.ability not in verifiers:
         raise no_verifier(problem, verifiers)
     try:
@@ -37,7 +37,7 @@ def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> N
 
 
 def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
-    """Return the error of a problem whose ability is none of ``known``."""
+    """Return the error for a problem whose ability is not among the ``known`` ones."""
     expected = ", ".join(sorted(known)) or "none"
     return RowError(
         problem.origin,
@@ -47,7 +47,7 @@ def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
 
 
 def problem_id(source: str, messages: Sequence[Message]) -> str:
-    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    """Return a problem's stable id: the first 64 bits, in hex, of the SHA-256 of its source and messages."""
     text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
 

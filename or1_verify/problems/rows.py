@@ -1,8 +1,8 @@
-"""The two row schemas of our own, and the errors that name a bad row.
+"""Validates data rows in our own two column layouts, and defines the errors for a bad row.
 
 Skywork-OR1-RL-Data (docs/schemas.md), as verl's files: ``data_source``, ``prompt`` [{role, content}], ``ability``,
 ``reward_model`` {ground_truth: string, style}, ``extra_info`` {model_difficulty}. A math ground truth is the JSON of a
-list of answers, or one answer as it is. Plain: ``prompt`` (string or messages) and ``answer``, ``label`` or
+list of answers, or one plain answer. Plain: ``prompt`` (string or messages) and ``answer``, ``label`` or
 ``ground_truth``. Other keys are ignored. Integers may be floats, as pandas writes a column with gaps; NaN is no value.
 """
 
@@ -24,35 +24,35 @@ from or1_verify.types import Message
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 DIFFICULTY_TRIES = 16
-"""``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
+"""Number of tries in which ``model_difficulty`` counts failures (docs/recipe.md, section 7)."""
 
 ANSWERS = ("answer", "label", "ground_truth")
-"""The names of a plain row's answer."""
+"""Names of the column that holds the answer in the plain layout."""
 MISSING = ("nan", "none", "null", "n/a", "inf", "-inf", "<na>", "proof", "notfound")
-"""Texts in lower case that programs write where there is no answer; the last two are NuminaMath-1.5's."""
+"""Texts (in lower case) that mean that there is no answer; the last two are NuminaMath-1.5's."""
 _PICTURE = re.compile(r"(decoded_)?(image|video)s?(_path|_\d+)?")
 _SHOWN_CHARS = 120
 
 
 class DataError(UserError, ValueError):
-    """A problem file cannot be used. The message names file:line, the field, what was found and what was expected."""
+    """A problem file cannot be used; the message names file:line, the field, what was found and what was expected."""
 
 
 class RowError(DataError):
-    """One row cannot be used. ``reason`` is short and the same for all rows with this fault, to count by."""
+    """One data row cannot be used. ``reason`` is a short text, equal for all rows with this fault, to count by."""
 
     def __init__(self, origin: str, reason: str, detail: str) -> None:
         super().__init__(f"{origin}: {detail}")
         self.origin, self.reason, self._detail = origin, reason, detail
 
     def at(self, origin: str) -> RowError:
-        """Return the same fault of another row."""
+        """Return the same error for another data row."""
         return RowError(origin, self.reason, self._detail)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """A row of either schema. ``source`` is None where a plain row names none."""
+    """The fields of a data row in either of our layouts. ``source`` is None if a plain row names none."""
 
     source: str | None
     messages: tuple[Message, ...]
@@ -75,14 +75,14 @@ Text = Annotated[NonEmpty, AfterValidator(_not_blank)]
 
 
 def _whole(value: Any) -> Any:
-    """Return an integer where pandas wrote one as a float, and None for NaN."""
+    """Return a whole float as an integer (pandas writes such floats), NaN as None, other values unchanged."""
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value
 
 
 Ability = Annotated[NonEmpty, StringConstraints(to_lower=True)]
-"""DAPO writes MATH."""
+"""Name of an ability, turned to lower case (DAPO's data has MATH)."""
 
 
 class _MessageRow(_StrictModel):
@@ -98,7 +98,7 @@ _Prompt = Annotated[list[_MessageRow], Field(min_length=1), BeforeValidator(_tur
 
 
 def _text(value: Any) -> Any:
-    """Return a number as text, and a list or an object as JSON."""
+    """Return a number as text, a list or object as JSON text, other values unchanged."""
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     value = _whole(value)
@@ -114,7 +114,7 @@ class _ExtraInfo(_StrictModel):
     model_difficulty: (
         dict[str, Annotated[Annotated[int, Field(ge=0, le=DIFFICULTY_TRIES)] | None, BeforeValidator(_whole)]] | None
     ) = None
-    """Failures in 16 tries per model; parquet writes an unmeasured model as null."""
+    """Failures in 16 tries, by model; Parquet files have null for a model that was not measured."""
 
 
 class _SkyworkRow(_StrictModel):
@@ -141,7 +141,7 @@ class _PlainRow(_StrictModel):
     source: str | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
-        """The ground truth is a JSON list of answers for math; of another ability it is passed on as text or JSON."""
+        """Return the row's fields; the ground truth is a JSON list of answers for math, else text or JSON text."""
         if self.ability == "math":
             answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
             if missing := [answer for answer in answers if answer.strip().lower() in MISSING]:
@@ -154,7 +154,7 @@ class _PlainRow(_StrictModel):
 
 
 def parse_row(raw: dict[str, Any], origin: str) -> ParsedRow:
-    """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+    """Validate one decoded row in either of our layouts, and return its fields. Raises RowError."""
     check_no_image(raw, origin)
     answer = next((name for name in ANSWERS if name in raw), "")
     plain = bool(answer) and "reward_model" not in raw
@@ -168,7 +168,7 @@ def parse_row(raw: dict[str, Any], origin: str) -> ParsedRow:
 
 
 def check_no_image(raw: Mapping[str, Any], origin: str) -> None:
-    """Raise RowError where a problem has pictures, which no model here sees."""
+    """Raise RowError if a data row has a picture, which the model would not see."""
     for name in raw:
         if raw[name] and _PICTURE.fullmatch(name):
             detail = f"column '{name}': the problem has a picture, which the model would not see"
@@ -178,7 +178,7 @@ def check_no_image(raw: Mapping[str, Any], origin: str) -> None:
 def published_row(
     source: str, messages: Sequence[Message], ability: str, ground_truth: str, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a row in the schema of Skywork-OR1-RL-Data, as ``parse_row`` reads it."""
+    """Return a data row with the columns of Skywork-OR1-RL-Data, as ``parse_row`` reads them."""
     return {
         "data_source": source,
         "prompt": [{"role": message.role, "content": message.content} for message in messages],
@@ -189,9 +189,9 @@ def published_row(
 
 
 def _listed(answer: str) -> str:
-    """Return one bare answer, such as 204, 025 or 336^\\circ, as the JSON of a list; any other text as it is.
+    """Return a math ground truth that is one plain answer, such as 204 or 336^\\circ, as a JSON list of it.
 
-    What begins like a list or an object must be one, and words for a missing value are no answers.
+    Text that begins like a list or an object, and words for a missing value, are returned unchanged.
     """
     text = answer.strip()
     if text[:1] in ("", "[", "{") or text.lower() in (*MISSING, "true", "false"):
@@ -221,7 +221,7 @@ def _explained(error: ValidationError, origin: str) -> RowError:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message shows it: its repr cut short, and its type."""
+    """Return a value for an error message: its repr, cut to 120 characters, and its type."""
     text = repr(value)
     if len(text) > _SHOWN_CHARS:
         text = text[: _SHOWN_CHARS - 3] + "..."
@@ -229,7 +229,7 @@ def shown(value: Any) -> str:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:row, row) of a Parquet file, from row 1. Raises DataError where it cannot be read."""
+    """Yield (file:row, row) for each row of a Parquet file, counted from 1. Raises DataError if it cannot be read."""
     try:  # here: most files are JSONL, pyarrow takes a while to import, and it is not a dependency of or1_verify
         import pyarrow as pa
         import pyarrow.parquet as pq

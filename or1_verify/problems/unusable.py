@@ -1,4 +1,4 @@
-"""Rows of problem files that cannot be used: collected in one pass, then refused, or left out and counted."""
+"""Collects the data rows that cannot be used in one pass, then refuses them, or leaves them out and counts them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Policy = Literal["refuse", "drop"]
 FILE_NAME = "unusable_rows.jsonl"
 _SHOWN = 20
 _LISTED = 10_000
-"""Rows that are kept in memory and written to the file; more are only counted."""
+"""Most rows that are kept in memory and written to the file; further rows are only counted."""
 
 log = logging.getLogger(__name__)
 
 
 class UnusableRows:
-    """Collects unusable rows."""
+    """Collects the errors of data rows that cannot be used, counted by reason."""
 
     def __init__(self) -> None:
         self._reasons: Counter[str] = Counter()
@@ -36,14 +36,14 @@ class UnusableRows:
             self._listed.append(error)
 
     def settle(self, policy: Policy, file: Path, setting: str) -> None:
-        """Refuse the rows, or log how many are left out.
+        """Raise DataError for the collected rows (policy refuse), or log how many are left out (policy drop).
 
         Args:
-            file: lists the rows as JSON lines of row, reason and message, unless the message itself shows all.
-            setting: what leaves such rows out, e.g. ``data.unusable=drop``.
+            file: file to write the rows to, as JSON lines of row, reason and message, if the error does not show all.
+            setting: the setting that leaves such rows out, e.g. ``data.unusable=drop``.
 
         Raises:
-            DataError: as ``refuse``, when ``policy`` is refuse.
+            DataError: there are rows, and ``policy`` is refuse.
         """
         if policy == "refuse":
             self.refuse(file, f"\nCorrect them, or leave them out with {setting}")
@@ -51,7 +51,7 @@ class UnusableRows:
             log.warning("%s: %s left out; %s", setting, self._counted(), self._write(file))
 
     def refuse(self, file: Path | None = None, advice: str = "") -> None:
-        """Raise DataError if there are rows: how many by reason, the first of them, and the file that lists all."""
+        """Raise DataError if rows were collected, with their number by reason, the first 20, and the file of all."""
         lines = [" ".join(str(error).split()) for error in self._sorted()[:_SHOWN]]
         if not lines:
             return
@@ -68,7 +68,7 @@ class UnusableRows:
         return f"{len(self)} unusable row{'s' if len(self) > 1 else ''} ({reasons})"
 
     def _write(self, file: Path) -> str:
-        """Write the list; return what the file holds."""
+        """Write the rows to ``file``, and return in words what it lists."""
         file.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"row": error.origin, "reason": error.reason, "message": str(error)} for error in self._sorted()]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,6 +79,6 @@ class UnusableRows:
 
 
 def _file_and_line(error: RowError) -> tuple[str, int]:
-    """Sort by file, then by line."""
+    """Return the key that sorts errors by file, then by line."""
     file, _, line = error.origin.rpartition(":")
     return (file, int(line)) if line.isdecimal() else (error.origin, 0)

@@ -1,6 +1,6 @@
-"""The words that stand around a problem's statement in the prompt, each with its source.
+"""The texts that prompts have before and after a problem's statement, each with its source.
 
-Published wordings are data: a score is comparable only if every character is the same.
+Scores are comparable with published ones only if every character of the prompt is the same.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ ONE_BLOCK: Final = "\nPut the whole program into one ```python block."
 
 
 def livecodebench_instructions(starter: str) -> str:
-    """Return what follows a LiveCodeBench statement. ``starter`` is its starter code; "" where it reads from stdin."""
+    """Return the prompt's text after a LiveCodeBench statement; ``starter``: its starter code, "" if it reads stdin."""
     asked = LIVECODEBENCH_WITH_STARTER if starter else LIVECODEBENCH_STDIN
     return f"\n\n{asked}\n```python\n{starter or LIVECODEBENCH_NO_STARTER}\n```\n\n"

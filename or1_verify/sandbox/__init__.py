@@ -1,1 +1,1 @@
-"""Runs untrusted programs, each in a sandbox of its own."""
+"""The sandbox for untrusted programs: bubblewrap or Landlock, seccomp, cgroups and resource limits."""

@@ -1,7 +1,7 @@
-"""The first tier: bubblewrap gives each run namespaces of its own.
+"""The sandbox's first tier: bubblewrap, which gives each run namespaces of its own.
 
-Inside: no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp and /dev/shm,
-an unprivileged uid, a session of its own. Everything in the sandbox dies with its first process, which dies with us.
+A program in it has no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp
+and /dev/shm, an unprivileged uid, and its own session. All its processes die with its first, which dies with this one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOX = "/box"
 class Bubblewrap:
     """Launches programs under bubblewrap.
 
-    Raises SandboxUnavailable at construction where it is not installed, or the processor has no filter.
+    Raises SandboxUnavailable at construction if it is not installed, or there is no seccomp filter for the processor.
     """
 
     name = "bubblewrap"
@@ -49,9 +49,9 @@ class Bubblewrap:
         self._filter = namespaced_filter()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
-        """Start a sandbox, whose runner will wait at the gate. ``stdin`` None: a pipe that stays open.
+        """Start a sandbox, whose runner then waits at the gate. ``stdin``: content, or None for a pipe that stays open.
 
-        Raises OSError when no process can be started.
+        Raises OSError if no process can be started.
         """
         opened = []
         status_read, status_write = os.pipe()

@@ -1,9 +1,9 @@
-"""Cgroups, v2 or v1, which limit the memory and processes of a sandbox, and of all sandboxes of a node together.
+"""Cgroups (v2 or v1) that limit memory and processes of each sandbox, and the memory of all sandboxes of a node.
 
-    <our own group>/or1-verify              the node's budget, shared by all verifiers on it
+    <our own group>/or1-verify              the node's memory budget, shared by all verifiers on the node
     <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, since a removed group lingers in the kernel
 
-Where such groups cannot be made, resource limits bound each process, and nothing bounds their sum.
+If such groups cannot be made, resource limits bound each process, and nothing bounds the sum of all processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _numbers = itertools.count()  # shared by all pools of this process, so that no 
 
 @dataclass(slots=True)
 class Cgroup:
-    """One group: its folder for each controller (in v2 it is the same). Not thread-safe: one run has it at a time."""
+    """One cgroup: its folder for each controller (in v2 the same). Not thread-safe: one run uses it at a time."""
 
     folders: dict[str, Path]
     unified: bool
@@ -37,21 +37,21 @@ class Cgroup:
         self._before = self._counts()
 
     def add(self, pid: int) -> None:
-        """Put this process and all that it will start into the group. Raises OSError when the process is gone."""
+        """Put a process, and all processes that it starts later, into the group. Raises OSError if it has ended."""
         for folder in set(self.folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
     def events(self) -> Counter[str]:
-        """Return how often limits were met since ``limit`` or the last call of this.
+        """Return how often limits were met since ``limit`` or the last call of ``events``.
 
-        kills: processes that were killed because the group, the node or the machine ran out of memory; memory: the
-        group's own memory limit was reached; refusals: processes and threads that the limit on their number refused.
+        kills: processes killed because the group, the node or the machine ran out of memory; memory: times that the
+        group's own memory limit was reached; refusals: processes and threads refused by the limit on their number.
         """
         before, self._before = self._before, self._counts()
         return self._before - before
 
     def remove(self) -> None:
-        """Remove the group, waiting for a last process that is just ending."""
+        """Remove the group, after waiting up to 5 s for a last process that is ending."""
         deadline_s = time.monotonic() + _EMPTY_S
         for folder in set(self.folders.values()):
             while folder.is_dir():
@@ -63,7 +63,7 @@ class Cgroup:
                     time.sleep(0.01)
 
     def _counts(self) -> Counter[str]:
-        """Return the kernel's counts since the group was made."""
+        """Return the kernel's counts (kills, memory, refusals) since the group was made."""
         folder = self.folders["memory"]
         refusals = _table(self.folders["pids"] / "pids.events").get("max", 0)
         if self.unified:
@@ -79,7 +79,7 @@ class Cgroup:
 
 
 class CgroupPool:
-    """Groups for the sandboxes of this process. ``open`` returns None where cgroups cannot be used."""
+    """The cgroups of this process's sandboxes, which are reused. Make it with ``open``."""
 
     def __init__(self, parents: dict[str, Path], unified: bool) -> None:
         self._parents, self._unified = parents, unified
@@ -88,7 +88,7 @@ class CgroupPool:
 
     @classmethod
     def open(cls, node_memory_bytes: int | None) -> CgroupPool | None:
-        """``node_memory_bytes`` limits all sandboxes on this node together; None leaves what is set."""
+        """Return a pool; None if cgroups cannot be used. ``node_memory_bytes`` limits all sandboxes of the node."""
         for bases, unified in (_unified_base(), True), (_split_bases(), False):
             if not bases:
                 continue
@@ -115,7 +115,7 @@ class CgroupPool:
         return 2 if self._unified else 1
 
     def take(self) -> Cgroup:
-        """Return a group that nobody uses. List operations are atomic, so any thread may call this."""
+        """Return a cgroup that no sandbox uses. List operations are atomic, so any thread may call this method."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -131,7 +131,7 @@ class CgroupPool:
         self._idle.append(group)
 
     def close(self) -> None:
-        """Remove this process's groups; the node's stays while another has groups in it."""
+        """Remove this process's cgroups, and the node's cgroup if no other process has groups in it."""
         for group in self._all:
             group.remove()
         self._all, self._idle = [], []
@@ -153,7 +153,7 @@ class CgroupPool:
 
 
 def _unified_base() -> dict[str, Path]:
-    """Return our own group in v2, if its children get the controllers memory and pids."""
+    """Return this process's cgroup v2 by controller, if its children get the controllers memory and pids; else {}."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             base = _existing(_MOUNT, line.removeprefix("0::"))
@@ -164,7 +164,7 @@ def _unified_base() -> dict[str, Path]:
 
 
 def _split_bases() -> dict[str, Path]:
-    """Return our own groups in v1, one per controller."""
+    """Return this process's cgroups v1 by controller (memory and pids), or {} if one is missing."""
     bases = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -174,7 +174,7 @@ def _split_bases() -> dict[str, Path]:
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """Return the group's folder, or the mount itself where a container shows only its own part of the tree."""
+    """Return a cgroup's folder, or the mount itself if a container shows only its own part of the tree."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 

@@ -1,9 +1,9 @@
-"""The second tier, for machines that refuse user namespaces: one process, confined by Landlock and seccomp.
+"""The sandbox's second tier, for machines that refuse user namespaces: one process, confined by Landlock and seccomp.
 
-Inside: the host's files are there, but the program can read only /usr, the interpreter, a few devices and its own
-folder, and write nothing. It has no new processes, no sockets and no signals but to itself; started by root, it has a
-uid that nobody else has. Killing the one process ends everything; without scratch space nothing is left behind.
-Landlock does not cover stat, so names and sizes of host files can be seen.
+The program can read only /usr, the interpreter, a few devices and its own folder, and write no file. It cannot start
+processes, use sockets, or signal other processes; started by root, it gets a uid that no other process has. Killing its
+one process ends it, and no files are left behind. Landlock does not cover stat, so names and sizes of host files can be
+seen.
 
 The runner confines itself, from inside, before it comes to the gate (``runner.lock``). Source: landlock(7),
 linux/landlock.h.
@@ -31,7 +31,7 @@ _TASKS_KNOWN_S = 10.0
 _CREATE_RULESET, _VERSION_FLAG = 444, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-# All file rights that each version of Landlock knows. What no rule gives is refused.
+# All file rights that each version of Landlock knows. A right that no rule gives is refused.
 _FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/zero": _READ_FILE, "/dev/urandom": _READ_FILE}
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 where there is none."""
+    """Return the version of the kernel's Landlock, 0 if it has none."""
     version = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     return max(version, 0)
 
@@ -47,7 +47,7 @@ def landlock_version() -> int:
 class Landlock:
     """Launches programs under Landlock and seccomp, or, with ``confine_files=False``, under seccomp alone (weaker).
 
-    Raises SandboxUnavailable at construction where the kernel has no Landlock, or the processor no filter.
+    Raises SandboxUnavailable at construction if the kernel has no Landlock, or there is no filter for the processor.
     """
 
     name = "landlock"
@@ -66,7 +66,7 @@ class Landlock:
         _remove_folders_of_the_dead()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
-        """Start a sandbox, whose runner will wait at the gate. Raises OSError when no process can be started."""
+        """Start a sandbox, whose runner then waits at the gate. Raises OSError if no process can be started."""
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         try:
             box, scratch = self._fill(folder, program)
@@ -85,7 +85,7 @@ class Landlock:
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
-        """Make the program's folder, which it may read, and the scratch folder, which only a tool may write."""
+        """Make and return the program's folder, which it may read, and the scratch folder, which a tool may write."""
         box, scratch = folder / "box", folder / "scratch"
         folder.chmod(0o755)
         box.mkdir(mode=0o755)
@@ -97,7 +97,7 @@ class Landlock:
         return box, scratch
 
     def _lock(self, pid: int, box: Path, scratch: Path, tool: bool) -> dict[str, Any]:
-        """Return how the runner is to confine itself; see ``runner.lock``."""
+        """Return the instructions by which the runner confines itself (see ``runner.lock``)."""
         lock: dict[str, Any] = {"parent": os.getpid(), "filter": namespaced_filter() if tool else lone_filter(pid)}
         if not self._version:
             return lock
@@ -125,9 +125,9 @@ class Landlock:
 
 
 def _own_identity() -> dict[str, Any]:
-    """Return Popen's options for a uid that no other process has, so that the limit on processes counts ours alone.
+    """Return Popen's options for a uid that no other process has, so that the limit on processes counts no others.
 
-    Only root can give one.
+    Only root can set a uid; for other users the options are empty.
     """
     if os.geteuid() != 0:
         return {}
@@ -142,7 +142,7 @@ def _own_identity() -> dict[str, Any]:
 
 
 def _tasks_of(user: int) -> int:
-    """Return the number of threads of all this user's processes."""
+    """Return the number of threads of all processes of a user."""
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -154,7 +154,7 @@ def _tasks_of(user: int) -> int:
 
 
 def _remove_folders_of_the_dead() -> None:
-    """Remove folders that a killed verifier has left."""
+    """Remove the folders of sandboxes whose verifier process was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):

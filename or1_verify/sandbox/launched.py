@@ -1,4 +1,4 @@
-"""One run, seen from outside, in any tier: start the runner, release it once it is confined, watch its time, end it."""
+"""Controls one sandbox from outside, in any tier: starts it, waits for its confinement, watches its limits, ends it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from or1_verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, Sa
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
 PYTHON_OPTIONS = ("-I", "-S", "-B")
-"""No user site, no PYTHON* variables, no script folder on the path; no .pth files, which may import anything at every
-start (the runner adds the folders of packages itself); no bytecode written."""
+"""Options for no user site, no PYTHON* variables, no script folder on the path; no .pth files, which may import
+anything at every start (the runner adds the folders of packages itself); no bytecode written."""
 UNPRIVILEGED_ID = 65534  # nobody
 ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _SET_UP_S = 60.0
@@ -41,10 +41,10 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Launched(AbstractContextManager["Launched"]):
-    """A sandbox whose runner is on its way to the gate, where it waits until it is released.
+    """A started sandbox. Its runner sets itself up, and waits at the gate (a socket) until it is released.
 
-    ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is then the pipe
-    to which bubblewrap writes {"child-pid"}; nothing inside the sandbox can write to it.
+    ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is the pipe to
+    which bubblewrap writes {"child-pid"}; no process inside the sandbox can write to it.
     """
 
     process: subprocess.Popen[bytes]
@@ -52,15 +52,15 @@ class Launched(AbstractContextManager["Launched"]):
     limits: SandboxLimits
     status: BufferedReader | None = None
     folder: Path | None = None
-    """Removed at the end."""
+    """The sandbox's folder, which is removed at the end."""
     whole_group: bool = False
-    """The program may have children that do not end with it, so its process group is killed."""
+    """Whether to kill the program's whole process group, because it may have children that do not end with it."""
     pid: int = 0
-    """The sandbox's first process; all others end with it. Known once it exists."""
+    """Process id of the sandbox's first process, with which all others end; 0 until it is known."""
     output: bytearray = field(default_factory=bytearray)
-    """What was read from standard output and not taken yet."""
+    """Bytes of standard output that have been read and not yet returned."""
     errors: bytearray = field(default_factory=bytearray)
-    """The last bytes of standard error."""
+    """The last bytes that the program wrote to standard error."""
     _cgroups: CgroupPool | None = None
     _cgroup: Cgroup | None = None
     _spent_s: float = 0.0
@@ -76,7 +76,7 @@ class Launched(AbstractContextManager["Launched"]):
     ) -> Launched:
         """Start ``command``, the runner, with the descriptor of its end of the gate as the last argument.
 
-        ``stdin`` None: a pipe that stays open. ``options`` are Popen's. Raises OSError when no process can be started.
+        ``stdin``: content, or None for a pipe that stays open. ``options`` are Popen's. Raises OSError if none starts.
         """
         gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
@@ -102,15 +102,15 @@ class Launched(AbstractContextManager["Launched"]):
     def instruct(
         self, rlimits: Mapping[str, int], command: Sequence[str], box: str, python: Path, lock: Any = None
     ) -> None:
-        """Send the runner its instructions (see ``runner.main``), as marshal, which any Python can read."""
+        """Send the runner its instructions (see the module ``runner``), as marshal, which any Python can read."""
         command = [part.replace("{box}", box).replace("{python}", str(python)) for part in command]
         with suppress(BrokenPipeError):  # it has ended already; waiting at the gate reports that
             self.gate.send(marshal.dumps({"rlimits": dict(rlimits), "command": command, "lock": lock}, 2))
 
     def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
-        """Wait until the runner is confined, in a cgroup of ``cgroups``.
+        """Put the runner into a cgroup of ``cgroups``, and wait until it is confined.
 
-        Raises SandboxFailure, with what it wrote, when it ends instead.
+        Raises SandboxFailure, with what the runner wrote, if it ends before.
         """
         self.gate.settimeout(_SET_UP_S)
         try:
@@ -129,7 +129,7 @@ class Launched(AbstractContextManager["Launched"]):
             raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-_STDERR_KEPT_BYTES:] or "it ended at once")
 
     def _identify(self) -> None:
-        """Find ``pid``. It stays 0 where bubblewrap ended before it made the sandbox. Raises TimeoutError."""
+        """Set ``pid``, which stays 0 if bubblewrap ended before it made the sandbox. Raises TimeoutError."""
         if self.status is None:
             self.pid = self.process.pid
             return
@@ -139,17 +139,17 @@ class Launched(AbstractContextManager["Launched"]):
             self.pid = json.loads(line)["child-pid"]
 
     def _enter(self, cgroups: CgroupPool) -> None:
-        """Put the runner, with all that it will start, into a cgroup."""
+        """Put the runner, with all processes that it will start, into a cgroup."""
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)
 
     def release(self) -> None:
-        """Let the runner become the program."""
+        """Let the waiting runner become the program."""
         self.gate.send(b"g")
 
     def ask(self, line: bytes) -> bytes:
-        """Send one line to a released program and return the next line that it writes, both without their ends.
+        """Send one line to a released program, and return the next line that it writes (both without line ends).
 
         The answer must come within the wall time limit; CPU time and memory are limited as in any run. Raises
         SessionEnded, after which the sandbox can only be closed, and SandboxFailure as ``finish`` does.
@@ -161,15 +161,15 @@ class Launched(AbstractContextManager["Launched"]):
         return bytes(answer)
 
     def describe_death(self, status: int, cpu_s: float) -> str:
-        """Say why a child of the program died, by its exit status (128 + n for signal n) and its CPU time."""
+        """Return in words why a child of the program died, from its exit status (128 + n for signal n) and CPU time."""
         met = self.limit_met(cpu_s)
         return self.limits.failure("exited" if met == "processes" else met, status, "", met == "processes")
 
     def read(self, line: bytes | None = None) -> Ending | None:
-        """Read what the program writes until it ends, or, after sending ``line``, until it has written a line.
+        """Read the program's output until it ends, or, if a ``line`` is sent, until it has written a line.
 
-        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there. A time in which
-        this process did not run, on a busy or a paused machine, is not the program's, and what it wrote then counts.
+        Returns the limit that the program met, "exited" if it ended by itself, or None if it has written a line. Time
+        in which this process did not run (on a busy or paused machine) is not counted; output from that time is.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
         left_s, late, starved_s = limits.wall_s, False, self.starved_s()
@@ -212,9 +212,9 @@ class Launched(AbstractContextManager["Launched"]):
         return "exited" if _exited(process.pid, max(left_s, _CLOSED_S)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
-        """End every process. The result's ending is ``stopped``, or the kernel's limit that ended the program first.
+        """End every process, and return the result; its ending is ``stopped``, or a kernel limit that was met before.
 
-        Raises SandboxFailure when the kernel killed it for memory although it was within its own limit.
+        Raises SandboxFailure if the kernel killed the program for memory although it was within its own limit.
         """
         cpu_s = self.end()
         met = self.limit_met(cpu_s)
@@ -227,10 +227,10 @@ class Launched(AbstractContextManager["Launched"]):
         return SandboxResult(ending, status, output, errors, cpu_s, failure)
 
     def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
-        """Return the kernel's limit that a process with this much CPU time has met, or "exited" for none.
+        """Return the kernel limit that the program has met since the last call, or "exited" for none.
 
-        Counts what happened since the last call. "processes": the kernel refused the program a process or a thread, and
-        did not kill it. Raises SandboxFailure as ``finish`` does.
+        ``cpu_s``: the CPU time to compare with the limit. "processes": the kernel refused the program a process or a
+        thread, but did not kill it. Raises SandboxFailure as ``finish`` does.
         """
         events = self._cgroup.events() if self._cgroup is not None else Counter[str]()
         if events["kills"] and not events["memory"]:
@@ -242,7 +242,7 @@ class Launched(AbstractContextManager["Launched"]):
         return "processes" if events["refusals"] else "exited"
 
     def end(self) -> float:
-        """End what still runs, reap it and return the CPU seconds of all processes. May be called again."""
+        """Kill and reap the sandbox's processes, and return their CPU seconds. May be called again."""
         if self.process.returncode is not None:
             return self._spent_s
         if self.pid and self.pid != self.process.pid and not _exited(self.process.pid, 0):
@@ -273,16 +273,16 @@ class Launched(AbstractContextManager["Launched"]):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def cpu_s(self) -> float:
-        """Return the CPU time of the sandbox's first process and its threads."""
+        """Return the CPU seconds of the sandbox's first process and its threads."""
         try:
             return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
         except OSError:  # it has ended
             return 0.0
 
     def starved_s(self) -> float:
-        """Return how long the main thread has waited for a core; such waiting does not count as the program's time.
+        """Return the seconds that the main thread has waited for a core, which do not count as the program's time.
 
-        The result is bounded: a program that makes itself wait, by threads, gains little.
+        The result is bounded, so that a program that makes itself wait, by threads, gains little.
         """
         try:
             waited_s = int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) * 1e-9
@@ -291,7 +291,7 @@ class Launched(AbstractContextManager["Launched"]):
         return min(waited_s, _STARVED_WALLS * self.limits.wall_s)
 
     def _take(self, descriptor: int, kept: bytearray) -> bool:
-        """Take what a pipe holds. Returns whether the pipe is still open."""
+        """Read what a pipe holds into ``kept``, and return whether the pipe is still open."""
         chunk = os.read(descriptor, _CHUNK_BYTES)
         kept += chunk
         if kept is self.errors:
@@ -300,7 +300,7 @@ class Launched(AbstractContextManager["Launched"]):
 
 
 def memory_file(name: str, content: bytes) -> int:
-    """Return the descriptor of an anonymous file, at its start. No other process can open it by name."""
+    """Return the descriptor of an anonymous file with this content, which no other process can open by name."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     view = memoryview(content)
     while view:
@@ -310,7 +310,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def _write(descriptor: int, unsent: memoryview) -> memoryview:
-    """Write what the pipe takes. Returns what is left, which is nothing when nobody reads any more."""
+    """Write as many bytes as a pipe takes, and return the rest (nothing if no process reads the pipe any more)."""
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:
@@ -320,7 +320,7 @@ def _write(descriptor: int, unsent: memoryview) -> memoryview:
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
-    """Whether our child ends within the time. This does not reap it."""
+    """Whether a child process ends within the time; does not reap it."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])

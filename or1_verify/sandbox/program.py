@@ -1,13 +1,13 @@
-"""What verifiers give to the sandbox and get from it: programs, limits (rlimits), results, exceptions.
+"""The sandbox's interface: programs, limits (CPU and wall time, memory, ...), results and exceptions.
 
     with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
         program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))
         result = sandbox.run(program, stdin=b"21\\n")  # or with limits=..., for this run only
         accepted = result.succeeded and result.output == b"42\\n"
 
-Whatever the program does gives a SandboxResult. When the sandbox itself fails, ``run`` raises SandboxFailure (an
-OSError), because nothing is then known about the program. Several threads may call ``run``. Every run gets fresh
-processes, files and scratch space, and nothing of it is left when ``run`` returns.
+Whatever a program does, ``run`` returns a SandboxResult. If the sandbox itself fails, ``run`` raises SandboxFailure (an
+OSError), because nothing is then known about the program. Several threads may call ``run``. Every run gets new
+processes, files and scratch space, all of which are gone when ``run`` returns.
 
 ``with sandbox.open(program) as session: session.ask(b"line")`` keeps one program running and talks to it line by line.
 """
@@ -26,15 +26,15 @@ from or1_verify.config import VerifyConfig
 from or1_verify.errors import Or1Error, UserError
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""exited: it ended by itself or by a signal. The others: it was killed for exceeding that limit."""
+"""exited: the program ended by itself or by a signal; others: it was killed because it exceeded this limit."""
 
 SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
 
 WALL_PER_CPU = 2.0
-"""A run's wall time limit is this many times its CPU time limit."""
+"""Ratio of a run's wall time limit to its CPU time limit."""
 
 _STACK_BYTES = 128 << 20
-"""The main thread's stack: cached recursive functions fill it; Linux keeps at least so much room below it."""
+"""Size of the main thread's stack, which cached recursive functions fill; Linux reserves at least as much below it."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
@@ -46,25 +46,25 @@ _EXCEEDED = {
 
 
 class SandboxUnavailable(UserError, RuntimeError):
-    """This machine cannot run untrusted code safely; the message says what to install and what does not work."""
+    """This machine cannot run untrusted code safely; the message says what does not work and what to install."""
 
 
 class SandboxFailure(UserError, OSError):
-    """The sandbox of one run failed: it did not start, or the machine, not the program, ran out of something."""
+    """The sandbox of one run failed, not its program: it did not start, or the machine ran out of a resource."""
 
 
 class SessionEnded(Or1Error):
-    """A program that answers line by line gave no answer: it ended or met a limit. The message says which."""
+    """A program that answers line by line gave no answer, because it ended or met the limit that the message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command and the files that it may read. It can see all of this, so nothing here may be secret.
+    """A command and the files that it may read. The program can see all of them, so they must hold no secrets.
 
-    ``files``: name (no folders) to content, read-only in a folder of their own. In ``command``, ``{box}`` stands for
-    that folder and ``{python}`` for the sandbox's interpreter. The working directory is the scratch space.
-    ``tool``: a program of ours, such as a compiler, that may start processes and write scratch files in every tier.
-    Submissions may do neither where there are no namespaces: ``os.fork`` then raises PermissionError.
+    ``files``: content by name (without folders), read-only in a folder of their own. In ``command``, ``{box}`` stands
+    for this folder and ``{python}`` for the sandbox's interpreter. The working directory is the scratch space.
+    ``tool``: a trusted program, such as a compiler, which may start processes and write scratch files in every tier.
+    Submissions may do neither in a tier without namespaces: ``os.fork`` then raises PermissionError.
     """
 
     files: Mapping[str, bytes]
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of one run. Those that the configuration's section ``verify`` sets have their defaults there.
+    """The limits of one run. The configuration's section ``verify`` has the defaults of the limits that it can set.
 
     ``cpu_s`` is the time limit; ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
     ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.
@@ -90,12 +90,12 @@ class SandboxLimits:
     open_files: int = 128
     output_bytes: int = 16 << 20
     keys: Mapping[str, str] = field(default_factory=dict)
-    """The configuration key of each limit ("cpu_time", "memory", ...), for messages. Limits without one are fixed."""
+    """Configuration key of each limit ("cpu_time", "memory", ...), for messages; a limit without a key is fixed."""
 
     def rlimits(self, in_cgroup: bool) -> dict[str, int]:
-        """Return the limits of each process, by the names of the ``resource`` module.
+        """Return the resource limits of each process, by the names of the module ``resource``.
 
-        ``in_cgroup``: a cgroup limits the number of processes and counts what it refuses, so it must refuse first.
+        ``in_cgroup``: a cgroup also limits the number of processes, and must be the first to refuse, as it counts that.
         """
         return {
             "RLIMIT_CPU": math.ceil(self.cpu_s)
@@ -109,7 +109,7 @@ class SandboxLimits:
         }
 
     def named(self, limit: str) -> str:
-        """Return a limit's name, its value and, where it has one, its key."""
+        """Return in words a limit's name, value and configuration key, if it has one."""
         words = {
             "cpu_time": f"CPU time limit of {self.cpu_s:g} s",
             "wall_time": f"wall time limit of {self.wall_s:g} s",
@@ -121,9 +121,9 @@ class SandboxLimits:
         return f"{words} ({self.keys[limit]})" if limit in self.keys else words
 
     def failure(self, ending: Ending, status: int, errors: str, refused: bool = False) -> str:
-        """Say why a run did not end well, naming the limit that it met; "" when it ended well.
+        """Return in words why a run failed, with the limit that it met; "" if it succeeded.
 
-        ``errors`` is what it wrote to standard error. ``refused``: the kernel refused it a process or a thread.
+        ``errors``: the program's standard error. ``refused``: the kernel refused the program a process or a thread.
         """
         if ending != "exited":
             return f"killed: {_EXCEEDED[ending]} the {self.named(ending)}"
@@ -143,10 +143,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How one run ended. ``output`` is its standard output, capped; ``errors`` is the end of its standard error.
+    """The result of one run: ``output`` is its standard output (capped), ``errors`` the end of its standard error.
 
-    ``exit_status``: 128 + n for a death by signal n. ``cpu_s``: of all its processes that were waited for.
-    ``failure``: why it did not end well, in words; "" when it did.
+    ``exit_status``: 128 + n for a death by signal n. ``cpu_s``: CPU time of all its processes that were waited for.
+    ``failure``: in words why the run failed; "" if it succeeded.
     """
 
     ending: Ending

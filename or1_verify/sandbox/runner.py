@@ -1,10 +1,10 @@
-"""The first program inside every sandbox: it confines itself and becomes the program that is to be run.
+"""The first program inside every sandbox: it sets limits, confines itself, and becomes the program to be run.
 
-We give it to the sandbox as a file and never import it. It starts once per run, so it imports as little as it can.
-argv: the descriptor of the gate, a socket. From there it reads its instructions, a marshalled dict: ``rlimits`` {name:
-value}, ``command``, and ``lock`` for a tier that confines from inside. Then it writes to the gate that it is ready,
-waits for an answer and closes the gate. The limits are hard ones, which an unprivileged process cannot raise again. A
-command that is this same Python with a file runs in this process.
+The sandbox gets it as a file; it is never imported here. It starts once per run, so it imports as little as possible.
+Its argument is the descriptor of the gate, a socket. From the gate it reads its instructions, a marshalled dict:
+``rlimits`` {name: value}, ``command``, and ``lock`` for a tier that confines from inside. Then it writes to the gate
+that it is ready, waits for an answer and closes the gate. The limits are hard limits, which an unprivileged process
+cannot raise again. If the command is this same Python with a file, the file runs in this process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def lock(to: dict[str, Any]) -> None:
-    """Confine this process for good: die with ``parent``, gain nothing by exec, obey Landlock ``rules`` and ``filter``.
+    """Confine this process for good: it dies with ``parent``, gains no rights by exec, obeys Landlock and seccomp.
 
-    ``filter`` is a seccomp program; ``attributes``: those of the ruleset, 64 bits each; ``rules``: (path, rights).
-    Numbers: linux/prctl.h, linux/landlock.h.
+    ``filter``: a seccomp program; ``attributes``: the Landlock ruleset's, 64 bits each; ``rules``: (path, rights).
+    The numbers are from linux/prctl.h and linux/landlock.h.
     """
     import ctypes
     import struct
@@ -60,7 +60,7 @@ def lock(to: dict[str, Any]) -> None:
 
 
 def set_up_site() -> None:
-    """Do what Python's start does without ``-S``, but run no .pth file: packages' folders, ``exit``, ``help``."""
+    """Set up packages' folders, ``exit`` and ``help`` as Python does without ``-S``, but run no .pth files."""
     sys.path += filter(os.path.isdir, site.getsitepackages())
     site.setquit()
     site.setcopyright()
@@ -68,7 +68,7 @@ def set_up_site() -> None:
 
 
 def open_streams(open_path: Any) -> Any:
-    """Return ``open_path`` for programs that name the standard streams, which no /proc leads to."""
+    """Return ``open_path`` with /dev/stdin, /dev/stdout and /dev/stderr, which need a /proc, opened as streams."""
 
     def opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
         name = os.fspath(file) if hasattr(file, "__fspath__") else file
@@ -79,10 +79,10 @@ def open_streams(open_path: Any) -> Any:
 
 
 def lift_c_recursion_limit() -> None:
-    """Let this thread's calls through C, as of cached functions, go as deep as its stack: CPython 3.12 and 3.13 stop
-    them at a fixed depth, which honest programs exceed. Other versions count no such calls.
+    """Let this thread's calls through C (as of cached functions) go as deep as its stack. CPython 3.12 and 3.13 stop
+    them at a fixed depth, which honest programs exceed; other versions do not count such calls.
 
-    The number of calls left stands behind the recursion limit in the thread's state (Include/cpython/pystate.h).
+    The number of calls left follows the recursion limit in the thread's state (Include/cpython/pystate.h).
     """
     if not (3, 12) <= sys.version_info < (3, 14):
         return
@@ -99,7 +99,7 @@ def lift_c_recursion_limit() -> None:
 
 
 def lift_in_threads() -> None:
-    """Make each thread that is started from now on call ``lift_c_recursion_limit`` first."""
+    """Make every thread that is started later call ``lift_c_recursion_limit`` first."""
     import _thread
 
     def lifted(start: Any) -> Any:
@@ -117,7 +117,7 @@ def lift_in_threads() -> None:
 
 
 def run_here(path: str, arguments: list[str]) -> None:
-    """Do what ``python path *arguments`` would do, without starting Python again, and with integers of any length."""
+    """Run a file as ``python path *arguments`` would, but in this process, and with integers of any length."""
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = [path, *arguments]

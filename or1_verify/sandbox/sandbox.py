@@ -1,8 +1,8 @@
-"""Runs untrusted programs, each in a fresh sandbox. ``sandbox.program`` shows how to use it.
+"""Runs untrusted programs, each in a new sandbox, and chooses the tier. ``sandbox.program`` shows how to use it.
 
-There are two tiers: "bubblewrap", where namespaces are granted, else "landlock", which resists the same attacks; "auto"
-takes the first that runs a program here. "weak" is the second tier without Landlock: it is used only when it is named,
-and logs a warning.
+There are two tiers: "bubblewrap", which needs namespaces, and "landlock", which resists the same attacks; "auto" takes
+the first that runs a program on this machine. "weak" is the second tier without Landlock: it is used only if the
+configuration names it, and logs a warning.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
     "weak": partial(Landlock, confine_files=False),
 }
 _PACKAGES = ("numpy", "numpy.libs", "pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments")
-"""What programs may import besides the standard library: NumPy, and pytest with what it needs."""
+"""Packages that programs may import beside the standard library: NumPy, and pytest with what it needs."""
 _LEFT_OUT = shutil.ignore_patterns("*-packages", "test", "tests", "config-*", "ensurepip", "idlelib", "tkinter")
 NO_NUMPY = "programs cannot import numpy in the sandbox, whose Python is {}: those that do are judged wrong"
 _log = logging.getLogger(__name__)
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """Runs programs. Construction runs one to prove that sandboxes work here. Raises SandboxUnavailable otherwise."""
+    """Runs untrusted programs. Construction runs a probe, and raises SandboxUnavailable if no tier works here."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
-        """``node_memory_bytes`` limits all sandboxes on this machine together, where cgroups can be used."""
+        """``node_memory_bytes``: memory limit of all sandboxes on this machine together, if cgroups can be used."""
         self.limits = limits
         self.most_memory_bytes = node_memory_bytes
-        """The memory that one run may ever have; None: no bound."""
+        """Largest memory limit that one run may have; None: no bound."""
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock
         failures = []
@@ -93,17 +93,17 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
 
     def missing(self, modules: Iterable[str]) -> set[str]:
-        """Return those of the ``modules``, without dots, that programs cannot import here."""
+        """Return which of the top-level ``modules`` programs in the sandbox cannot import."""
         return set(self.run(_FINDER, " ".join(modules).encode(), _PROBE_LIMITS).output.decode().split())
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-        """Run the program once, with ``limits`` or the sandbox's own. Thread-safe. Raises SandboxFailure."""
+        """Run a program once, with ``limits`` or the sandbox's own; thread-safe. Raises SandboxFailure."""
         with self._launch(program, stdin, limits or self.limits) as launched:
             launched.release()
             return launched.finish(launched.read() or "exited")
 
     def open(self, program: Program, limits: SandboxLimits | None = None) -> Launched:
-        """Start a program that stays in its sandbox and answers line by line. Raises SandboxFailure."""
+        """Start a program that keeps running and answers line by line (``Launched.ask``). Raises SandboxFailure."""
         launched = self._launch(program, None, limits or self.limits)
         assert launched.process.stdin is not None
         os.set_blocking(launched.process.stdin.fileno(), False)
@@ -112,7 +112,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     @property
     def cgroups(self) -> int:
-        """The version of the cgroups in use; 0 where none can be used."""
+        """The version of the cgroups in use, or 0 if cgroups cannot be used."""
         return self._cgroups.version if self._cgroups else 0
 
     def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
@@ -125,7 +125,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return launched
 
     def close(self) -> None:
-        """Remove the cgroups."""
+        """Remove this process's cgroups."""
         if self._cgroups is not None:
             self._cgroups.close()
 
@@ -134,7 +134,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 
 def open_sandbox(config: VerifyConfig) -> Sandbox:
-    """Return the sandbox that the configuration asks for. Raises SandboxUnavailable where it does not work."""
+    """Return the sandbox that the configuration asks for. Raises SandboxUnavailable if it does not work here."""
     limits = SandboxLimits(
         cpu_s=config.timeout_s,
         wall_s=WALL_PER_CPU * config.timeout_s,
@@ -150,7 +150,7 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
     node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     sandbox = Sandbox(limits, config.sandbox, node_bytes)
     most_bytes, key = node_bytes, "verify.node_memory_bytes"
-    if not sandbox.cgroups:  # nothing limits their sum, so each worker's programs get the worker's share
+    if not sandbox.cgroups:  # nothing limits the sum of all programs, so each worker's get an equal part
         most_bytes, key = node_bytes // config.workers, f"{key} / verify.workers"
         sandbox.most_memory_bytes = most_bytes
     if most_bytes < limits.memory_bytes:
@@ -159,9 +159,9 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
 
 
 def _interpreters() -> Iterator[Path]:
-    """Yield the Pythons to try, our own first, so that submissions get the version that the user runs.
+    """Yield the interpreters to try, our own first, so that submissions get the Python version that the user runs.
 
-    A copy of it comes before it where we run in a virtual environment, whose packages it does not have.
+    In a virtual environment, whose packages the base interpreter lacks, a copy with these packages comes first.
     """
     ours = Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
     if sys.prefix == sys.base_prefix:
@@ -172,9 +172,9 @@ def _interpreters() -> Iterator[Path]:
 
 
 def _with_packages(python: Path) -> Path:
-    """Return a copy of our Python and those of _PACKAGES that we have, made once where a sandbox's user can read it.
+    """Return a copy of our Python with the installed ones of _PACKAGES, made once where a sandbox's user can read it.
 
-    Raises OSError, RuntimeError or ValueError where it cannot be made.
+    Raises OSError, RuntimeError or ValueError if it cannot be made.
     """
     stdlib, cache = Path(sysconfig.get_path("stdlib")), Path("/var/cache")  # root's home is nobody else's to read
     if os.geteuid() != 0:

@@ -1,8 +1,8 @@
-"""The system calls that a program in a sandbox may make: a seccomp filter, assembled here as classic BPF.
+"""The seccomp filter of the sandbox: which system calls a program may make, assembled here as classic BPF.
 
-A call that is not named fails with ENOSYS, as on an older kernel, so that libraries fall back; a call of another
-architecture kills. So there are no sockets but pairs, no shared or anonymous memory files (which no limit counts), no
-ptrace, no keys, no namespaces, no io_uring, and calls of future kernels are refused until they are named.
+A call that is not listed fails with ENOSYS, as on an older kernel, so that libraries fall back; a call of another
+architecture kills the program. So there are no sockets but pairs, no shared or anonymous memory files (which no limit
+counts), no ptrace, no keys, no namespaces, no io_uring, and no calls of future kernels until they are listed.
 
 Sources: seccomp(2) and linux/filter.h for the program's form, the kernel's tables of numbers for x86-64 and aarch64.
 """
@@ -68,7 +68,7 @@ _REFUSED: _Instruction = (_RETURN, 0, 0, _EPERM)
 
 
 def namespaced_filter() -> bytes:
-    """Return the filter for programs in namespaces, which may use processes, files and signals of their own."""
+    """Return the filter for a program in namespaces, which may use processes, files and signals of its own."""
     checks = {
         "clone": [*_none_of_bits(0, _NEW_NAMESPACES), _ALLOWED],
         "fcntl": _one_of(1, (*_FCNTL, *_FCNTL_LOCKS)),
@@ -77,10 +77,10 @@ def namespaced_filter() -> bytes:
 
 
 def lone_filter(pid: int) -> bytes:
-    """Return the filter for a program without namespaces: one process, ``pid``, which may signal only itself.
+    """Return the filter for a program without namespaces: the one process ``pid``, which may signal only itself.
 
-    It cannot change files' metadata. File locks, leases and signals on input (fcntl) would reach other processes, so
-    they are refused too.
+    The program cannot change files' metadata. File locks, leases and signals on input (fcntl) would affect other
+    processes, and are refused too.
     """
     checks = {
         "clone": [*_none_of_bits(0, _NEW_NAMESPACES), *_all_of_bits(0, _CLONE_THREAD), _ALLOWED],
@@ -93,7 +93,7 @@ def lone_filter(pid: int) -> bytes:
 
 
 def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> bytes:
-    """``checks``: code for the calls whose arguments decide. It always returns."""
+    """Return a filter that allows the call numbers ``allowed``, and runs ``checks`` on other calls' arguments."""
     checks = {
         "prctl": _one_of(0, _PRCTL),
         "prlimit64": _one_of(0, (0,)),
@@ -122,7 +122,7 @@ def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> 
 
 
 def _argument(index: int) -> _Instruction:
-    """Load an argument's lower half: the arguments checked here are C ints or flags below bit 32. Little-endian."""
+    """Return the instruction that loads an argument's lower 32 bits, which suffice for all arguments checked here."""
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)
 
 

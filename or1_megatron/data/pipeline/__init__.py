@@ -1,1 +1,1 @@
-"""From published problem sets to a training set, step by step: each step's result is on disk, cached and explained."""
+"""``or1 data build``: makes a training set from published problem sets, in steps whose results are cached on disk."""

@@ -1,7 +1,7 @@
-"""A whole build: the steps in order, each cached by its input, then the dataset; the state is in ``build.json``.
+"""Runs a whole data build: its steps in order, then the dataset; also answers why a problem was left out.
 
-The dataset is in Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it.
-"""
+``build.json`` lists the finished steps. The dataset has the columns of Skywork-OR1-RL-Data, one Parquet file per
+ability, as ``or1 train`` loads it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
 def build(recipe: Recipe, open_sampler: OpenSampler, say: Say) -> None:
-    """Run the steps that are not finished, and write the dataset.
+    """Run a recipe's unfinished steps, then write the dataset.
 
     Raises:
-        DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
-        SandboxUnavailable: reference solutions or answers of code cannot be run here.
+        DataError: a source cannot be used, a step keeps no problem, or a model does not answer. Finished work is kept.
+        SandboxUnavailable: programs (reference solutions or models' answers) cannot be run on this machine.
     """
     steps = steps_of(recipe, open_sampler)
     recipe.out.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any
     if recipe.answers is not None:
         steps.append(Answers(recipe.answers))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
-    if recipe.code is not None:  # before a twin of a program that fails its tests can be left out for it (the paper)
+    if recipe.code is not None:  # before EmbeddingDuplicates, so that a problem that fails excludes no twin (the paper)
         steps.append(CodeSolutions(recipe.code))
     if recipe.duplicates.embedding is not None:
         steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
@@ -83,7 +83,7 @@ def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
-    """Write ``folder``/ABILITY.parquet anew, whole or not at all; return the number of problems by ability."""
+    """Replace ``folder`` by ABILITY.parquet files of the shards' candidates; return the number by ability."""
     models = sorted({model for row in read_candidates(shards) for model in row.difficulty})
     measured = [pa.field("model_difficulty", pa.struct([(model, pa.int64()) for model in models]))] if models else []
     schema = pa.schema(
@@ -121,7 +121,7 @@ def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
 
 
 def newest_build(out: Path) -> list[Manifest]:
-    """Return the manifests of the newest build's steps, in order. Raises DataError without a build."""
+    """Return the manifests of the newest build's steps, in order. Raises DataError if ``out`` holds no build."""
     path = out / STATE
     try:
         return [Manifest(**step) for step in json.loads(path.read_text())["steps"]]
@@ -132,7 +132,7 @@ def newest_build(out: Path) -> list[Manifest]:
 
 
 def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
-    """Yield (step, exclusion) for each row that the newest build left out, ordered by step, then by row."""
+    """Yield (step, exclusion) for each candidate that the newest build left out, in the order of steps, then rows."""
     for step in newest_build(out):
         for outcome in read_outcomes(step.paths(out)):
             if isinstance(outcome, Exclusion):
@@ -145,10 +145,10 @@ def kept(out: Path) -> Iterator[Candidate]:
 
 
 def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
-    """Return (step, its decision) for a problem, given by id (or its first digits) or by origin, as in file.jsonl:12.
+    """Return (step, its decision) for each row of one problem; for a kept row, the step is "".
 
-    One id can have several entries: an exact duplicate of the same source has the id of the original. A problem that
-    was kept has "" for its step. Raises DataError when there is no such problem, or the digits fit several.
+    ``wanted``: the problem's id, the id's first digits, or an origin such as file.jsonl:12. An id can have several
+    rows, as exact duplicates within a source share it. Raises DataError if no problem or several problems fit.
     """
 
     def is_wanted(row: Candidate) -> bool:
@@ -174,7 +174,7 @@ def _write_state(recipe: Recipe, done: Sequence[Manifest]) -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises DataError when another build holds it."""
+    """Hold the lock of a build's folder. Raises DataError if another build holds it."""
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

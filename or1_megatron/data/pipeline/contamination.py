@@ -1,4 +1,4 @@
-"""Decontamination: exclude problems that equal or largely overlap a problem of the evaluation sets."""
+"""Decontamination: excludes training problems that equal or largely overlap a problem of the evaluation sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from or1_verify.problems.unusable import UnusableRows
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """A problem of an evaluation set."""
+    """A problem of an evaluation set, and the n-grams of its statement."""
 
     origin: str
     statement: str
@@ -27,15 +27,15 @@ class _Evaluated:
 
 
 class Decontamination(PipelineStep[DecontaminationConfig]):
-    """Matches equal normalised texts, and texts that share enough of the shorter text's n-grams.
+    """Excludes a problem whose normalised text equals an evaluation problem's, or shares enough n-grams with it.
 
-    The share is of the shorter text, so that a problem inside a longer statement is found, and a part of a problem too.
+    The overlap is a share of the shorter text's n-grams, so a problem inside a longer statement is found, too.
     """
 
     name = "decontaminate"
 
     def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
-        """``unusable``: the file that lists the unusable rows of the evaluation sets, if there are many."""
+        """``unusable``: file to which the unusable rows of the evaluation sets are written if there are many."""
         super().__init__(config)
         self._unusable = unusable
         self._evaluated: list[_Evaluated] = []
@@ -58,7 +58,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
                 for gram in evaluated.grams:
                     self._by_gram[gram].append(len(self._evaluated))
                 self._evaluated.append(evaluated)
-        faults.refuse(self._unusable)  # a problem that is left out here would not be found in the training set
+        faults.refuse(self._unusable)  # an evaluation problem left out here would not be found in the training set
 
     def decide(self, row: Candidate, number: int) -> Outcome:
         evidence = self._evidence(comparable(row.statement))
@@ -69,7 +69,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
         return frozenset(" ".join(parts[start : start + size]) for start in range(len(parts) - size + 1))
 
     def _evidence(self, text: str) -> dict[str, Any] | None:
-        """Return the evidence that a text matches an evaluation problem (that of largest overlap); else None."""
+        """Return the evidence that a text matches an evaluation problem (the one of largest overlap), or None."""
         if (equal := self._by_text.get(text_key(text))) is not None:
             return {"match": "normalised text", **_named(equal)}
         grams = self._grams(text)

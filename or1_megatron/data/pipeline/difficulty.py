@@ -1,4 +1,4 @@
-"""Each model answers each problem N times; problems that every model solves always or never are excluded."""
+"""Difficulty filter of the data build: models try each problem N times; always or never solved ones are excluded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from or1_verify.verifier_threads import judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):
-    """A result is the status of an answer's verdict; each answer is verified when it arrives."""
+    """Samples and verifies answers of each model to each problem; a result is the status of an answer's verdict."""
 
     name = "difficulty"
     only_counts = frozenset({"samples_math", "samples_code"})
@@ -51,7 +51,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
             )
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Keep the problem when at least one model is right in some of its tries and wrong in others."""
+        """Keep the problem, with its measured difficulty, if some model solves it in some but not all of its tries."""
         counts = {
             model: (sum(status != "right" for status in statuses), len(statuses))
             for model, statuses in given.items()
@@ -71,7 +71,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
 
 
 def of_sixteen(failures: int, tries: int) -> int:
-    """Scale failures to 16 tries, as in ``model_difficulty``; 0 and 16 mean that no try and that every try failed."""
+    """Return failures scaled to 16 tries (``model_difficulty``): 0 only if no try failed, 16 only if every try did."""
     if failures in (0, tries):
         return DIFFICULTY_TRIES if failures else 0
     return min(max(round(failures * DIFFICULTY_TRIES / tries), 1), DIFFICULTY_TRIES - 1)

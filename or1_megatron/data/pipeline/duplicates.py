@@ -1,4 +1,4 @@
-"""Duplicates within a set and across sets: the first row, in the order of the sources, stays."""
+"""Excludes exact and near-duplicate problems (MinHash), within a set and across sets: the first occurrence stays."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from or1_megatron.types import BoolArray
 
 _SHINGLE_CHARS = 5
 _BANDS, _COLUMNS_PER_BAND = 32, 3
-"""Two texts of Jaccard similarity 0.5 agree in some band with probability 1 - (1 - 0.5^3)^32 = 0.986."""
+"""MinHash bands: texts of Jaccard similarity 0.5 agree in some band with probability 1 - (1 - 0.5^3)^32 = 0.986."""
 _BATCH_ROWS = 2048
 _CACHED_SETS = 1 << 14
-_MOST_COMPARED = 8  # rows that a row is compared with; unlimited, N rows of one template would cost N^2
+_MOST_COMPARED = 8  # earlier problems that one is compared with; without a limit, N from one template cost N^2
 
 Repeats = Mapping[int, tuple[int, float]]
-"""Row -> (the earlier row that it repeats, similarity)."""
+"""Number of a repeated problem -> (number of the earlier problem that it repeats, similarity)."""
 
 
 class DuplicateStep[C: Section](PipelineStep[C]):
-    """Base of the duplicate steps: ``_find`` finds the rows that repeat an earlier row, ``decide`` excludes them.
+    """Base of the steps that exclude repeated problems; a subclass finds them in ``_find``.
 
-    ``within``: compare only rows of the same set; the step's name says so.
+    ``within``: compare only problems of the same set; the step's name then ends in ``_within``.
     """
 
     reason: str
@@ -80,7 +80,7 @@ class DuplicateStep[C: Section](PipelineStep[C]):
 
 
 class ExactDuplicates(DuplicateStep[Section]):
-    """Statements that are equal once formatting, numbering and white space are removed."""
+    """Excludes problems whose statements are equal once formatting, numbering and white space are removed."""
 
     name = "exact_duplicates"
     reason = "exact_duplicate"
@@ -99,11 +99,11 @@ class ExactDuplicates(DuplicateStep[Section]):
 
 
 class NearDuplicates(DuplicateStep[DuplicatesConfig]):
-    """MinHash finds rows that may be alike; the Jaccard similarity of their shingles decides.
+    """Excludes near-duplicates: MinHash finds pairs of statements, the Jaccard similarity of their shingles decides.
 
-    Two statements that differ in a number, or in a word that decides the meaning (largest, smallest, odd, even, ...),
-    are different problems however alike they look. A row is compared only with rows that stay, so in a chain of similar
-    rows both ends may stay.
+    Statements that differ in a number, or in a word that decides the meaning (largest, smallest, odd, even, ...), are
+    never duplicates. A problem is compared only with problems that stay, so of a chain of similar problems both ends
+    may stay.
     """
 
     name = "near_duplicates"
@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare each row with those before it that share keys; only the statements of such rows are in memory."""
+        """Compare each problem with earlier ones that share a band key; only statements with shared keys are kept."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
@@ -139,7 +139,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
 
 
 def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
-    """Return band keys [rows, bands]. Rows of different kinds share no key: no math problem equals a code problem."""
+    """Return MinHash band keys [problems, bands]; problems of different ``kinds`` (ability, set) share no key."""
     texts = [comparable(text) or text for text in statements]
     signed = signatures(texts, _SHINGLE_CHARS, _BANDS * _COLUMNS_PER_BAND)
     guarded = ("\0".join((*decisive(text), *kind)) for text, kind in zip(texts, zip(*kinds, strict=True), strict=True))
@@ -147,12 +147,12 @@ def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
 
 
 def _occurs_again(band: UInt64Array) -> BoolArray:
-    """Return [rows] whether another row has the same key in this band."""
+    """Return for each problem, [problems], whether another one has the same key in this band."""
     _, place, counts = np.unique(band, return_inverse=True, return_counts=True)
     return counts[place] > 1
 
 
 def numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield (number from 0, the named columns) of each row that no step has dropped."""
+    """Yield (number from 0, values of the named columns) of each candidate in the shards that is not excluded."""
     rows = (values for batch in read_columns(shards, columns) for values in zip(*batch, strict=True))
     return enumerate(rows)

@@ -1,4 +1,4 @@
-"""Duplicates by meaning, where a recipe asks for them: cosine similarity of a local model's embeddings."""
+"""Excludes duplicates by meaning, if a recipe asks for it: cosine similarity of a local model's embeddings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LONGEST_TOKENS = 512
 
 
 class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
-    """Compares each problem of the chosen abilities with all earlier ones that stay: N^2 / 2 products of vectors.
+    """Excludes problems of the chosen abilities whose embedding is close to that of an earlier problem that stays.
 
-    The vectors are in memory: 100,000 problems of dimension 768 are 300 MB.
+    N problems take N^2 / 2 products of vectors, all in memory: 100,000 of dimension 768 are 300 MB.
     """
 
     name = "embedding_duplicates"
@@ -44,7 +44,7 @@ class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
 
 
 def first_alike(vectors: Float32Array, threshold: float) -> Repeats:
-    """Return row -> (the most similar earlier row that stays, cosine) for rows that reach the threshold.
+    """Return row -> (most similar earlier row that stays, cosine) for the vectors whose cosine reaches ``threshold``.
 
     Args:
         vectors: [rows, dimension], each of length 1.
@@ -62,9 +62,9 @@ def first_alike(vectors: Float32Array, threshold: float) -> Repeats:
 
 
 def embed(folder: Path, texts: Sequence[str]) -> Float32Array:
-    """Return the mean-pooled hidden states of a local model, scaled to length 1, [texts, dimension].
+    """Return the texts' embeddings [texts, dimension]: a local model's mean-pooled hidden states, scaled to length 1.
 
-    Raises DataError when the model is not there or cannot be loaded.
+    Raises DataError if the model is missing or cannot be loaded.
     """
     if not folder.is_dir():
         raise DataError(f"duplicates.embedding.model: {folder}: no such folder; expected a local model")

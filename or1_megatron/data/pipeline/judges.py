@@ -1,4 +1,4 @@
-"""Judges: several models vote, several times each, on how a problem is stated; too few votes in favour exclude it."""
+"""Quality judges of the data build: several models vote, several times each, on how a math problem is stated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CRITERIA = (
 """The paper's four criteria, in our words."""
 
 NO_VOTE = "no_vote"
-"""A result: an answer that holds no vote."""
+"""Result of an answer that contains no readable vote."""
 
 _QUESTION = """You are asked whether a math problem is fit for an exam. Do not solve it. Judge only how it is put:
 
@@ -45,9 +45,9 @@ _MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 
 
 def read_vote(answer: str) -> str:
-    """Return the four criteria as y and n, such as "yyny"; NO_VOTE unless each is answered after the reasoning.
+    """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if one is missing after the reasoning.
 
-    The last answer to a criterion counts.
+    If a criterion is answered more than once, the last answer counts.
     """
     said = answer.rpartition("</think>")[2]
     words = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
@@ -55,7 +55,7 @@ def read_vote(answer: str) -> str:
 
 
 class Judges(ModelStep[JudgesConfig]):
-    """A result is a vote."""
+    """Asks models for votes on math problems, and excludes problems with too few in favour; a result is a vote."""
 
     name = "judges"
     only_counts = frozenset({"votes", "keep_at_least"})

@@ -1,4 +1,4 @@
-"""The first step: turn the rows of all sources, of any layout, into candidates, in shards."""
+"""The first step of the data build: reads all sources, in any known column layout, into shards of candidates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
 SHARD_ROWS = 2000
-"""Bounds the memory (a code problem's tests can be megabytes) and the work that a killed step repeats."""
+"""Candidates per shard: bounds memory (a code problem's tests can be megabytes) and what a killed step repeats."""
 UNUSABLE = "unusable_row"
-"""The ledger's reason for a row that this step leaves out."""
+"""The reason that the ledger gives for a data row that this step excludes."""
 
 
 def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Manifest:
-    """Run the step. A row that does not fit its layout is refused or excluded (``unusable``). Raises DataError."""
+    """Run the step and return its manifest. Raises DataError for an unreadable source, or (refuse) unusable rows."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     folder = step_folder(0, NAME, settings, [source_digest(source) for source in sources])
     if (finished := finished_step(out, folder, say)) is not None:
@@ -42,7 +42,7 @@ def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: 
 
 
 def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[Outcome]:
-    """Yield the candidates of a source, and the exclusions of its unusable rows. Raises DataError if it has no row."""
+    """Yield a source's candidates, and exclusions of its unusable rows. Raises DataError if no row is selected."""
     count, name = 0, _set_name(source)
     for origin, row in published_rows(source):
         count += 1
@@ -65,14 +65,14 @@ def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
 
 
 def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:
-    """Yield (origin, row) of the rows that ``select`` chooses; a RowError for a row of another layout."""
+    """Yield (origin, row) of a source's rows that ``select`` chooses; RowError instead of a row that cannot be read."""
     layout = "auto"
     for origin, row in read_rows(source.path, source.split, source.subset):
         try:
             if source.select and not _selected(row, source, origin):
                 continue
             columns = choose_columns(row, source.columns, origin) if source.columns else row
-            if layout == "auto" and isinstance(columns, Mapping):  # a source has one layout: its first row's
+            if layout == "auto" and isinstance(columns, Mapping):  # the first data row decides the source's layout
                 layout = detect_layout(columns) or "auto"
             published: Published | RowError = read_published(columns, layout, origin)
         except RowError as error:
@@ -97,7 +97,7 @@ def _set_name(source: BuildSource) -> str:
 
 
 def _source_name(source: BuildSource, row: Published) -> str:
-    """Keep Skywork's own source names; make others train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
+    """Return Skywork's own source name if the row has one, else train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
     set_name = _set_name(source)
     if row.source.startswith("train-"):
         return row.source
@@ -105,7 +105,7 @@ def _source_name(source: BuildSource, row: Published) -> str:
 
 
 def source_digest(source: BuildSource) -> str:
-    """Return a hash of all bytes of the source; for a set on the hub its name, so a new revision goes unnoticed."""
+    """Return a hash of all bytes of a source; of a set on the hub only its name, so a new revision goes unnoticed."""
     if is_hub_id(source.path):
         return f"hub:{source.path}"
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The recipe of ``or1 data build``: typed and strict, like a run's configuration. Defaults are the paper's."""
+"""The configuration schema of an ``or1 data build`` recipe, strict like a run's. Defaults are the paper's."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from or1_megatron.config.schema import (
 
 
 class BuildSource(ProblemSetConfig):
-    """One problem set as published. Its ``name`` (unset: that of the file or folder) is part of ``data_source``; a
-    layout with its own source adds that, as in train-math-numinamath1.5_olympiads."""
+    """One problem set as published. Its ``name`` (unset: that of the file or folder) becomes part of ``data_source``,
+    followed by the row's own source column if any, as in train-math-numinamath1.5_olympiads."""
 
     subset: str | None = None
-    """Configuration of a hub id."""
+    """Configuration (subset) of a set on the hub."""
     select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Takes only rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
+    """Takes only data rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
 
 
 class VerifiedStepConfig(Section):
     timeout_s: PositiveFloat = 5.0
     """Deadline of one verdict."""
     workers: Positive = 1
-    """Verifiers at once."""
+    """Number of verifiers that work at once."""
 
 
 class EmbeddingConfig(Section):
-    """Duplicates by meaning: cosine of mean-pooled hidden states."""
+    """Exclusion of duplicates by meaning: cosine similarity of mean-pooled hidden states."""
 
     model: Path
-    """A local folder: any encoder or decoder that transformers loads."""
+    """Local folder of any encoder or decoder that transformers loads."""
     threshold: Fraction = 0.95
     abilities: tuple[str, ...] = ("code",)
-    """The paper removes near-duplicates of code by embeddings, and gives no model and no threshold."""
+    """Abilities whose problems are compared. The paper compares code, and gives neither model nor threshold."""
 
 
 class DuplicatesConfig(Section):
-    """Near-duplicates by MinHash; the figures are ours, the paper gives none."""
+    """Exclusion of near-duplicates by MinHash; the defaults are ours, because the paper gives none."""
 
     threshold: Fraction = 0.5
-    """Jaccard similarity of the statements' 5-character shingles."""
+    """Jaccard similarity, of the statements' 5-character shingles, from which on problems are near-duplicates."""
     embedding: EmbeddingConfig | None = None
 
 
@@ -58,17 +58,17 @@ class DecontaminationConfig(Section):
     against: tuple[BuildSource, ...] = ()
     ngram_words: Positive = 8
     overlap: Fraction = 0.5
-    """Share of the shorter text's n-grams that the other text must have too."""
+    """Share of the shorter text's n-grams, also in the other text, from which on a problem is excluded."""
 
 
 class SampledModel(AskedModelConfig):
-    """A model that answers: an HF folder on our own engines, or an OpenAI-compatible endpoint."""
+    """A model that a build asks: an HF folder on our own engines, or an OpenAI-compatible endpoint."""
 
     name: str
     """The model's key in ``model_difficulty`` and in the names of result files."""
     hf: Path | None = None
     endpoint: str | None = None
-    """E.g. http://host:8000/v1; its /chat/completions is asked."""
+    """Base URL, e.g. http://host:8000/v1; requests go to its /chat/completions."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of one request to the endpoint."""
 
@@ -89,7 +89,7 @@ class SampledStepConfig(Section):
 
 
 class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
-    """How often each model fails; RECIPE section 7."""
+    """Measurement of how often each model fails at each problem (docs/recipe.md, section 7)."""
 
     samples_math: Positive = 16
     samples_code: Positive = 8
@@ -98,12 +98,12 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 
 class JudgesConfig(SampledStepConfig):
-    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32 in favour, only for math."""
+    """Quality votes. The paper has two 70B-class judges with 16 votes each, keeps 9 of 32 in favour, and only math."""
 
     votes: Positive = 16
-    """Votes of each model per problem."""
+    """Number of votes of each model per problem."""
     keep_at_least: Positive = 9
-    """Votes in favour that keep a problem, over all models."""
+    """Number of votes in favour, of all models together, from which on a problem is kept."""
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
 
@@ -118,17 +118,17 @@ class JudgesConfig(SampledStepConfig):
 
 
 class Recipe(Section):
-    """A whole build. Steps that need a model (difficulty, judges) are left out unless their section is given."""
+    """The recipe of a whole build. Steps that ask a model (difficulty, judges) run only if their section is given."""
 
     out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
-    """Rows that do not fit their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
+    """What to do with data rows that do not fit their source's columns. refuse: list them and stop; drop: exclude."""
     answers: VerifiedStepConfig | None = VerifiedStepConfig()
-    """Extract the answer again from the worked solution; keep problems that agree or have no solution."""
+    """Math: keep problems whose worked solution gives the stated answer, or that have no solution. null: no check."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()
     code: VerifiedStepConfig | None = VerifiedStepConfig()
-    """One of the first three reference solutions must pass every test in the sandbox."""
+    """Code: keep problems one of whose first three reference solutions passes every test. null: no check."""
     difficulty: DifficultyConfig | None = None
     judges: JudgesConfig | None = None

@@ -1,4 +1,4 @@
-"""The records that flow from step to step, and their Parquet shards: what a step decided about each candidate."""
+"""The data build's records, candidates and exclusions, and the Parquet shards in which each step writes them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from or1_verify.types import Message, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Published):
-    """A problem on its way through the pipeline: a published row, with what the steps add to it.
+    """A problem in the data build: a published data row, with what the steps add to it.
 
-    Duplicates are found by ``statement``, the source's text. ``notes`` come from the source or a step (JSON-able), such
-    as ``question_type`` or the votes.
+    Duplicates are found by ``statement``, the source's text. ``notes`` (JSON-able) come from the source or from a step,
+    such as ``question_type`` or the votes.
     """
 
     id: str
     origin: str
     set_name: str = ""
-    """The name of the recipe's source; ``source`` may name a part of that source."""
+    """Name of the source in the recipe; ``source`` may name only a part of it."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
         return (Message("user", self.content),)
 
     def problem(self) -> Problem:
-        """Return the problem as verifiers see it."""
+        """Return the candidate as the ``Problem`` that verifiers take."""
         return Problem(
             self.id, self.source, self.ability, self.messages, self.ground_truth, self.difficulty, self.origin
         )
 
 
 def candidate_id(source: str, content: str) -> str:
-    """Return the id that the problem will have in training, from its source and the user's message."""
+    """Return the id that a problem will have in training, from its source and the text of the user's message."""
     return problem_id(source, (Message("user", content),))
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A candidate that is left out: a short ``reason`` to count by, and the evidence for it (JSON-able)."""
+    """A candidate that a step leaves out, with a short ``reason`` to count by and its evidence (JSON-able)."""
 
     candidate: Candidate
     reason: str
@@ -57,7 +57,7 @@ class Exclusion:
 
 
 Outcome = Candidate | Exclusion
-"""What a step decides about a candidate."""
+"""What a step decides about a candidate: it stays (perhaps changed), or is excluded."""
 
 _NAMES = [field.name for field in fields(Candidate)]
 _AS_JSON = ("difficulty", "notes", "evidence")
@@ -70,7 +70,7 @@ _SCHEMA = pa.schema(
 
 
 def write_shard(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write a zstd Parquet file, whole or not at all."""
+    """Write outcomes to a zstd Parquet file, which appears whole or not at all."""
     rows = []
     for outcome in outcomes:
         candidate = outcome if isinstance(outcome, Candidate) else outcome.candidate
@@ -84,7 +84,7 @@ def write_shard(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def read_outcomes(shards: Sequence[Path]) -> Iterator[Outcome]:
-    """Yield all rows of a step's shards, in order."""
+    """Yield all outcomes in a step's shards, in order."""
     for batch in _batches(shards, _SCHEMA.names, 4096):
         for row in batch.to_pylist():
             reason, evidence = row.pop("reason"), row.pop("evidence")
@@ -92,20 +92,20 @@ def read_outcomes(shards: Sequence[Path]) -> Iterator[Outcome]:
 
 
 def read_candidates(shards: Sequence[Path]) -> Iterator[Candidate]:
-    """Yield the rows that no step has dropped, in order."""
+    """Yield the candidates in a step's shards that were not excluded, in order."""
     for batch in _batches(shards, [*_NAMES, "reason"], 4096):
         yield from map(_candidate, _going_on(batch).drop_columns(["reason"]).to_pylist())
 
 
 def read_columns(shards: Sequence[Path], names: Sequence[str], batch_rows: int = 8192) -> Iterator[list[list[Any]]]:
-    """Yield the named columns of the rows that no step has dropped, in batches: [column][row]."""
+    """Yield the named columns of the candidates that were not excluded, in batches: [column][candidate]."""
     for batch in _batches(shards, [*names, "reason"], batch_rows):
         if (rows := _going_on(batch)).num_rows:
             yield [rows.column(name).to_pylist() for name in names]
 
 
 def count_rows(shards: Sequence[Path]) -> int:
-    """Return how many rows no step has dropped."""
+    """Return the number of candidates in a step's shards that were not excluded."""
     return sum(batch.column("reason").null_count for batch in _batches(shards, ["reason"], 65536))
 
 

@@ -1,7 +1,7 @@
-"""The common part of the steps that sample models: it asks for missing answers, and stores each result when it comes.
+"""Base of the data build's steps that ask models: requests missing answers, and stores each result when it comes.
 
-Results are stored for good, by model and request settings: they stay valid whatever else in the recipe changes, and a
-killed or failed step resumes after the last result.
+Results are kept on disk by model and request settings, so they stay valid when other parts of the recipe change, and a
+killed or failed step resumes after its last result.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from or1_verify.types import Message
 
 M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
-"""(model, sampling, longest prompt in tokens) -> a sampler, whose engines end with the context."""
+"""Opens a sampler, whose engines end with the context, from (model, sampling, longest prompt in tokens)."""
 
 Answers = Iterator[tuple[Candidate, ChatCompletion]]
 
 REFUSED = "refused"
-"""A result: the model refuses the request for good, e.g. because the prompt is too long."""
+"""Result of a request that the model refuses for good, e.g. because the prompt is too long."""
 
 
 class ResultStore:
     """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: all that a result depends on beside model and problem, such as sampling and prompt."""
+        """Open the store of the settings that a result depends on beside model and problem, such as sampling."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
@@ -59,7 +59,7 @@ class ResultStore:
         return len(self._known)
 
     def of(self, row: Candidate) -> Mapping[int, str]:
-        """Return the problem's results by sample."""
+        """Return a problem's results by the sample's index."""
         return self._known.get(_key(row), {})
 
     def add(self, request: ChatRequest, result: str) -> None:
@@ -71,10 +71,10 @@ class ResultStore:
 
 
 class ModelStep(PipelineStep[M]):
-    """Base of the steps that sample models: a subclass defines the questions, an answer's result, and the decision."""
+    """Base of the steps that ask models; a subclass defines the question, an answer's result, and the decision."""
 
     only_counts: frozenset[str]
-    """Keys of the configuration that change the decision about a problem, but not its results."""
+    """Keys of the step's configuration that change the decision about a problem, but not the models' results."""
 
     def __init__(self, config: M, results: Path, open_sampler: OpenSampler) -> None:
         super().__init__(config)
@@ -86,9 +86,9 @@ class ModelStep(PipelineStep[M]):
         return {**self._request_settings(), **decisive, "models": [_identity(model) for model in self._config.models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        """Sample each model's missing answers; the engines of a model start only if any are missing.
+        """Sample each model's missing answers; a model's engines start only if answers are missing.
 
-        Raises DataError when requests failed.
+        Raises DataError if requests failed.
         """
         config = self._config
         sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
@@ -111,26 +111,26 @@ class ModelStep(PipelineStep[M]):
             store.close()
 
     def _samples(self, row: Candidate) -> int:
-        """Return how often each model is asked about a problem; 0: it is kept unasked."""
+        """Return how often each model is asked about a problem; 0: the problem is kept without asking."""
         raise NotImplementedError
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
         return row.messages
 
     def _judged(self, answers: Answers) -> Iterator[tuple[ChatRequest, str]]:
-        """Yield the request and the result of each answer that could be judged."""
+        """Yield (request, result) for each answer that could be judged."""
         raise NotImplementedError
 
     def _check(self, model: str, rows: Iterator[Candidate], store: ResultStore) -> None:
-        """Raise DataError where a model's results cannot be trusted."""
+        """Raise DataError if a model's results cannot be trusted."""
         raise NotImplementedError
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Decide about a problem from each model's results."""
+        """Return the decision about a problem, from its results by model."""
         raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
-        """Return the settings that a result depends on, beside problem and model."""
+        """Return the settings that a result depends on beside problem and model."""
         return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
     def _given(self, row: Candidate, store: ResultStore) -> list[str]:
@@ -150,10 +150,10 @@ class ModelStep(PipelineStep[M]):
     def _sample(
         self, model: str, store: ResultStore, sampler: Sampler, missing: Iterable[tuple[Candidate, ChatRequest]]
     ) -> None:
-        """Store each result as it comes. A request that the model refuses for good has the result REFUSED.
+        """Send the missing requests, and store each result as it comes (REFUSED if the model refuses for good).
 
-        Raises DataError after the last answer when other requests failed, or when the model refuses every request: then
-        the requests are wrong, not the problems, and nothing is stored.
+        Raises DataError after the last answer if requests failed, or if the model refuses every request: then the
+        requests are wrong, not the problems, and nothing is stored.
         """
         waiting: dict[tuple[str, int], Candidate] = {}
         sent = 0
@@ -185,10 +185,10 @@ class ModelStep(PipelineStep[M]):
 
 
 def _key(row: Candidate) -> str:
-    """Return the key of a problem's results, which changes when the answer or the tests change."""
+    """Return the key under which a problem's results are stored; it changes with the problem's answer or tests."""
     return f"{row.id}-{hashlib.sha256(row.ground_truth.encode()).hexdigest()[:8]}"
 
 
 def _identity(model: SampledModel) -> dict[str, Any]:
-    """Return the settings that identify a model, without its numbers of engines and requests."""
+    """Return the settings that identify a model, without those of its engines and requests."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})

@@ -1,4 +1,4 @@
-"""Reference solutions, judged by verifiers: a worked solution must give the answer, a program must pass the tests."""
+"""Checks reference solutions with verifiers: a worked solution must give the answer, a program must pass its tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MATH_REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_soluti
 
 
 def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> VerifierThreads:
-    """Return threads whose verifiers are made when they are first needed."""
+    """Return verifier threads for problems of ``abilities``; verifiers are made when first needed."""
     make = partial(build_verifiers, VerifyConfig(timeout_s=config.timeout_s), abilities)
     return VerifierThreads(make, config.workers)
 
@@ -29,16 +29,16 @@ def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> Verifi
 class SolutionStep(PipelineStep[VerifiedStepConfig]):
     """Judges the solutions of each problem of one ability until one is right; problems of other abilities are kept.
 
-    Without a problem of that ability no verifier is made, so no sandbox is needed.
+    If no problem has the ability, no verifier is made, so no sandbox is needed.
     """
 
     without_effect = frozenset({"workers"})
     ability: str
     needs_solution: bool
     tries: int
-    """The most solutions of a problem that are judged."""
+    """Largest number of solutions of a problem that are judged."""
     response: str
-    """Format of a response that gives a solution."""
+    """Format string that makes a solution a model's response, as the verifier reads it."""
 
     def __init__(self, config: VerifiedStepConfig) -> None:
         super().__init__(config)
@@ -71,7 +71,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         self._verifiers.close()
 
     def _checked(self, row: Candidate) -> Outcome:
-        """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
+        """Return the candidate; or exclude it if its ground truth cannot be used, or a required solution is missing."""
         with self._verifiers.borrowed() as verifiers:
             try:
                 verifiers[row.ability].check_ground_truth(row.problem())
@@ -83,15 +83,15 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         raise NotImplementedError
 
     def _look_at(self, row: Candidate, verdict: Verdict) -> None:
-        """Raise DataError where a verdict that is not ``right`` says nothing about the solution."""
+        """Raise DataError if a verdict that is not ``right`` is not the solution's fault."""
 
     def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
-        """Exclude a candidate when every judged solution failed."""
+        """Return the exclusion of a candidate all of whose judged solutions failed."""
         raise NotImplementedError
 
 
 class Answers(SolutionStep):
-    """Math: extracts the answer again from the first worked solution, and compares it with the ground truth."""
+    """Excludes math problems whose first worked solution does not give the ground truth as its answer."""
 
     name = "answers"
     ability = "math"
@@ -117,7 +117,7 @@ class Answers(SolutionStep):
 
 
 class CodeSolutions(SolutionStep):
-    """Code: checks that the tests are complete, and that a reference solution passes them in the sandbox."""
+    """Excludes code problems with incomplete tests, or none of whose reference solutions passes the tests (sandbox)."""
 
     name = "code"
     ability = "code"

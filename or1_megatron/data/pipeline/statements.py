@@ -1,4 +1,4 @@
-"""Exclude problems by their statements: proofs, missing choices, links, figures, statements without an answer."""
+"""Excludes problems by their statements: proofs, missing choices, links, figures, problems without an answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN_CHARS = 120
 
 
 class Statements(PipelineStep[Section]):
-    """Looks at each statement once."""
+    """Excludes problems whose statement cannot be trained on (see ``_fault``)."""
 
     name = "statements"
 
@@ -55,7 +55,7 @@ class Statements(PipelineStep[Section]):
 
 
 def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
-    """Return (reason, evidence) to exclude a row; None for a row that stays."""
+    """Return (reason, evidence) why a problem is excluded; None for a problem that stays."""
     text = row.statement
     if len(text) < _MIN_CHARS:
         return "statement_too_short", {"chars": len(text), "expected_at_least": _MIN_CHARS}
@@ -78,7 +78,7 @@ def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """Return the only answer of a list of one; else the ground truth unchanged."""
+    """Return the answer of a ground truth that is a JSON list of one, else the ground truth unchanged."""
     if not ground_truth:
         return ""
     try:
@@ -89,7 +89,7 @@ def _only_answer(ground_truth: str) -> str:
 
 
 def _chooses(text: str, answer: str, kind: str) -> str:
-    """Return the words that ask for one of several choices; "" when there are none."""
+    """Return what shows that a problem is multiple-choice (words of the text, or the answer's letter); else ""."""
     if kind == "MCQ":
         return "question_type MCQ"
     if chosen := _CHOOSES.search(text):

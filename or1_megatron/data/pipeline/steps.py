@@ -1,4 +1,4 @@
-"""A step of the build, and how it runs: shard by shard, each shard's result on disk before the next begins."""
+"""The base class of the data build's steps, and the code that runs a step shard by shard and resumes it."""
 
 from __future__ import annotations
 
@@ -34,48 +34,48 @@ Say = Callable[[str], None]
 
 
 class PipelineStep[C: Section]:
-    """Base of the steps. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
+    """Base of the data build's steps: ``prepare`` sees the whole input, then ``apply`` decides shard by shard."""
 
     name: str
     without_effect: frozenset[str] = frozenset()
-    """Keys of the configuration on which the result does not depend."""
+    """Keys of the step's configuration on which its result does not depend."""
 
     def __init__(self, config: C) -> None:
         self._config = config
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that the result depends on, JSON-able."""
+        """Return the settings that the step's result depends on, JSON-able."""
         return self._config.model_dump(mode="json", exclude=set(self.without_effect))
 
     def prepare(self, shards: Sequence[Path]) -> None:
         """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """Return an outcome for each row; ``first`` is the number of the first row within the whole input."""
+        """Return an outcome for each candidate of a shard; ``first``: the first one's number within the whole input."""
         return [self.decide(row, number) for number, row in enumerate(rows, start=first)]
 
     def decide(self, row: Candidate, number: int) -> Outcome:
-        """Return the outcome of the row with this number, where it does not depend on the other rows of the shard."""
+        """Return the outcome of one candidate; ``number``: its number within the whole input."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what ``prepare`` has made."""
+        """Release what ``prepare`` has opened."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a finished step, written last: a step without a manifest is not finished."""
+    """The record of a finished step, which is written last: a step without a manifest is not finished."""
 
     step: str
     folder: str
-    """``steps/NN-NAME-KEY``; the key is a hash of all that the result depends on."""
+    """The step's folder ``steps/NN-NAME-KEY``; the key is a hash of all that the result depends on."""
     rows_in: int
     rows_out: int
     reasons: Mapping[str, int]
     sources: Mapping[str, int]
-    """Rows that the step kept, by ``source``."""
+    """Number of candidates that the step kept, by ``source``."""
     shards: Mapping[str, int]
-    """File name to bytes."""
+    """Size in bytes of each shard, by file name."""
     seconds: float
 
     def paths(self, out: Path) -> list[Path]:
@@ -83,7 +83,7 @@ class Manifest:
 
 
 def step_folder(number: int, name: str, settings: Mapping[str, Any], before: Any) -> str:
-    """Return the folder of a step's result. ``before``: the folder of the step before, or digests of the sources."""
+    """Return the folder of a step's result. ``before``: the previous step's folder, or the sources' digests."""
     text = json.dumps([name, settings, _code_digests(), before], sort_keys=True)
     return f"steps/{number:02d}-{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -94,7 +94,7 @@ def _code_digests() -> tuple[str, ...]:
 
 
 def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:
-    """Return the manifest of a finished step whose files are all there in their full size; else None."""
+    """Return the manifest of a finished step whose shards are all there in their full size, else None."""
     try:
         manifest = Manifest(**json.loads((out / folder / MANIFEST).read_text()))
         whole = all(path.stat().st_size == manifest.shards[path.name] for path in manifest.paths(out))
@@ -106,7 +106,7 @@ def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:
 
 
 def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, say: Say) -> Manifest:
-    """Run a step on the rows that the step before kept; a killed step resumes after its last finished shard."""
+    """Run a step on the candidates that the previous step kept; a killed step resumes after its last finished shard."""
     folder = step_folder(number, step.name, step.settings(), before.folder)
     if (finished := finished_step(out, folder, say)) is not None:
         return finished
@@ -133,7 +133,7 @@ def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, 
 
 
 def _rows_written(shard: Path) -> int:
-    """Return the rows of a shard's result; -1 where it is missing or torn."""
+    """Return the number of outcomes in a shard; -1 if the file is missing or torn."""
     try:
         return int(pq.read_metadata(shard).num_rows)
     except (OSError, pa.ArrowException):
@@ -141,7 +141,7 @@ def _rows_written(shard: Path) -> int:
 
 
 def finish_step(out: Path, folder: str, name: str, started_s: float, say: Say) -> Manifest:
-    """Count the rows on disk and write the manifest."""
+    """Count the outcomes in a step's shards, and write and return the step's manifest."""
     paths = sorted((out / folder).glob("*.parquet"))
     reasons: Counter[str] = Counter()
     sources: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def _report(manifest: Manifest, how: str, say: Say) -> None:
 
 
 def refuse_empty(manifest: Manifest) -> None:
-    """Raise DataError when the step has kept no row."""
+    """Raise DataError if a step has kept no candidate."""
     if manifest.rows_out == 0:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items())) or "none"
         raise DataError(

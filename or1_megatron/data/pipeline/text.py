@@ -1,6 +1,6 @@
-"""Make statements comparable: strip formatting, and hash shingles to MinHash signatures, a batch at once in NumPy.
+"""Normalises problem statements, and hashes them to MinHash signatures, a batch at once in NumPy.
 
-A library that takes one statement at a time, as datasketch does, needs ten times as long.
+datasketch, which takes one statement at a time, needs ten times as long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DECIDING = frozenset(
 
 
 def plain(statement: str) -> str:
-    """Return the text in lower case with single spaces, without numbering, LaTeX markup and punctuation."""
+    """Return a statement in lower case with single spaces, without numbering, LaTeX markup and punctuation."""
     text = statement if statement.isascii() else unicodedata.normalize("NFKC", statement)
     text = _NUMBERING.sub("", text.lower(), count=1)
     text = _MACRO.sub("", _LATEX.sub(" ", _FRACTION.sub(r"\\frac", text)))
@@ -61,7 +61,7 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """Return ``plain`` text without commands ("find") and without words about the answer's form."""
+    """Return a statement as ``plain`` does, and without commands ("find") and words about the answer's form."""
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
         text = _BOILERPLATE.sub(" ", text)
@@ -70,14 +70,14 @@ def comparable(statement: str) -> str:
 
 
 def text_key(text: str) -> int:
-    """Return a 64-bit hash of a text without its spaces: equal for exact duplicates."""
+    """Return a 64-bit hash of a text without its spaces, which is equal for exact duplicates."""
     return int.from_bytes(hashlib.blake2b(text.replace(" ", "").encode(), digest_size=8).digest(), "big")
 
 
 def decisive(text: str) -> tuple[str, ...]:
-    """Return what two statements of one problem share in order: numbers, and words that decide the meaning.
+    """Return a text's numbers, and words that decide its meaning, in order: two statements of one problem share them.
 
-    The order counts: 3 red and 5 blue balls are not 5 red and 3 blue ones.
+    The order counts: 3 red and 5 blue balls are not 5 red and 3 blue balls.
     """
     return tuple(
         word for word in words(text) if word in _DECIDING or word[0].isdecimal() or word.startswith(_DECIDING_STEMS)
@@ -89,20 +89,20 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str, chars: int) -> UInt64Array:
-    """Return the sorted hashes of a text's different runs of ``chars`` bytes; a shorter text is one run."""
+    """Return the sorted, distinct hashes of a text's shingles (runs of ``chars`` bytes); a shorter text is one."""
     return np.unique(_batch_shingles([text], chars)[0])
 
 
 def jaccard(one: UInt64Array, other: UInt64Array) -> float:
-    """Return the Jaccard similarity of two sorted sets."""
+    """Return the Jaccard similarity of two sets, given as sorted arrays."""
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / (len(one) + len(other) - shared)
 
 
 def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
-    """Return MinHash signatures [len(texts), size]: two rows' share of equal columns is about their Jaccard similarity.
+    """Return MinHash signatures [texts, size]: two texts' share of equal columns estimates their Jaccard similarity.
 
-    Each column has the smallest of a text's shingles under the column's own permutation, h -> a h + b modulo 2^32.
+    Each column has the smallest of a text's shingle hashes under its own permutation, h -> a h + b modulo 2^32.
     """
     hashes, starts = _batch_shingles(texts, chars)
     low = (hashes >> np.uint64(32)).astype(np.uint32)
@@ -114,7 +114,7 @@ def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
 
 
 def band_keys(signed: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Array:
-    """Return keys [rows, bands]: two rows share a band's key only if its columns and their guards agree."""
+    """Return band keys [texts, bands]: two texts share a band's key only if its columns and their guards are equal."""
     rows, size = signed.shape
     grouped = signed.reshape(rows, bands, size // bands).astype(np.uint64)
     keys = np.broadcast_to(guards[:, None], (rows, bands)) + np.arange(bands, dtype=np.uint64)
@@ -124,14 +124,14 @@ def band_keys(signed: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Arr
 
 
 def mixed(values: UInt64Array) -> UInt64Array:
-    """Apply splitmix64's finaliser: every bit of the result depends on every bit of the value."""
+    """Return the values mixed by splitmix64's finaliser: every bit of a result depends on every bit of its value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hash of every shingle, index of each text's first shingle); a short text is padded to one."""
+    """Return (hashes of all texts' shingles, index of each text's first); a short text is padded to one shingle."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

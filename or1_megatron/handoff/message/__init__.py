@@ -1,1 +1,1 @@
-"""Slices packed into messages of bounded size, with checksums."""
+"""Packs tensor slices into messages of bounded size, with checksums."""

@@ -1,8 +1,8 @@
-"""Checksums of 64 bits that tell one slice, of one tensor, in one handoff, from any other bytes.
+"""64-bit checksums of tensor slices, which also depend on the slice's name and position and on the handoff's number.
 
-A slice's 8-byte words are laid out in rows of 1,024; the column sums are weighted and added; then a hash of the slice's
-identity and a multiple of the handoff's number are added. Any single changed word changes the checksum, since its
-weight is odd; other changes are missed with odds of 2^-64, but words swapped over a multiple of 8 KiB may be missed.
+A slice's 8-byte words are laid out in rows of 1,024 words. The column sums are weighted and added, and then a hash of
+the slice's identity and a multiple of the handoff's number. A single changed word always changes the checksum, since
+its weight is odd. Other changes are missed with odds of 2^-64, but words swapped over a multiple of 8 KiB more often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 def word_sum(flat: Tensor) -> int | Tensor:
-    """Return the weighted sum of a slice's bytes [n] uint8, modulo 2^64.
+    """Return the sum of a slice's 8-byte words, each times its column's odd weight, modulo 2^64. Bytes are [n] uint8.
 
     For a tensor on a GPU the result is an int64 tensor [], and the host does not wait for it.
     """
@@ -33,7 +33,7 @@ def word_sum(flat: Tensor) -> int | Tensor:
 
 
 def checksums(slices: Sequence[Slice], sums: Sequence[int | Tensor], handoff: int) -> list[int]:
-    """Return each slice's checksum, unsigned, from its ``word_sum``; waits for a GPU once for all of them."""
+    """Return each slice's unsigned checksum from its ``word_sum``. Waits for the GPU once, for all slices."""
     if sums and isinstance(sums[0], Tensor):
         sums = torch.stack(cast(list[Tensor], list(sums))).tolist()
     offset = handoff * _PER_HANDOFF
@@ -41,13 +41,13 @@ def checksums(slices: Sequence[Slice], sums: Sequence[int | Tensor], handoff: in
 
 
 def checksum(part: Slice, flat: Tensor, handoff: int) -> int:
-    """Return the checksum of one slice: ``flat`` [bytes] uint8, on any device."""
+    """Return the checksum of one slice, whose bytes are ``flat`` [bytes] uint8 on any device."""
     return checksums([part], [word_sum(flat)], handoff)[0]
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return [columns] odd int64. A word's weight depends on its column, so that swapped words are noticed."""
+    """Return odd int64 weights [columns]. A word's weight depends on its column, so that swapped words are noticed."""
     generator = torch.Generator().manual_seed(20250522)
     return (torch.randint(-(1 << 62), 1 << 62, (_COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -64,9 +64,9 @@ def _identity(part: Slice) -> int:
 
 
 def host_sum(content: NDArray[np.uint8]) -> int:
-    """Return the weighted sum by NumPy, which needs a fifth of torch's time.
+    """Return the weighted sum of the bytes [n], computed by NumPy in a fifth of torch's time.
 
-    It makes few calls: each runs while the caches are full of model weights, and is then several times slower.
+    It makes few calls of NumPy, because a call is several times slower while the caches are full of model weights.
     """
     if end := content.size % _WORD:
         content, rest = content[:-end], content[-end:].tobytes()
@@ -80,7 +80,7 @@ def host_sum(content: NDArray[np.uint8]) -> int:
 
 
 def device_sum(flat: Tensor) -> Tensor:
-    """Return the sum of ``host_sum``, [] int64, on the device that holds the bytes."""
+    """Return the result of ``host_sum`` as a tensor [] int64 on the device that holds the bytes."""
     whole = flat.numel() // _WORD * _WORD
     rest = flat.new_zeros(_WORD)
     rest[: flat.numel() - whole] = flat[whole:]

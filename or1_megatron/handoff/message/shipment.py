@@ -1,4 +1,4 @@
-"""A message: slices of tensors, followed by one checksum for each."""
+"""Packs and unpacks a message of a weight handoff: tensor slices, followed by one checksum per slice."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from or1_megatron.handoff.message.checksum import checksum, checksums, word_sum
 from or1_megatron.handoff.message.slices import Slice, Slot
 
 Group = tuple[int, ...]
-"""Engine ranks, numbered after the trainer ranks."""
+"""Engine ranks that get the same messages. Engine ranks are numbered after the trainer ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """One message of a plan: what a trainer rank packs for a group of engine ranks."""
+    """One message of a plan, which the trainer rank ``source`` packs for a group of engine ranks."""
 
     number: int
-    """Its position among all messages."""
+    """The message's position among all messages of the plan."""
     round: int
     source: int
     via: int
-    """The trainer rank that sends it to its destinations: the source, or the rank on their device."""
+    """The trainer rank that sends the message to its destinations: the source, or the rank on their device."""
     destinations: Group
     slots: tuple[Slot, ...]
 
@@ -35,7 +35,7 @@ class Shipment:
 
     @property
     def size_bytes(self) -> int:
-        """Payload and checksums."""
+        """Return the bytes of payload and checksums."""
         return self.payload_bytes + 8 * len(self.slots)
 
     @property
@@ -43,7 +43,7 @@ class Shipment:
         return [slot.slice for slot in self.slots]
 
     def parent(self, rank: int) -> int | None:
-        """Return the rank from which ``rank`` receives the message."""
+        """Return the rank from which ``rank`` receives the message; None if ``rank`` does not receive it."""
         if rank in self.destinations:
             return self.via
         return self.source if rank == self.via != self.source else None
@@ -57,15 +57,15 @@ class Shipment:
 
 @dataclass(slots=True)
 class ReceivedSlice:
-    """A slice that has arrived; a view into its message until ``keep`` is called."""
+    """A slice that has arrived. It is a view into its message until ``keep`` copies it."""
 
     slot: Slot
     message: Tensor
-    """[bytes] uint8."""
+    """The message that holds the slice, [bytes] uint8; after ``keep``, the slice's own copy."""
     checksum: int
     """The checksum that came with the slice."""
     source: int
-    """The trainer rank that has packed it."""
+    """The trainer rank that has packed the slice."""
     handoff: int
     computed: int | None = None
     """The checksum of the received bytes, once computed."""
@@ -77,16 +77,16 @@ class ReceivedSlice:
 
     @property
     def flat(self) -> Tensor:
-        """[elements] of the slice's dtype: a view into the message."""
+        """Return the slice as a flat view into the message: [elements] of the slice's dtype."""
         return self.slot.flat(self.message).view(self.slice.dtype)
 
     @property
     def values(self) -> Tensor:
-        """In the slice's shape: a view into the message."""
+        """Return the slice as a view into the message, in the slice's shape."""
         return self.flat.view(self.slice.shape)
 
     def verify(self) -> None:
-        """Raise SliceMismatch if the slice is not what was sent. Best called where the slice is read anyway."""
+        """Raise SliceMismatch if the slice is not what was sent. Call this just before the slice is read anyway."""
         if self.computed is None:
             self.computed = checksum(self.slice, self.slot.flat(self.message), self.handoff)
         if self.computed != self.checksum:
@@ -105,9 +105,9 @@ class ReceivedSlice:
 
 
 def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], handoff: int) -> int:
-    """Fill ``message`` [bytes] uint8 with the slices that ``read`` gives, followed by their checksums.
+    """Fill ``message`` [bytes] uint8 with the slices that ``read`` returns, followed by their checksums.
 
-    Returns the sum of the checksums. Each is computed right after its slice is copied, while that is cached.
+    Returns the sum of the checksums. A checksum is computed right after its slice is copied, while the cache has it.
     """
     sums = []
     with torch._C.DisableTorchFunction():  # the CPU device layer intercepts torch functions, which costs time here
@@ -121,12 +121,12 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
 
 
 def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSlice]:
-    """Return the slices of a message [bytes] uint8, in order; the caller verifies each slice when reading it.
+    """Return the slices of a message [bytes] uint8, in order.
 
-    On a GPU they are verified here, with one wait for all.
+    On CPU the caller verifies each slice when reading it. On a GPU all slices are verified here, with one wait.
 
     Raises:
-        SliceMismatch: on a GPU, a slice, named in the error, does not have the checksum sent with it.
+        SliceMismatch: on a GPU, the slice that the error names does not match the checksum sent with it.
     """
     came = [signed % (1 << 64) for signed in message[shipment.payload_bytes :].view(torch.int64).tolist()]
     received = [

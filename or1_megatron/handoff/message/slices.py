@@ -1,4 +1,4 @@
-"""Slices of tensors, and their positions in messages of bounded size."""
+"""Slices of HF tensors (``Slice``), and their positions in messages of bounded size (``Slot``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rectangle of an HF tensor that an engine rank wants, or that a message holds."""
+    """A rectangle ``box`` of the HF tensor ``name``, which an engine rank wants or a message holds."""
 
     name: str
     box: Box
@@ -34,7 +34,7 @@ class Slice:
 
 
 def whole_tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Slice:
-    """Return the slice that is all of a tensor."""
+    """Return the slice that contains a whole tensor."""
     return Slice(name, whole(shape), dtype)
 
 
@@ -47,16 +47,16 @@ class Slot:
     end_bytes: int
 
     def flat(self, message: Tensor) -> Tensor:
-        """Return the slice's bytes inside ``message`` [bytes] uint8; no copy."""
+        """Return a view of the slice's bytes inside ``message`` [bytes] uint8."""
         return message[self.offset_bytes : self.end_bytes]
 
     def view(self, message: Tensor) -> Tensor:
-        """Return the slice inside ``message``; no copy."""
+        """Return a view of the slice inside ``message``, in the slice's dtype and shape."""
         return self.flat(message).view(self.slice.dtype).view(self.slice.shape)
 
 
 def plan_buckets(slices: Sequence[Slice], bucket_bytes: int) -> list[tuple[Slot, ...]]:
-    """Divide the slices, in order, among buckets of at most ``bucket_bytes``; a larger slice gets its own bucket."""
+    """Return the slices, in order, in buckets of at most ``bucket_bytes``. A larger slice gets a bucket of its own."""
     buckets: list[tuple[Slot, ...]] = []
     slots: list[Slot] = []
     filled = 0

@@ -1,1 +1,1 @@
-"""How messages travel: gloo, shared memory, NCCL, CUDA IPC."""
+"""Transports of weight handoffs (gloo, shared memory, NCCL, CUDA IPC), their choice, and the ranks' status store."""

@@ -1,4 +1,4 @@
-"""Messages from rank to rank: ``Transport``, and its implementation over gloo."""
+"""The interface of transports, which move messages from rank to rank (``Transport``), and its gloo implementation."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ _NO_MESSAGE = 1 << 30  # a tag above the numbers of all messages
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message that has come. ``message`` [n] uint8 may be read until ``release`` is called, once."""
+    """A message that has arrived. ``message`` [n] uint8 may be read until ``release`` is called, once."""
 
     message: Tensor
     release: Callable[[], None]
 
 
 class Transport(ABC):
-    """Moves bytes between two ranks. Messages from one rank to another arrive in the order of sending.
+    """Moves messages between two ranks. Messages from one rank to another arrive in the order of sending.
 
-    ``number`` identifies a message among all of a handoff.
+    ``number`` identifies a message among all messages of a handoff.
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
-        """``abort`` ends the waits that ``close`` finds."""
+        """``abort``: makes all waits fail that are under way when ``close`` is called."""
         self._threads = WaitingThreads(timeout_s, abort)
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Tensor:
-        """Return memory that this rank may send from: [size] uint8."""
+        """Return memory [size_bytes] uint8 from which this rank can send."""
 
     @abstractmethod
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         """Start to send ``buffer`` [n] uint8, the beginning of memory that ``allocate`` returned.
 
-        It must not change until the future is done: then the receiver no longer needs it.
+        The buffer must not change until the future is done. The receiver no longer needs the buffer then.
         """
 
     @abstractmethod
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
-        """Start to receive, into ``into`` [n] uint8 if given, else into memory of the transport's choice."""
+        """Start to receive a message, into ``into`` [n] uint8 if given, else into memory of the transport."""
 
     @abstractmethod
     def free_buffers(self) -> None:
-        """Free the memory of a handoff; the next one allocates it again."""
+        """Free the memory that a handoff has used. The next handoff allocates memory again."""
 
     def close(self) -> None:
         self._threads.close()
@@ -65,14 +65,14 @@ class Transport(ABC):
 
 
 class BufferPool:
-    """Memory that is used again and again within a handoff."""
+    """Buffers that are reused within a handoff."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
         self._idle: list[Tensor] = []
 
     def take(self, size_bytes: int) -> Tensor:
-        """Return a buffer of at least this size; its contents are undefined."""
+        """Return a buffer of at least ``size_bytes`` with undefined contents."""
         for index, buffer in enumerate(self._idle):
             if buffer.numel() >= size_bytes:
                 return self._idle.pop(index)
@@ -88,7 +88,7 @@ class BufferPool:
 
 
 def chain[T](inner: Future[T], outer: Future[T]) -> None:
-    """Give ``outer`` the outcome of ``inner``."""
+    """Give ``outer`` the result or error of ``inner``, which must be done."""
     if (error := inner.exception()) is not None:
         outer.set_exception(error)
     else:
@@ -96,20 +96,20 @@ def chain[T](inner: Future[T], outer: Future[T]) -> None:
 
 
 class Work(Protocol):
-    """An operation that torch's process groups started."""
+    """An operation of torch's process groups that is under way."""
 
     def wait(self, timeout: timedelta) -> Any: ...
 
 
 class WaitingThreads:
-    """Threads that wait for torch's works, one for each work that is under way.
+    """Waits for torch's ``Work`` objects, with one thread for each that is under way.
 
-    gloo's point-to-point works complete only inside wait(), which blocks, and not in the order in which they were
-    started: with fewer threads, a completed work would be noticed late.
+    gloo's point-to-point works complete only inside the blocking wait(), and not in the order in which they were
+    started. With fewer threads, a completed work would be noticed late.
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
-        """``abort``: makes all works that are under way fail."""
+        """``abort``: makes all works fail that are under way."""
         self._timeout, self._abort = timedelta(seconds=timeout_s), abort
         atexit.register(self.close)  # a thread inside a wait of torch's aborts the process when Python ends
         self._starting = Lock()  # works are started by these threads too; a start may hang, so close takes no lock
@@ -117,7 +117,7 @@ class WaitingThreads:
         self._closed = False
 
     def follow[T](self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
-        """Start a work; the future gets what ``then`` returns once the work is done."""
+        """Start a work, and return a future of what ``then`` returns once the work is done."""
         done: Future[T] = Future()
 
         def wait(work: Work) -> None:
@@ -133,7 +133,7 @@ class WaitingThreads:
                 if self._closed:
                     raise RuntimeError("this rank has left the handoff")
                 thread = Thread(target=wait, args=(start(),), name="handoff wait", daemon=True)
-            except RuntimeError as error:  # a connection that is known to be broken
+            except RuntimeError as error:  # the connection is known to be broken
                 done.set_exception(error)
                 return done
             thread.start()  # before ``close`` can see it: a thread that has not started cannot be joined
@@ -143,7 +143,7 @@ class WaitingThreads:
         return done
 
     def close(self) -> None:
-        """End the threads; works that are still under way fail."""
+        """End the threads. Works that are still under way fail."""
         atexit.unregister(self.close)
         self._closed = True
         if not self._joined(_QUIET_S):
@@ -159,13 +159,13 @@ class WaitingThreads:
 
 
 def nothing() -> None:
-    """Do nothing when a work is done or an arrival is released."""
+    """Do nothing. For a work that needs no action when it is done."""
 
 
 def abort(group: ProcessGroupGloo) -> None:
-    """Break all of a group's connections, so that every wait on them ends, the peers' too.
+    """Break all connections of a group, so that every wait on them ends, also on the other ranks.
 
-    gloo has no call for this, but does it when a wait times out.
+    gloo has no call for this, but breaks its connections when a wait times out.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):
@@ -174,17 +174,17 @@ def abort(group: ProcessGroupGloo) -> None:
 
 
 class PooledTransport(Transport):
-    """What gloo's and NCCL's transports share: they receive into reused memory."""
+    """The base of gloo's and NCCL's transports, which receive into reused buffers."""
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
         super().__init__(timeout_s, abort)
         self._buffers = BufferPool(self.allocate)
 
     def finish_reading(self) -> None:
-        """Block until the operations that were started on a message no longer need it."""
+        """Block until the operations that read a message are done. Without a GPU there is nothing to wait for."""
 
     def place_for(self, size_bytes: int, into: Tensor | None) -> tuple[Tensor, Callable[[], Arrival]]:
-        """Return (where to receive a message, the function that makes it an ``Arrival`` once it is there)."""
+        """Return (memory to receive a message in, a function that returns the message's ``Arrival``)."""
         owner = self._buffers.take(size_bytes) if into is None else into
         message = owner[:size_bytes]
 

@@ -1,4 +1,4 @@
-"""Which transport a handoff uses: what the configuration may ask for, and what suits the ranks' locations."""
+"""Chooses the transport of handoffs by the ranks' locations, or checks the one that the configuration names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_transport(config: Config, cuda: bool) -> None:
 
 
 def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) -> str:
-    """Return the transport that suits the ranks' locations, if ``handoff.transport`` is unset."""
+    """Return the transport that suits the ranks' locations, for an unset ``handoff.transport``."""
     if trainers[0].device:
         return "nccl+cuda_ipc" if set(trainers) & set(engines) else "nccl"
     one_node = len({location.node for location in (*trainers, *engines)}) == 1
@@ -38,21 +38,21 @@ def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) 
 
 
 def round_bytes(transport: str, bucket_bytes: int) -> int:
-    """Return what an engine rank receives in one round.
+    """Return the bytes that an engine rank receives in one round.
 
-    Through host memory it is small: small messages touch fewer pages for the first time in a handoff, are still in the
+    Rounds through host memory are small. Small messages touch fewer new pages in a handoff, are still in the
     processor's cache when they are loaded, and let the receivers begin sooner.
     """
     return min(bucket_bytes, HOST_ROUND_BYTES) if transport in _THROUGH_HOST_MEMORY else bucket_bytes
 
 
 def neighbours_of(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> list[int] | None:
-    """Return, for each engine rank, the trainer rank on its device that passes messages on to it (two hops).
+    """Return, for each engine rank, the trainer rank on its device, which passes messages on to it (two hops).
 
-    On CPU the trainer ranks of its node are used in turn. None: the transport has only one hop.
+    On CPU the trainer ranks of the engine rank's node are used in turn. None: the transport has only one hop.
 
     Raises:
-        HandoffError: the ranks do not run where the transport needs them.
+        HandoffError: the transport cannot connect the ranks where they run.
     """
     if transport in _ON_ONE_NODE:
         here = trainers[0].node

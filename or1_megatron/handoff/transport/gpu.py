@@ -1,14 +1,14 @@
-"""The transports of GPU clusters: NCCL point to point, which has not been run so far, and CUDA IPC.
+"""The transports between GPUs: NCCL point to point, which has not been run so far, and CUDA IPC.
 
 What to look at first when NCCL runs (``or1 selftest transports handoff``):
 
-- A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
-  directions share its stream. Setting it up blocks until the other rank does so too.
+- Each pair of ranks gets its own communicator at its first message, which takes some tens of MiB of device memory. Both
+  directions share the communicator's stream. Its setup blocks until both ranks make it.
 - NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), so a trainer rank starts
-  all its messages in the plan's order. A separate thread starts them: if it hangs, the rank still sees errors.
-- A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
-- CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that sees
-  only some of the GPUs numbers them in another way than the trainer.
+  all its messages in the plan's order. A separate thread starts them; if it hangs, the rank still sees errors.
+- A new thread uses device 0, whatever other threads use. So devices are named here, never "the current one".
+- CUDA IPC exports whole blocks of torch's caching allocator, so ``expandable_segments`` must be off. An engine that
+  sees only some of the GPUs numbers them in another way than the trainer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def device_buffer(size_bytes: int, device: int) -> Tensor:
 
 
 class _Finished:
-    """A work of NCCL whose ``wait`` blocks the host: NCCL's own ``wait`` only orders streams."""
+    """A ``Work`` of NCCL whose ``wait`` blocks the host, because NCCL's own ``wait`` only orders streams."""
 
     def __init__(self, work: Any, device: int) -> None:
         self._work, self._device = work, device
@@ -90,7 +90,7 @@ class NcclTransport(PooledTransport):
         ready.record(torch.cuda.current_stream(self._device))  # the buffer has been packed, or read for the last time
 
         def work() -> Work:
-            torch.cuda.set_device(self._device)  # of the thread that starts it
+            torch.cuda.set_device(self._device)  # for the thread that starts the work
             torch.cuda.current_stream().wait_event(ready)  # NCCL's stream waits for this stream
             return _Finished(start(), self._device)
 
@@ -105,7 +105,7 @@ class NcclTransport(PooledTransport):
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Within it, new groups' watchdogs do not end the process when a peer is gone."""
+    """Within the block, create NCCL groups whose watchdog does not end the process when another rank is gone."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -119,7 +119,7 @@ def _without_watchdog() -> Iterator[None]:
 
 
 class CudaSharedMemory:
-    """Memory of the device for ``SharedMemoryTransport``, over CUDA IPC."""
+    """Allocates device memory that other processes can map over CUDA IPC, for ``SharedMemoryTransport``."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -146,15 +146,15 @@ class CudaSharedMemory:
         torch.cuda.current_stream(self._device).synchronize()
 
     def free(self) -> None:
-        """Let the sender's allocator reclaim its blocks; mappings end with their tensors."""
+        """Let the sender's allocator reclaim its blocks. A mapping ends with its tensor."""
         torch.cuda.ipc_collect()
 
 
 def described_for(description: tuple[Any, tuple[Any, ...]], device: int) -> tuple[Any, tuple[Any, ...]]:
-    """Change what ``reduce_tensor`` returned for a process that numbers its own GPU as ``device``.
+    """Return what ``reduce_tensor`` returned, changed for a process that numbers its own GPU as ``device``.
 
-    In a process that sees other GPUs, the sender's device number means another GPU or none. Even another GPU's memory
-    is opened on the process's own device: the driver maps it there.
+    In a process that sees other GPUs, the sender's device number means another GPU or none. Memory of another GPU is
+    also opened on the process's own device, where the driver maps it.
     """
     rebuild, arguments = description
     return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])

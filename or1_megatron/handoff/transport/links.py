@@ -1,4 +1,4 @@
-"""The transports of a handoff by their names in the configuration, and where ranks run.
+"""Opens the transports that ``handoff.transport`` names, and finds where a rank runs (node, GPU).
 
 gloo                 CPU, any nodes
 shared_memory        CPU, one node
@@ -23,10 +23,10 @@ from or1_megatron.handoff.transport.shared_memory import HostSharedMemory, Share
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a rank runs."""
+    """The node and the GPU on which a rank runs."""
 
     node: str
-    """The same for processes that can map each other's memory."""
+    """An id that is equal for processes that can map each other's memory."""
     device: str
     """A GPU's UUID; empty on CPU."""
 
@@ -42,17 +42,17 @@ def this_location() -> Location:
 
 
 class Links:
-    """The transports between a rank and the others."""
+    """The transports between a rank and all other ranks of a handoff."""
 
     def __init__(self, network: Transport, local: Transport | None, trainers: int) -> None:
-        """``local``: from trainer ranks to engine ranks; None: ``network`` there too."""
+        """``local``: the transport from trainer ranks to engine ranks; None: ``network`` is used there too."""
         self._network, self._local, self._trainers = network, local or network, trainers
 
     @classmethod
     def open(
         cls, name: str, group: ProcessGroupGloo, store: Store, rank: int, world: int, trainers: int, timeout_s: float
     ) -> Links:
-        """Open the transports of ``handoff.transport = name``. ``group``: of all ranks."""
+        """Open the transports of ``handoff.transport = name``. ``group`` contains all trainer and engine ranks."""
 
         def made(kind: str) -> Transport:
             if kind == "gloo":

@@ -1,7 +1,7 @@
-"""Messages that stay where the sender has packed them: the receiver maps the memory and reads it there.
+"""The transport over shared memory: the receiver maps the memory in which the sender has packed a message.
 
-The sender's notice (which memory, how much) and the receiver's acknowledgement go over gloo; the weights are not
-sent. The memory is the host's (``HostSharedMemory``), or a device's over CUDA IPC (``gpu.CudaSharedMemory``).
+The sender's notice (which memory, how many bytes) and the receiver's acknowledgement go over gloo; the weights are not
+sent. The memory is host memory (``HostSharedMemory``), or device memory over CUDA IPC (``gpu.CudaSharedMemory``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTICE_BYTES = 2048
 
 
 class HostSharedMemory:
-    """Memory of the host without names (memfd): it is freed when the last process that maps it ends."""
+    """Allocates and maps nameless host memory (memfd), which is freed when the last process that maps it ends."""
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}  # by address
@@ -41,11 +41,11 @@ class HostSharedMemory:
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
-        """Return what ``map`` needs in another process, picklable; writes to ``buffer`` are visible there."""
+        """Return a picklable description for ``map`` in another process, which then sees writes to ``buffer``."""
         return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:
-        """Map the described memory. Raises HandoffError when this process cannot reach it."""
+        """Return the described memory, mapped into this process. Raises HandoffError when it cannot be mapped."""
         if (known := self._mapped.get(description)) is not None:
             return known
         pid, descriptor = description
@@ -60,10 +60,10 @@ class HostSharedMemory:
         return self._mapped.setdefault(description, pages)
 
     def finish_reading(self) -> None:
-        """Do nothing: operations on host memory are complete when they return."""
+        """Do nothing, because operations on host memory are complete when they return."""
 
     def free(self) -> None:
-        """Free what has been allocated and mapped."""
+        """Free all memory that was allocated or mapped."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -74,7 +74,7 @@ class SharedMemoryTransport(Transport):
     """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
     def __init__(self, group: ProcessGroupGloo, memory: HostSharedMemory | CudaSharedMemory, timeout_s: float) -> None:
-        """``group``: of all ranks; carries notices and acknowledgements."""
+        """``group``: contains all ranks and carries notices and acknowledgements."""
         super().__init__(timeout_s, lambda: abort(group))
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = group  # send and recv are absent from torch's stub

@@ -1,7 +1,7 @@
-"""Where trainer ranks and engine ranks meet: a store, which shows what others publish and who has failed, and a group.
+"""Connects trainer and engine ranks for handoffs: a store for published values and failures, and a gloo group.
 
-Both are independent of the trainer's default group (Megatron's) and vLLM's groups: the group is built from a separate
-store and registered nowhere.
+Store and group are independent of the trainer's default group (Megatron's) and vLLM's groups: the group is built from a
+separate store and registered nowhere.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
-    """Form the group; blocks until all ranks are here.
+    """Return the gloo group of all ranks. Blocks until all ranks have called this.
 
-    Listens on this host's address on the route to the store's host. gloo would otherwise listen on whatever the host
-    name resolves to, which in a container may be nothing.
+    gloo listens on this host's address on the route to the store's host. By default it would listen on the address of
+    the host name, which a container may not be able to resolve.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=timeout_s)
@@ -46,24 +46,24 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
 
 
 class StatusStore:
-    """What the ranks of a handoff tell each other besides weights, over a store that trainer rank 0 hosts.
+    """Lets the ranks of a handoff publish and read values over a store that trainer rank 0 hosts.
 
-    The first failure is written here and ends every other rank's wait.
+    The first failure is published too, and ends the waits of all other ranks.
     """
 
     _FAILED = "failed"
 
     def __init__(self, store: TCPStore, who: str, timeout_s: float) -> None:
-        """``who`` names this process in other ranks' errors."""
+        """``who``: the name of this process in other ranks' errors."""
         self.tcp = store
-        """Forms groups; trainer rank 0's is the server."""
+        """The store that forms groups. Trainer rank 0 hosts it."""
         # A connection of its own: on a shared one, a wait elsewhere (for a group to form) would block every look. Not
         # clone(), which now and then takes 5 s.
         self._store = join_store(store.host, store.port, timeout_s)
         self.who, self.timeout_s = who, timeout_s
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks, unless a rank failed before. Never raises."""
+        """Publish this rank's failure to all ranks, unless another rank failed before. Never raises."""
         try:
             if not self._store.check([self._FAILED]):
                 self._store.set(self._FAILED, f"{self.who}: {error}")
@@ -74,7 +74,7 @@ class StatusStore:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub knows str alone
 
     def read(self, key: str, whose: str, watched: Future[Any] | None = None) -> Any:
-        """Wait for what ``whose`` publishes as ``key``; return it."""
+        """Wait until the rank named ``whose`` has published ``key``, and return the value."""
         self._poll(lambda: self._store.check([key]), f"{whose} to publish '{key}'", watched, pause_s=0.005)
         return pickle.loads(self._store.get(key))
 
@@ -100,7 +100,7 @@ class StatusStore:
         return future.result()
 
     def _poll(self, done: Callable[[], bool], what: str, watched: Future[Any] | None, pause_s: float) -> None:
-        """Wait until ``done``, and look now and then whether ``watched`` or another rank has failed."""
+        """Wait until ``done`` returns true. Raises HandoffError if ``watched`` or a rank fails, or on time-out."""
         waited = f"handoff: {self.who} waited for {what}"
         deadline = time.monotonic() + self.timeout_s
         look_at = time.monotonic() + _LOOK_S
@@ -123,7 +123,7 @@ class StatusStore:
 
 
 def in_background[T](call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` on a daemon thread: a call that hangs must not keep the process from ending."""
+    """Run ``call`` on a daemon thread, so that a call that hangs does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM's workers."""
+"""The engines' side of a weight handoff, inside vLLM's workers: receives slices, loads and checks them."""

@@ -1,12 +1,12 @@
-"""Received slices, copied straight to where a model's loaders were seen to put them.
+"""Copies received slices straight into an engine's parameters, without running vLLM's weight loaders again.
 
-Once traced (``vllm.loader_trace``), most loaders need not run again: they copy rectangles of tensors to rectangles of
-parameters, and both are known. A layer is filled this way if such copies write each element of its
-parameters exactly once; any other layer is loaded by its loaders.
+The trace of the loaders (``vllm.loader_trace``) shows that most loaders only copy rectangles of tensors to rectangles
+of parameters. A layer is filled by direct copies if they write each element of its parameters exactly once. All other
+layers are loaded by their loaders.
 
-A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other is filled
-outside the model, and vLLM processes it (packing for oneDNN on CPU, for instance) and copies the result to the tensors
-that the layer computes with.
+A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other layer is
+filled outside the model. vLLM then processes it (on CPU, for instance, packs it for oneDNN) and copies the result to
+the tensors that the layer computes with.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Methods of layers that load by copying. Quantised ones may count what was loaded, or compute.
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-_KEEPS = "UnquantizedEmbeddingMethod"  # packs a copy of the weight at most
+_KEEPS = "UnquantizedEmbeddingMethod"  # this method at most packs a copy of the weight
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Return the names of the tensors that need no loader: all tensors of a layer, or none of them."""
+    """Return the names of the tensors that need no loader. A layer has either all of its tensors among them or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
@@ -74,7 +74,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
-    """Return whether the traced copies alone write all elements that vLLM waits for in this layer, each once."""
+    """Return whether the traced copies alone write all elements of this layer that vLLM waits for, each once."""
     total = 0
     for parameter, views in filled.items():
         written = [source_box_of(target.shape, target.view) for target in views]
@@ -90,10 +90,10 @@ def _disjoint(boxes: Iterable[Box]) -> bool:
 
 
 class DirectCopy:
-    """Copies the slices of one engine rank, handoff after handoff, while vLLM's layerwise reload is under way."""
+    """Copies the slices of one engine rank into its parameters during vLLM's layerwise reload, in every handoff."""
 
     def __init__(self, model: torch.nn.Module, trace: LoaderTrace, slices: Iterable[Slice]) -> None:
-        """``slices``: all that this rank receives in a handoff."""
+        """``slices``: all slices that this engine rank receives in a handoff."""
         self._modules = dict(model.named_modules())
         self.names = copied_directly(model, trace)
         self._targets = {part: [*targets(part, trace)] for part in slices if part.name in self.names}
@@ -105,14 +105,14 @@ class DirectCopy:
         self._borrowed: dict[str, Tensor] = {}  # by layer
 
     def begin(self) -> None:
-        """Begin a handoff, after vLLM's ``initialize_layerwise_reload``."""
+        """Begin a handoff. Call this after vLLM's ``initialize_layerwise_reload``."""
         self._missing = dict(self._expected)  # slices by layer
         self._in_place.clear()
         self._borrowed.clear()
         self._scratch.clear()
 
     def copy(self, received: ReceivedSlice) -> None:
-        """Verify a slice, then copy it to its parameters."""
+        """Verify a slice and copy it into its parameters."""
         received.verify()
         values = received.flat
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass
@@ -130,7 +130,7 @@ class DirectCopy:
                     self._close(target.module)
 
     def _open(self, path: str) -> None:
-        """Prepare a layer's parameters to take its slices."""
+        """Prepare the parameters of the layer ``path`` for its slices."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if _keeps_parameters(layer):
@@ -146,7 +146,7 @@ class DirectCopy:
             weight.data = buffer[:size].view(weight.dtype).view(weight.shape)
 
     def _close(self, path: str) -> None:
-        """Make a layer compute with its slices, all of which are copied."""
+        """Make the layer ``path``, all of whose slices are copied, compute with them."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if path not in self._in_place:
@@ -168,7 +168,7 @@ class DirectCopy:
 
 
 def _keeps_parameters(layer: torch.nn.Module) -> bool:
-    """Return whether a layer whose reload has begun computes with tensors like those that its loaders fill."""
+    """Return whether a layer in reload computes with tensors of the shape and dtype that its loaders fill."""
     method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
     if kernel is None or kernel[1] or (method is not None and type(method).__name__ != _KEEPS):
         return False
@@ -181,7 +181,7 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
 
 
 def _only_packed(layer: torch.nn.Module) -> bool:
-    """Return whether vLLM on CPU keeps only a oneDNN copy of the weight of a layer whose reload has begun."""
+    """Return whether vLLM (on CPU) keeps only a oneDNN copy of the weight of a layer in reload."""
     kernel = get_layerwise_info(layer).kernel_tensors
     held = None if kernel is None else kernel[0].get("weight")
     on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # Zen may keep the loaded tensor

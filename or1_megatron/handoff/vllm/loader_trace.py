@@ -1,13 +1,13 @@
-"""What a vLLM model's own weight loaders ask for, and how they get only that.
+"""Traces which slices of HF tensors a vLLM model's weight loaders copy, and gives the loaders only these slices.
 
 ``trace_loaders`` runs the loaders once on placeholders: tensors of the full HF shape on the meta device, which have no
 memory. torch keeps the geometry of each view that a loader takes of a placeholder (narrow, chunk, index), and a
-dispatch mode sees when the loader copies a view into its parameter. So fused projections, tensor parallelism, tied
-embeddings and experts need no table here.
+dispatch mode sees when the loader copies a view into its parameter. So no table of fused projections, tensor
+parallelism, tied embeddings or experts is needed.
 
-At an update most layers need no loader (``direct_copy``). The loaders of the others run again on placeholders,
-through vLLM's layerwise reload, and ``SliceLoader`` makes their copies from the slices that were received. A loader
-that does more to a tensor than copy a part of it gets the whole tensor.
+At a weight update most layers need no loader (``direct_copy``). The loaders of all other layers run again on
+placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
+that does more with a tensor than copy a part of it gets the whole tensor.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ View = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SourceBox:
-    """A rectangle of a tensor that a loader copies."""
+    """A rectangle of an HF tensor that a loader copies."""
 
     box: Box
     axes: tuple[int, ...]
-    """For each axis of the view that the loader copies from, the tensor's axis behind it; -1 where its size is 1."""
+    """For each axis of the view that the loader copies, the tensor's axis that it shows; -1 for an axis of size 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ParameterView:
     parameter: str
     view: View
     shape: tuple[int, ...]
-    """The whole parameter's shape for the loaders: processing may change it afterwards."""
+    """The whole parameter's shape while the loaders run; vLLM's processing may change it afterwards."""
 
     def part(self, where: tuple[slice, ...]) -> ParameterView:
         """Return a rectangle of this part."""
@@ -60,29 +60,29 @@ class ParameterView:
         return replace(self, view=view)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the part in memory; no copy."""
+        """Return a view of the part in ``parameter``."""
         offset, size, stride = self.view
         return parameter.as_strided(size, stride, parameter.storage_offset() + offset)
 
 
 @dataclass
 class LoaderTrace:
-    """What the loaders of one engine rank ask for."""
+    """The parts of tensors that the loaders of one engine rank copy, and the parameters that they copy them to."""
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
-    """By tensor, what its loaders copy. Tensors that no loader touches (another rank's experts) are absent."""
+    """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Tensors that have to come whole, with the reason."""
+    """Tensors of which the rank must receive the whole, each with the reason."""
     destinations: dict[tuple[str, View], list[ParameterView]] = field(default_factory=dict)
-    """By tensor and view, where the copies end up."""
+    """By tensor and view, the parts of parameters to which the view is copied."""
     copied_elsewhere: set[str] = field(default_factory=set)
-    """Tensors that are also copied to something that is no parameter."""
+    """Tensors that are also copied to a tensor that is no parameter."""
     written_otherwise: set[tuple[str, str]] = field(default_factory=set)
-    """(module, parameter) that is also written to by other operations than copies of tensors: padding, for instance."""
+    """(module, parameter) of parameters that are also written by other operations than copies, such as padding."""
     elements: dict[str, int] = field(default_factory=dict)
-    """By module, how many elements vLLM's layerwise reload waits for."""
+    """By module, the number of elements for which vLLM's layerwise reload waits."""
 
     def wants(self) -> list[Slice]:
         """Return the slices that this rank needs."""
@@ -96,7 +96,7 @@ class LoaderTrace:
 
 
 def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
-    """Return the rectangle of a contiguous tensor that ``view`` shows, or None when it shows no rectangle."""
+    """Return the rectangle of a contiguous tensor that ``view`` shows; None when the view is no rectangle."""
     offset, size, stride = view
     full = torch.empty(shape, device="meta").stride()
     start = []
@@ -125,7 +125,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 class _Placeholders(TorchDispatchMode):
-    """Knows placeholders by their storage, and sees the operations on them."""
+    """A dispatch mode that makes placeholders, recognises them by their storage, and sees the operations on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
-        """Note any operation but a placeholder's copy."""
+        """Take note of an operation, unless it is a copy from a placeholder."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:
@@ -172,10 +172,10 @@ class _Placeholders(TorchDispatchMode):
 
 
 class _TracingMode(_Placeholders):
-    """Writes down what happens to placeholders, and to a model's parameters."""
+    """Records in a ``LoaderTrace`` the copies of placeholders and other writes to a model's parameters."""
 
     def __init__(self, tensors: Sequence[Slice], model: torch.nn.Module) -> None:
-        """``model``: its layerwise reload has begun."""
+        """``model``: a model whose layerwise reload has begun."""
         super().__init__()
         self.trace = LoaderTrace({tensor.name: tensor for tensor in tensors})
         self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
@@ -219,7 +219,7 @@ class _TracingMode(_Placeholders):
 
 
 def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[Slice]) -> LoaderTrace:
-    """Run the model's loaders once on placeholders of all ``tensors``; the model keeps its weights."""
+    """Run the model's loaders once on placeholders of all ``tensors``, and return the trace. The weights stay."""
     initialize_layerwise_reload(model)
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
@@ -248,14 +248,14 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
 
 
 class SliceLoader(_Placeholders):
-    """Feeds a model's loaders with received slices, as a mode around ``load_weights`` and the reload's end.
+    """Gives received slices to a model's loaders, as a mode around ``load_weights`` and the end of the reload.
 
-    One per update. A tensor's slices are dropped once vLLM no longer needs its placeholder; until then they may be
-    views into a message, which ``load`` turns into copies.
+    Each weight update needs a new loader. A tensor's slices are dropped once vLLM no longer needs the tensor's
+    placeholder. Until then they may be views into a message, which ``load`` turns into copies.
     """
 
     def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
-        """``expected``: all slices that will be taken."""
+        """``expected``: all slices that ``take`` will be given in this update."""
         super().__init__()
         self._trace = trace
         self._missing = Counter(part.name for part in expected)
@@ -272,10 +272,10 @@ class SliceLoader(_Placeholders):
             self._complete.append(name)
 
     def load(self, model: torch.nn.Module) -> None:
-        """Load the tensors that are complete, and copy the slices that are still needed out of their messages.
+        """Load the tensors whose slices have all arrived, and copy slices that are still needed out of their messages.
 
-        Called when the messages' memory is about to be used again; not for every message, since vLLM goes through all
-        of its modules each time.
+        Call this before the memory of the messages is reused, but not for every message, because vLLM goes through all
+        of its modules at each call.
         """
         if self._complete:
             with self:
@@ -283,13 +283,13 @@ class SliceLoader(_Placeholders):
             self._complete.clear()
         for name in self.forget_dead():
             for part in self._received.pop(name):
-                part.verify()  # if nothing has copied it
+                part.verify()  # for a slice that nothing has copied
         for slices in self._received.values():
             for part in slices:
                 part.keep()
 
     def _stand_in(self, name: str) -> Tensor:
-        """Return what the loaders get for a tensor: a placeholder, or the tensor itself where it has to come whole."""
+        """Return the tensor that the loaders get: a placeholder, or the received tensor if they need it whole."""
         tensor = self._trace.tensors[name]
         if name not in self._trace.whole:
             return self.placeholder(tensor)
@@ -326,7 +326,7 @@ class SliceLoader(_Placeholders):
 
 
 def offset_in(box: Box, source: SourceBox) -> tuple[slice, ...] | None:
-    """Return where ``box`` goes in the destination of ``source``; None when ``source`` does not contain it."""
+    """Return the index of ``box`` in the destination of ``source``; None when ``source`` does not contain ``box``."""
     if any(low < a or high > b for (low, high), (a, b) in zip(box, source.box, strict=True)):
         return None
     return tuple(

@@ -1,12 +1,12 @@
-"""Compares what an engine rank's parameters hold with what it has received for them, inside vLLM's workers.
+"""Checks, inside vLLM's workers, that an engine rank's parameters hold the slices that were received for them.
 
-Parameters are read in place after loading. This finds, by its name, each tensor that a loader puts where another
-belongs or does not replace. Where each slice belongs is known from the trace made before the first handoff
-(``loader_trace.trace_loaders``); only the log-prob probe finds a loader that was wrong from the start.
+Parameters are read in place after loading. The check names each tensor that a loader put into the wrong place or did
+not replace. The place of each slice is known from the trace before the first handoff (``loader_trace.trace_loaders``).
+A loader that was wrong from the start is found only by the log-prob probe.
 
-Not all parameters can be read so: vLLM may have converted what was loaded to another form (oneDNN's prepacked linears
-on CPU, fused experts, quantisation). For these, and for tensors that come whole because their loaders do more than
-copy, only what was received is compared with what was sent, and the probe has to show that the engine computes with it.
+Not all parameters can be read in place, because vLLM may have converted them (oneDNN's prepacked linears on CPU, fused
+experts, quantisation). For these, and for tensors whose loaders do more than copy, only the received bytes are compared
+with the sent bytes, and the probe has to show that the engine computes with them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, o
 
 log = logging.getLogger(__name__)
 
-# Methods that leave a parameter as it was loaded, if they leave any of its shape.
+# Methods that keep a parameter in its loaded form, if they keep its shape.
 _IN_PLACE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 def targets(part: Slice, trace: LoaderTrace) -> Iterator[ParameterView]:
-    """Yield the parts of parameters that a slice is copied to."""
+    """Yield the parts of parameters to which the slice ``part`` is copied."""
     for view, source in trace.sources.get(part.name, {}).items():
         where = offset_in(part.box, source)
         if where is not None:
@@ -39,26 +39,26 @@ def targets(part: Slice, trace: LoaderTrace) -> Iterator[ParameterView]:
 
 
 class ParameterCheck:
-    """Checks one engine rank, handoff after handoff."""
+    """Checks the parameters of one engine rank after each handoff."""
 
     def __init__(self, model: torch.nn.Module, trace: LoaderTrace) -> None:
         self._modules = dict(model.named_modules())
         self._trace = trace
-        self._readable: dict[Slice, list[ParameterView]] = {}  # the first check takes out those that cannot be read
+        self._readable: dict[Slice, list[ParameterView]] = {}  # the first check removes parameters that cannot be read
         self._expected: list[tuple[Slice, int]] = []
 
     def expect(self, received: ReceivedSlice) -> None:
-        """Note what the parameters should hold when this slice has been loaded."""
+        """Remember the checksum that the parameters of this slice must have after loading."""
         part = received.slice
         if part not in self._readable:
             self._readable[part] = list(targets(part, self._trace))
         self._expected.append((part, received.checksum))
 
     def check(self, handoff: int) -> None:
-        """Read all parameters that can be read.
+        """Compare all parameters that can be read in place with the expected checksums.
 
         Raises:
-            HandoffMismatch: a parameter holds something else than was received for it; names tensor and parameter.
+            HandoffMismatch: a parameter differs from the received slice. The message names tensor and parameter.
         """
         compared, expected = 0, self._expected
         self._expected = []
@@ -78,7 +78,7 @@ class ParameterCheck:
         log.info("handoff %d: %d slices compared in place, of %d received", handoff, compared, len(expected))
 
     def _in_place(self, target: ParameterView, dtype: torch.dtype) -> Tensor | None:
-        """Return the parameter if it has the loaded form."""
+        """Return the parameter if vLLM has kept the form in which it was loaded; else None."""
         module: Any = self._modules[target.module]
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _IN_PLACE:

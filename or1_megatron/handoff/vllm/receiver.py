@@ -1,6 +1,6 @@
-"""The part of the handoff that runs inside vLLM's workers.
+"""Receives the weights of a handoff in a vLLM worker, as a weight-transfer engine that vLLM calls.
 
-``rollout.engine`` calls it: it pauses requests before and drops the prefix cache afterwards.
+``rollout.engine`` triggers it. The engine pauses requests before, and drops the prefix cache afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMED = 8  # tensors that a warning names
 
 @dataclass
 class SlicesInitInfo(WeightTransferInitInfo):
-    """Where the trainer's status store is, and which engine this is."""
+    """The address of the trainer's status store, and this engine's index."""
 
     address: str
     port: int
@@ -51,7 +51,7 @@ class SlicesUpdateInfo(WeightTransferUpdateInfo):
 
 
 class _Connection:
-    """A worker's connection to the trainer, and the loaders for what arrives."""
+    """A worker's connection to the trainer, with the loaders of the received slices."""
 
     def __init__(self, transfer: Transfer, model: Any, trace: LoaderTrace) -> None:
         slices = [slot.slice for shipment in transfer.plan.shipments for slot in shipment.slots]
@@ -64,7 +64,7 @@ class _Connection:
 
     @torch.no_grad()
     def receive(self, handoff: int) -> int:
-        """Receive and load all slices of this rank; return the sum of their checksums."""
+        """Receive and load all slices of this rank, and return the sum of their checksums."""
         self.handoff = handoff
         self.direct.begin()
         self.loader = SliceLoader(self._trace, self._through_loaders)
@@ -93,7 +93,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         self._connection: _Connection | None = None
 
     def init_transfer_engine(self, init_info: SlicesInitInfo) -> None:
-        """Find out what the loaders ask for, tell the trainer, and join the group; blocks until all ranks join."""
+        """Publish the slices that the loaders ask for, and join the group. Blocks until all ranks have joined."""
         self.shutdown()  # an earlier connection
         index = init_info.engine_index * self.parallel_config.world_size + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
@@ -122,15 +122,15 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive, without the base's device synchronisation: transports synchronise with every message."""
+        """Receive the weights. vLLM's device synchronisation is left out, because transports synchronise themselves."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SlicesUpdateInfo) -> None:
         """Receive and load all of this worker's slices.
 
         Raises:
-            HandoffError: a rank failed or did not keep up.
-            SliceMismatch: a slice is not what was sent. In both cases the model mixes old and new weights.
+            HandoffError: a rank failed or was too slow.
+            SliceMismatch: a slice is not what was sent. After either error the model mixes old and new weights.
         """
         if self._connection is None:
             raise RuntimeError("weight transfer: update_weights came before init_weight_transfer_engine")
@@ -144,7 +144,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         transfer.status.publish(f"received/{update_info.handoff}/{transfer.rank}", checksums)
 
     def finish_weight_update(self) -> None:
-        """Complete the model, and check its parameters. Raises HandoffMismatch, naming the tensor."""
+        """Complete the reload and check the parameters. Raises HandoffMismatch, which names the tensor."""
         assert self._connection is not None
         self._connection.direct.check_complete()
         with self._connection.loader as loader:
@@ -159,6 +159,6 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
 
 
 def register() -> None:
-    """Make the handoff known to vLLM's factory in this process, as ``slices``; a second call does nothing."""
+    """Register the handoff with vLLM's factory in this process, as ``slices``. A second call does nothing."""
     if "slices" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("slices", SlicesWeightTransferEngine)

@@ -1,4 +1,4 @@
-"""Ways to begin and end vLLM's layerwise reload."""
+"""Begins vLLM's layerwise weight reload, and ends it: completes it, or breaks it off."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 def begin_reload(model: torch.nn.Module) -> None:
     """Begin a layerwise reload.
 
-    On CPU vLLM 0.32 packs experts for their kernel when it makes the kernel, and later weights would lie unpacked where
-    packed ones are expected. So it makes new kernels.
+    On CPU vLLM 0.32 packs experts' weights only when it makes their kernel; with an old kernel, new weights would stay
+    unpacked. So this function drops the kernels, and vLLM makes new ones.
     """
     for layer in model.modules() if current_platform.is_cpu() else ():
         method: Any = getattr(layer, "quant_method", None)
@@ -24,10 +24,10 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Complete a layerwise reload, tied layers included.
+    """Complete a layerwise reload, also of tied layers.
 
-    A layer that shares another one's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU it computes with a copy packed for oneDNN when the model was built. This copy is renewed here.
+    A layer that shares another layer's weight (a tied output layer) is not loaded itself, so vLLM does not process it
+    again. On CPU such a layer computes with a oneDNN copy from when the model was built. This copy is renewed here.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """Break off a layerwise reload: layers not yet loaded get their tensors back."""
+    """Break off a layerwise reload. Layers that are not yet loaded get their tensors back."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

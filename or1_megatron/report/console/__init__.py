@@ -1,1 +1,1 @@
-"""A run in the terminal."""
+"""Shows runs, responses and evaluations in the terminal."""

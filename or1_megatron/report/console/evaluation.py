@@ -1,4 +1,4 @@
-"""The results of an evaluation in the terminal."""
+"""Prints the results of ``or1 eval`` in the terminal: scores with intervals beside published ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REPORTED: Final = "From the Skywork-OR1 report (temperature 1, top-p 1, 32,768 
 
 
 def show_evaluation(results: Mapping[str, Any], published: Mapping[str, float], console: Console) -> None:
-    """Print scores with intervals and counts of statuses, and next to them the ``published`` scores of other models."""
+    """Print an evaluation's scores with intervals, counts of statuses, and the ``published`` scores of other models."""
     outcome = results["outcome"]
     k = outcome["samples"]
     table = Table(

@@ -1,4 +1,4 @@
-"""Numbers for people: few digits, and ``-`` for what was not measured."""
+"""Formats numbers, percentages, counts and durations with few digits; ``-`` stands for a value that is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MISSING = "-"
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits, with an exponent only below 0.0001: 0.412, 88.1, 1240."""
+    """Return a number with three significant digits, and an exponent only below 0.0001: 0.412, 88.1, 1240."""
     if value is None or not math.isfinite(value):
         return _MISSING if value is None else str(value)
     if value == 0:
@@ -27,7 +27,7 @@ def fraction(value: float | None) -> str:
 
 
 def quantity(value: float | None) -> str:
-    """Return a count, if large in thousands, millions or billions: 512, 5.1k, 64.2M."""
+    """Return a count, in thousands, millions or billions if it is large: 512, 5.1k, 64.2M."""
     if value is None:
         return _MISSING
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -1,4 +1,4 @@
-"""The responses of a run in the terminal, with verdict, reward and advantage: ``or1 rollouts RUN``."""
+"""Prints responses of a run with verdict, reward and advantage in the terminal: ``or1 rollouts RUN``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STATUS_STYLES = {"right": "green", "wrong": "red", "truncated": "yellow", "no_a
 
 
 def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None, console: Console) -> int:
-    """Print up to ``limit`` responses of a step (None: the newest kept) and return how many.
+    """Print up to ``limit`` responses of a step (None: the newest step with rollouts), and return their number.
 
-    They are taken evenly over the step's rows, so that a few cover many of its prompts. ``status`` selects responses
-    with this verdict. The folder of an evaluation (``or1 eval``) has no steps: all its responses count.
+    The responses are spread evenly over the step, so that a few cover many prompts. ``status`` selects responses with
+    this verdict. In the folder of an evaluation (``or1 eval``), which has no steps, all responses count.
     Raises FileNotFoundError if the run, its rollouts or the step's rollouts do not exist (the nearest step is named),
     ValueError for an unknown status.
     """
@@ -58,7 +58,7 @@ def _evenly[T](rows: Sequence[T], limit: int) -> list[T]:
 
 
 def rollout_file(run: Path, step: int | None) -> Path:
-    """Return the file of ``step`` (None: of the newest step that was kept). Raises FileNotFoundError."""
+    """Return the rollout file of ``step`` (None: of the newest step that has one). Raises FileNotFoundError."""
     files = {step_of(path) or 0: path for path in rollout_files(find_run(run).rollouts)}
     if not files:
         raise FileNotFoundError(f"{run} holds no rollouts yet: they are written after the first step")
@@ -100,12 +100,12 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 
 def _indented(title: str, text: str) -> str:
-    """Return the text under its title. Every line is indented, so that none looks like this program's own."""
+    """Return a title, and below it a text whose lines are indented, so that they differ from this program's output."""
     return title + "".join(f"\n    {line}" for line in (_printable(text).splitlines() or [""]))
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, since a response may hold anything and the terminal would obey them."""
+    """Return a text with its control characters escaped, because a terminal would obey those in a response."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 

@@ -1,4 +1,4 @@
-"""A run in the terminal: a line per step, a live bar within a step, and the outcome as a table at the end.
+"""Shows a training run in the terminal: a line per step, a live progress bar, and a table of the outcome at the end.
 
 In ``plain`` mode (by choice, or without a terminal) it prints the same lines without bar and colour, for log files.
 """
@@ -22,7 +22,7 @@ from or1_megatron.types import EvaluationResult
 _HEADER_EVERY_LINES = 20
 _POLL_S = 0.25
 _SAMPLING_VERBS = ("roll_out", "evaluate")
-"""Verbs during which responses finish one by one."""
+"""Verbs in which responses finish one by one, so that the bar shows their number."""
 
 _FIRST_VERBS = ("begin_stage", "take_problems")
 
@@ -42,12 +42,12 @@ _WIDTHS = {
     "time": 7,
     "left": 7,
 }
-"""Columns of a step's line and their widths; acc-nt: accuracy of the responses that were not truncated; left: the time
-of all steps to come, if they take as long as the last ones of this session."""
+"""Columns of a step's line and their widths. acc-nt: accuracy of the responses that were not truncated; left: expected
+time of the remaining steps, from the mean time of this session's last 20 steps."""
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
-    """Return (console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` has no escape codes."""
+    """Return (console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` prints no escapes."""
     live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
     if live:
         return Console(force_terminal=True), True
@@ -55,7 +55,7 @@ def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]
 
 
 class RunConsole:
-    """The Tracker and Observer that print a run."""
+    """The loop's Tracker and Observer that prints a run in the terminal."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class RunConsole:
         entropy_target: float | None,
         progress: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """``progress`` returns (responses finished, requested) of the current rollout. A thread calls it while the bar
-        is live; it must not block."""
+        """``progress`` returns the numbers (finished, requested) of the current rollout's responses. A thread calls it
+        while the bar is live, so it must not block."""
         self._console = console
         self._total_steps = total_steps
         self._stage_names = stage_names
@@ -98,7 +98,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show the verb in the bar. ``step``: rollout steps done so far; from ``hand_off`` on, the current one too."""
+        """Show a verb in the bar. ``step``: number of rollout steps done, from ``hand_off`` on with the current one."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
@@ -107,10 +107,10 @@ class RunConsole:
             self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
 
     def rolled_out(self, *_: object, **__: object) -> None:
-        """Ignore: the step's metrics say enough."""
+        """Do nothing: responses are not printed."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line. Metrics without a rollout (step 0) get no line."""
+        """Print a step's line; nothing for metrics without a rollout (step 0)."""
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:
@@ -139,16 +139,16 @@ class RunConsole:
         self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
 
     def say(self, text: str) -> None:
-        """Print a line of its own, such as where the run is written."""
+        """Print a line of text, such as where the run is written."""
         self._print(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Remove the bar and print the outcome (fields of ``schemas.SUMMARY``)."""
+        """Remove the bar, and print the run's outcome (fields of ``schemas.SUMMARY``)."""
         self.close()
         show_summary(summary, self._console)
 
     def close(self) -> None:
-        """Remove the bar, so that an error's message stands alone. A second call does nothing."""
+        """Remove the bar, so that it does not mix with an error's message. A second call does nothing."""
         self._closed.set()
         if self._poller.is_alive():
             self._poller.join(timeout=1.0)

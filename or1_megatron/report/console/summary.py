@@ -1,4 +1,4 @@
-"""The outcome of a run: the fields of ``schemas.SUMMARY`` from the loop's result, and a table of them."""
+"""Makes the summary of a run (``summary.json``) from the loop's result, and prints it as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from or1_megatron.rl.loop_arguments import LoopResult
 
 _BRIEF_SHARE = 0.001
-"""Verbs that take less than this share of a run share one line of the table."""
+"""Share of a run's time below which verbs are summed in one line of the table."""
 
 _EVALUATED = (
     ("accuracy", "accuracy", "accuracy", fraction),
@@ -24,13 +24,13 @@ _EVALUATED = (
     ("truncated", "truncation_ratio", "truncation_ratio", fraction),
     ("mean length, tokens", "mean_length", "mean_length_tokens", number),
 )
-"""(title, field of the summary without _before or _after, attribute of an EvaluationResult, format)."""
+"""Rows of the table: (title, summary's field without _before or _after, EvaluationResult's attribute, format)."""
 
 
 def summarise(
     result: LoopResult, *, total_steps: int, seed: int, model: Path | None, startup_s: float | None
 ) -> dict[str, Any]:
-    """Return the summary.
+    """Return the fields of ``schemas.SUMMARY`` for a run's result.
 
     Args:
         model: the exported HF folder; None without export.
@@ -59,7 +59,7 @@ def summarise(
 
 
 def show_summary(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the outcome: accuracy before and after, time per verb with shares, and where the model is."""
+    """Print a run's summary: accuracy before and after training, time and share of each verb, the model's folder."""
     samples = summary["evaluation_samples"]
     held_out = "held-out" if samples is None else f"held-out, avg@{samples}"
     figures = [Column(heading, justify="right") for heading in ("before", "after")]

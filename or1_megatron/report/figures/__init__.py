@@ -1,1 +1,1 @@
-"""Pictures, as SVG."""
+"""Figures as SVG, drawn by matplotlib."""

@@ -1,4 +1,4 @@
-"""The figure of an evaluation: accuracy by response length, and by context budget."""
+"""Draws the figure of ``or1 eval``: accuracy by response length, and by context budget."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from or1_megatron.report.figures.style import as_svg, panels, styled
 
 @styled
 def draw_evaluation(results: Mapping[str, Any]) -> str:
-    """Return the SVG. If the response lengths are unknown, the panels say so.
+    """Return the figure of an evaluation's results as SVG. If response lengths are unknown, the panels say so.
 
-    Bars have the same width, since each bin of lengths holds about as many responses; the bins' edges stand below.
+    Bars have equal widths, because all bins of lengths hold about as many responses; the axis shows the bins' edges.
     """
     bins, budgets = results["outcome"]["by_length"], results["outcome"]["by_budget"]
     figure, (lengths, curve) = panels(2)

@@ -1,4 +1,4 @@
-"""How figures look. They are drawn by matplotlib; the same data give the same bytes."""
+"""The style of figures, and helpers to draw them with matplotlib so that equal data give equal bytes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ styled = matplotlib.rc_context(
         "ytick.color": GREY,
     }
 )
-"""The decorator of functions that draw; they call ``panels`` first and ``as_svg`` last."""
+"""Decorator that gives a function the style of figures; the function calls ``panels`` first and ``as_svg`` last."""
 
 
 def panels(count: int, width: float = 5.0, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """Return a figure with ``count`` panels, two in a row, each ``width`` by ``height`` inches."""
+    """Return (a figure, its ``count`` panels), two panels side by side, each ``width`` by ``height`` inches."""
     columns, rows = min(count, 2), -(-count // 2)
     figure = Figure((columns * width, rows * height), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
 def as_svg(figure: Figure) -> str:
-    """Return the figure as an SVG element, which is a whole document as well."""
+    """Return a figure as text of an SVG element, which is also a whole SVG document."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()

@@ -1,1 +1,1 @@
-"""A run as one HTML page."""
+"""``or1 report``: shows runs as one HTML page."""

@@ -1,4 +1,4 @@
-"""The page's histograms and the migration of pass rates, over all responses that a run has kept."""
+"""Computes the HTML page's histograms and the migration of pass rates, from all responses that a run has kept."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 _LENGTH_BINS = 40
 
 PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
-"""Bins of a pass rate: exactly 0%, [low, high) between, exactly 100%."""
+"""Bins of pass rates: exactly 0%, intervals [low, high), and exactly 100%."""
 
 NOT_SEEN = len(PASS_RATES)
-"""The bin of a problem that was not sampled in the period."""
+"""Bin of a problem that was not sampled in a period."""
 
 
 def histograms(rows: pd.DataFrame, limits: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return for each stage with kept rollouts: response lengths by outcome, and truncated responses per group.
+    """Return, for each stage with kept rollouts, histograms of response lengths and of truncated responses per group.
 
     Args:
-        limits: T of each stage, by its name.
+        limits: longest response T of each stage, by its name.
     """
     return [
         {
@@ -38,7 +38,7 @@ def histograms(rows: pd.DataFrame, limits: Mapping[str, int]) -> list[dict[str, 
 
 
 def length_histogram(rows: pd.DataFrame, limit: int) -> dict[str, Any]:
-    """Return ``edges`` [bins + 1] in tokens, and ``counts`` [bins] of right, not right and truncated responses."""
+    """Return the histogram of response lengths: ``edges`` [bins + 1] in tokens, ``counts`` [bins] by outcome."""
     longest = max(int(rows["tokens"].max()), limit, 1)
     width = -(-(longest + 1) // _LENGTH_BINS)
     edges = np.arange(0, longest + 1 + width, width)
@@ -49,17 +49,17 @@ def length_histogram(rows: pd.DataFrame, limit: int) -> dict[str, Any]:
 
 
 def truncation_histogram(rows: pd.DataFrame) -> list[int]:
-    """Return how many groups have 0, 1, ... truncated responses, up to the size of a group."""
+    """Return the number of groups with 0, 1, ... truncated responses, up to the group size."""
     groups = rows.groupby((rows["sample"] == 0).cumsum())["truncated"]
     return np.bincount(groups.sum(), minlength=int(groups.size().max()) + 1).tolist()
 
 
 def migration(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return how pass rates of problems move between periods: the stages, or the halves of a one-stage run.
+    """Return how problems' pass rates change between periods (stages, or the halves of a one-stage run), or None.
 
     The result has ``periods`` (names), ``bins`` [periods][problems] (index in PASS_RATES, or NOT_SEEN), and ``tables``
-    {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}: counts of problems by their bins in periods i and j. None: only one period.
-    Problems are in the order of ``problem``'s categories.
+    {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}: numbers of problems by their bins in periods i and j. It is None for a run of
+    one period. Problems are in the order of the categories of column ``problem``.
     """
     periods = _periods(rows)
     if len(periods) < 2:
@@ -76,7 +76,7 @@ def migration(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _stages(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the rows of each stage, in the order of steps."""
+    """Return the table's rows of each stage, by name, in the order of steps."""
     return {str(name): stage for name, stage in rows.groupby("stage", sort=False, observed=True)}
 
 
@@ -89,7 +89,7 @@ def _periods(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _rate_bins(rows: pd.DataFrame) -> NDArray[np.uint8]:
-    """Return [problems] the bin of each problem's share of right responses."""
+    """Return the bin of each problem's pass rate, [problems]."""
     rates = (rows["status"] == "right").groupby(rows["problem"], observed=False).mean().to_numpy()
     quarters = 1 + np.floor(4 * np.nan_to_num(rates))
     special = [np.isnan(rates), rates == 0, rates == 1]

@@ -1,6 +1,6 @@
-"""Data inside a page: columns and JSON, compressed and in base64, so that no content can end its HTML element.
+"""Encodes data for the HTML page: columns and JSON, compressed and in base64, so that no content ends its element.
 
-A packet is the gzip of: the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
+A packet is the gzip of the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
 length]), and the columns, little endian, the widest numbers first. ``web/data.js`` reads it.
 """
 
@@ -20,10 +20,10 @@ _ALIGNMENT = 8
 
 
 def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> str:
-    """Return the packet in base64.
+    """Return a header and columns as a packet in base64.
 
-    Columns are uint8, uint16, int32, uint32 or float32. A float32 column keeps float16's digits, which compress
-    to half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
+    Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to float16, which compresses to
+    half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes] = []

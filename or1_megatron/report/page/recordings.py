@@ -1,4 +1,4 @@
-"""The records of a run folder, read for the page."""
+"""Reads the records of run folders (metrics, rollouts, configuration, sessions) for the HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from or1_megatron.runtime.run_folder import RunFolder, find_run
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that has begun. ``first_step``: its first step in the metrics."""
+    """A stage that has begun. ``first_step``: the stage's first step in the metrics."""
 
     name: str
     first_step: int
@@ -30,28 +30,28 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recording:
-    """The records of one run. ``rows``: its responses without their texts, which are in ``files``."""
+    """The records of one run. ``rows``: table of its responses without texts; ``files``: rollout files with texts."""
 
     label: str
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
-    """By step and name; None: not finite. A resume has deleted the rows of steps that it repeats."""
+    """Metrics by step and name; None for a value that is not finite. Steps that a resume repeats are there once."""
     stages: tuple[Stage, ...]
     files: Sequence[Path]
     rows: pd.DataFrame
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     sessions: Sequence[Mapping[str, Any]]
-    """When and where each session began, and with which code."""
+    """Time, host and code version of each session of the run."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_recordings(runs: Sequence[Path]) -> list[Recording]:
-    """Return the records of the runs in order, each run once and with a label of its own.
+    """Return the records of runs in order, each run once and with a label of its own.
 
-    Raises FileNotFoundError for a path that is not a run folder, ValueError for a line of metrics that is no JSON
+    Raises FileNotFoundError for a path that is not a run folder, ValueError for a line of metrics that is not a JSON
     object, or if no run has recorded anything yet.
     """
     folders: list[Path] = []
@@ -68,7 +68,7 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 
 
 def read_recording(run: Path, label: str) -> Recording:
-    """Return the records of a run folder. A rollout file that cannot be read is left out and named in a note."""
+    """Return the records of a run folder. Rollout files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
     metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
@@ -95,14 +95,14 @@ def read_recording(run: Path, label: str) -> Recording:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' paths without the common part: a/one and a/two become one and two, a/run and b/run stay."""
+    """Return folders' paths without their common beginning: a/one, a/two become one, two; a/run, b/run stay."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [os.path.relpath(path, common) for path in paths]
 
 
 def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]]) -> tuple[Stage, ...]:
-    """Return the stages that have begun, in order."""
+    """Return the stages of a run that have begun, in order."""
     firsts: dict[int, int] = {}
     for step, row in metrics.items():
         if (index := row.get("stage/index")) is not None:

@@ -1,4 +1,4 @@
-"""Responses in full, token by token, for the rows of a page that show them; tokens' texts by the run's tokenizer."""
+"""Makes the data of responses that the HTML page shows in full, token by token, with texts by the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TOKENIZER = "tokenizer.json"
 _TEXTS = ("prompt", "response", "ground_truth", "answer", "detail", "versions")
 _TOKENS = {"log_probs": "log_prob", "log_prob_differences": "difference", "entropies": "entropy"}
 _LONGEST = 4
-"""The most tokens that share a character: UTF-8 takes up to four bytes."""
+"""Most tokens that can share a character, which has up to four bytes in UTF-8."""
 _BROKEN = "\ufffd"
-"""The text of an incomplete character."""
+"""Character that stands for an incomplete character in decoded text."""
 
 
 class TokenTexts:
-    """Cuts a response into the texts of its tokens. A special token's text is its name."""
+    """Cuts responses into the texts of their tokens; the text of a special token is its name."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: an HF folder. Raises FileNotFoundError, or ValueError naming the file."""
+        """Load the tokenizer of an HF folder. Raises FileNotFoundError, or ValueError with the file's name."""
         path = folder / TOKENIZER
         if not path.is_file():
             raise FileNotFoundError(f"no {TOKENIZER} in {folder}")
@@ -41,10 +41,10 @@ class TokenTexts:
         self._decode = lru_cache(1 << 16)(lambda *ids: tokenizer.decode(ids, skip_special_tokens=False))
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, NDArray[np.uint16]]:
-        """Return (text, [n] the number of UTF-16 units of each token's text, which browsers count).
+        """Return (text of a response, lengths [n] of its tokens' texts in UTF-16 units, which browsers count).
 
-        A character whose bytes several tokens share belongs to the last of them; the others have 0. Bytes that are not
-        UTF-8 become U+FFFD.
+        A character whose bytes several tokens share belongs to the last of these tokens; the others have length 0.
+        Bytes that are not UTF-8 become U+FFFD.
         """
         texts: list[str] = []
         first = 0  # index of the first token without text
@@ -60,7 +60,7 @@ class TokenTexts:
 
 
 def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None) -> dict[int, str]:
-    """Return by row index the packet of each response, for ``web/response.js``."""
+    """Return the packet of each response in ``rows``, by the row's index, as ``web/response.js`` reads it."""
     columns = [*_TEXTS, "response_token_ids", *_TOKENS]
     packed: dict[int, str] = {}
     for number, of_file in rows.groupby("file"):

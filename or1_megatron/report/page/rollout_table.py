@@ -1,4 +1,4 @@
-"""The responses of runs without their texts, as one table of a row per response, read in bounded memory."""
+"""Reads the responses of runs into one table, a row per response without its text, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from or1_megatron.runtime.rollout_store import SCHEMA, open_rollouts
 
 BATCH_ROWS: Final = 256
-"""Rows read at a time; a response may have 32,000 tokens."""
+"""Number of responses read at a time, since a response may have 32,000 tokens."""
 WORDS: Final = ("stage", "problem", "source", "status")
-"""Columns with few different values."""
+"""Columns with few different values, which are stored as categories."""
 
 _TAKEN = {name: name for name in ("step", "stage", "source", "status", "reward", "advantage", "truncated", "kept")}
 _TAKEN |= {"problem_id": "problem", "sample_index": "sample"}
@@ -25,11 +25,11 @@ _LISTS = ("prompt_token_ids", "response_token_ids", "log_probs", "log_prob_diffe
 
 
 def read_table(files: Sequence[Path], notes: list[str]) -> pd.DataFrame:
-    """Return a row per response, in the order of steps and groups.
+    """Return a table of a run's rollout files, with a row per response, in the order of steps and groups.
 
     Columns: step, stage, problem, source, status, sample, reward, advantage, truncated, kept; tokens, prompt_tokens,
-    seconds; log_prob, entropy and difference (absolute, of log_prob_differences), means over the response's tokens, nan
-    where there are none; and where the text is: file (index in ``files``) and place (row of the file).
+    seconds; log_prob, entropy and difference (absolute log_prob_differences), which are means over the response's
+    tokens, or nan without values; file (index in ``files``) and place (row in the file) of the response's text.
 
     A file that cannot be read is left out and named in ``notes``.
     """
@@ -44,13 +44,13 @@ def read_table(files: Sequence[Path], notes: list[str]) -> pd.DataFrame:
 
 
 def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the tables of several runs as one, with the column ``run`` (index in ``tables``)."""
+    """Return the tables of several runs as one table, with the column ``run`` (index in ``tables``)."""
     whole = pd.concat([table.assign(run=number) for number, table in enumerate(tables)], ignore_index=True)
     return whole.astype(dict.fromkeys(WORDS, "category"))
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return all rows of a file, or raise if any part cannot be read."""
+    """Return the table of one rollout file; raise if any part of it cannot be read."""
     wanted = [*_TAKEN, *_TIMES, *_LISTS]
     with open_rollouts(path) as file:
         if missing := [name for name in wanted if name not in file.schema_arrow.names]:
@@ -77,7 +77,7 @@ def _lengths(lists: pa.Array) -> np.ndarray:
 
 
 def _means(lists: pa.Array, absolute: bool = False) -> np.ndarray:
-    """Return the mean of each list; nan for a missing or empty one."""
+    """Return the mean of each list, or nan for a missing or empty list."""
     lengths = _lengths(lists)
     values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     owner = np.repeat(np.arange(len(lengths)), lengths)

@@ -1,4 +1,4 @@
-"""``or1 report RUN...``: runs as one HTML page that needs only a browser."""
+"""Writes the page of ``or1 report RUN...``: runs as one HTML file that needs only a browser."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS, Metric
 
 TEXTS = 200
-"""Responses that are chosen to be shown in full."""
+"""Default number of responses that are chosen to be shown in full."""
 ROWS = 250_000
-"""The most rows of the table of responses; beyond it, steps are left out."""
+"""Default limit of responses in the page's table; with more, whole steps are left out."""
 
 _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
@@ -43,14 +43,14 @@ _NUMBERS = {
     "int32": ("step", "sample", "tokens", "prompt_tokens"),
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
-"""Columns of the table of responses, by their type in the page."""
+"""Columns of the page's table of responses, by their type in the page."""
 _NAMED_RUNS = 3
-"""The most runs whose names the title lists."""
+"""Largest number of runs whose names the page's title lists."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A written page. It lists ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
+    """What a written page has: it lists ``rows`` of ``all_rows`` responses, and shows ``texts`` of them in full."""
 
     size_bytes: int
     rows: int
@@ -71,13 +71,13 @@ def write_report(
     """Write the page of ``runs`` to ``out``.
 
     Args:
-        ids: responses to show in full beside ``texts`` chosen ones (``selection.named``).
-        tokenizer: an HF folder; None: the run's export, else the model that the run started from.
+        ids: responses to show in full (``selection.named``), beside ``texts`` responses that are chosen.
+        tokenizer: HF folder with the tokenizer; None: the run's export, else the model that the run started from.
 
     Raises:
         FileNotFoundError: a path is not a run folder.
-        ValueError: nothing is recorded yet.
-        UnknownRollout: ``ids`` name a response that is not kept.
+        ValueError: no run has recorded anything yet.
+        UnknownRollout: ``ids`` name a response that no run has kept.
     """
     recordings = read_recordings(runs)
     table = join([recording.rows for recording in recordings])
@@ -100,7 +100,7 @@ def write_report(
 
 
 def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
-    """Return the packet of everything but the responses, which the first paint needs."""
+    """Return the packet of all data but the responses, which the browser needs first."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -133,8 +133,8 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
 
 
 def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
-    """Return {metric: [step indices, values]}: six digits, null where not finite. Metrics never measured are left
-    out."""
+    """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
+    that are not finite."""
     series: dict[str, Any] = {}
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
@@ -194,7 +194,7 @@ def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Sequence
 
 
 def _asset(name: str) -> str:
-    """Return the text of a file of ``web/``; a file of ``vendor/`` gets its license before it, as a comment."""
+    """Return the text of a file of ``web/``; before a file of ``vendor/`` stands its license, as a comment."""
     text = (_WEB / name).read_text(encoding="utf-8")
     if not name.startswith("vendor/"):
         return text

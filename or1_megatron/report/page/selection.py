@@ -1,4 +1,4 @@
-"""The choice of responses that a page lists and shows in full: the same for the same runs on every machine."""
+"""Chooses the responses that the HTML page lists, and those that it shows in full, reproducibly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 from or1_verify.errors import UserError
 
 _PARTS = 12
-"""Parts into which a run's steps are cut, to choose evenly from each."""
+"""Number of parts into which a run's steps are cut, to choose evenly from the parts."""
 
 
 class UnknownRollout(UserError, ValueError):
@@ -17,9 +17,10 @@ class UnknownRollout(UserError, ValueError):
 
 
 def choose(rows: pd.DataFrame, count: int) -> list[int]:
-    """Return the index of up to ``count`` rows in the order of choice, spread over run, step, rightness, truncation and
-    source: one of each kind, then a second of each, and so on, so that rare kinds come early.
-    """
+    """Choose up to ``count`` responses to show in full, and return their rows' indices in the order of choice.
+
+    Responses of equal run, part of the steps, rightness, truncation and source are of one kind. One of each kind comes
+    first, then a second of each, and so on."""
     drawn = rows.sample(frac=1, random_state=0)
     part = (drawn["step"].rank(method="dense") - 1) * _PARTS // max(drawn["step"].nunique(), 1)
     kinds = [drawn["run"], part, drawn["status"] == "right", drawn["truncated"], drawn["source"]]
@@ -28,10 +29,10 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
 
 
 def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
-    """Return the index of the rows that ``ids`` name, in the order of ``ids``, each once.
+    """Return the row indices of the responses that ``ids`` name, in the order of ``ids``, each once.
 
-    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be its first digits. Raises UnknownRollout,
-    with the problem's steps if it has any.
+    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be the first digits of a problem's id. Raises
+    UnknownRollout, with the steps in which the problem was sampled.
     """
     wanted: dict[int, None] = {}
     for name in ids:
@@ -52,8 +53,8 @@ def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
 
 
 def thinned(rows: pd.DataFrame, limit: int, always: Sequence[int]) -> pd.DataFrame:
-    """Return all rows or, above ``limit`` rows, only those of every n-th step of each run. The newest step stays, and
-    so do the rows that ``always`` lists.
+    """Return the responses that the page lists: all, or, if there are more than ``limit``, those of every n-th step of
+    each run. The newest step, and the row indices in ``always``, are always listed.
     """
     if len(rows) <= limit:
         return rows

@@ -1,1 +1,1 @@
-"""The objectives, one file each, and what they share. docs/objectives.md has their formulas."""
+"""The losses (objectives), one file each, and their common parts. docs/objectives.md has their formulas."""

@@ -1,4 +1,4 @@
-"""Finds what is wrong with an objective, on random tokens without a model; ``or1 check-parity`` runs it first."""
+"""Checks a loss (objective) for faults, on random tokens without a model; ``or1 check-parity`` does so first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE_TEMPERATURE: Final = 0.8
 _LENGTHS: Final = (7, 1, 12, 5, 9, 3, 16, 11)
 """Response tokens of the random sequences."""
 _TOLERANCE: Final = 1e-9
-"""Relative, in float64."""
+"""Relative and absolute tolerance of comparisons in float64."""
 
 Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
 """(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
@@ -31,17 +31,17 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
 }
-"""Parameters that make each objective's own part act on a probe of some hundred tokens."""
+"""For each objective, parameters with which its own clips or scale take effect on some hundred tokens."""
 
 
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
-    """Return the named objective as ``or1 check-parity`` measures it on a model of this dtype.
+    """Return the named objective with the parameters that ``or1 check-parity`` uses on a model of this dtype.
 
-    It has an entropy bonus, so that both gradients of the head take part, and a KL penalty; in fp32 also ratios, clips
-    and an importance correction. In bf16 rounding would decide which tokens are clipped, and small differences would
-    become large ones. ``args`` override any parameter of the objective.
+    The objective has a KL penalty and an entropy bonus, so that both gradients of the head take part. In fp32 it also
+    has ratios, clips and an importance correction; in bf16 rounding would decide which tokens are clipped, and small
+    differences would become large. ``args`` override any parameter of the objective.
 
-    Raises ConfigError when there is no such objective or parameter.
+    Raises ConfigError when there is no objective or parameter of a given name.
     """
     exact = dtype == "float32"
     settings = {
@@ -82,9 +82,9 @@ class _Tokens:
         )
 
     def evaluate(self, objective: Objective, indices: Tensor, scope: Scope, bare: bool = False) -> Result:
-        """Evaluate on the tokens at ``indices``; repeated indices form separate sequences.
+        """Return the objective's result on the tokens at ``indices``; repeated indices form separate sequences.
 
-        ``bare``: with only the inputs that every run has.
+        ``bare``: give the objective only the inputs that every run has.
         """
         leaves = [values[indices].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
         inputs = _at(self.inputs, indices, scope)
@@ -108,7 +108,7 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault; nothing for a sound objective. A bool ``on_policy`` is tried both ways."""
+    """Yield a sentence for each fault of the objective. A field ``on_policy`` is tried with both values."""
     sentences = list(_faults(objective))
     if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
         sentences = list(_faults(replace(objective, on_policy=not before)))
@@ -131,7 +131,7 @@ def _faults(objective: Objective) -> Iterator[str]:
     try:
         tokens.evaluate(objective, every, scope, bare=True)
     except ValueError:
-        pass  # it says which input it needs
+        pass  # the objective says which input it needs
     except Exception as error:
         yield (
             f"{_raised(name, error)}, where the inputs that a run need not have are None: log-probs of a reference and "
@@ -169,7 +169,7 @@ def _not_finite(name: str, whole: Result) -> Iterator[str]:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield each value that does not grow, and each gradient that halves, when every token occurs twice."""
+    """Yield a sentence per mean: a value that does not double, or a gradient that halves, if all tokens occur twice."""
     if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
         yield (
             f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
@@ -193,7 +193,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield what differs between the whole and its parts: it would depend on how a batch is cut."""
+    """Yield a sentence for each value that differs between all tokens at once and two parts, as a batch is cut."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     total = torch.stack([part[0] for part in parts]).sum()
@@ -213,7 +213,7 @@ def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -
 
 
 def _parts(scope: Scope) -> list[Tensor]:
-    """Cut the tokens in two: between sequences, or within a sequence for scope "token"."""
+    """Return the indices of two parts of the tokens, cut between sequences, or within one for scope "token"."""
     at = sum(_LENGTHS[:3]) + (2 if scope == "token" else 0)
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 

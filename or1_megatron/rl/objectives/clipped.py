@@ -16,8 +16,8 @@ from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surro
 class ClippedPolicyLoss(PolicyGradientLoss):
     """J = min(rho A, clip(rho, 1 - low, 1 + high) A), and where A < 0 with dual clip c: max(J, c A)
 
-    rho = exp(log pi_theta - log pi_old), both at ``temperature``; log pi_old is ``TokenInputs.old_log_probs``, a
-    constant. Dual clip: Ye et al. 2020, arXiv 1912.09729.
+    rho = exp(log pi_theta - log pi_old), with both log-probs at ``temperature``. log pi_old is the constant
+    ``TokenInputs.old_log_probs``. Dual clip: Ye et al. 2020, arXiv 1912.09729.
 
     Worked example (low = high = 0.2, alpha = 0.1), three tokens:
         rho 1.5, A  2, H 1: min(3.0, 1.2 * 2)   =  2.4, clipped, no gradient
@@ -30,7 +30,7 @@ class ClippedPolicyLoss(PolicyGradientLoss):
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
-    """c > 1; None: off."""
+    """The dual clip's c > 1; None: no dual clip."""
 
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
         ratio, advantages = ratio_of(log_probs, old), tokens.advantages

@@ -14,8 +14,8 @@ from or1_megatron.config.algorithm import CorrectionLevel, KLEstimator
 from or1_megatron.interfaces import Sequences
 
 LARGEST_LOG_RATIO: Final = 20.0
-"""|log rho| is clamped to this, so that exp() stays finite: an infinite ratio behind a closed clip would give a NaN
-gradient (0 * inf). No sane update comes near e^20."""
+"""|log rho| is clamped to this, so that exp() stays finite. An infinite ratio that is clipped would give a NaN gradient
+(0 * inf). No sane update comes near e^20."""
 
 
 def ratio_of(log_probs: Tensor, old: Tensor) -> Tensor:
@@ -32,19 +32,19 @@ def correction_weights(
     sequences: Sequences | None = None,
     floor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (importance weights w [N], which of them were cut [N]) from two log-probs of the sampled tokens.
+    """Return (importance weights w [N], mask of the weights that were cut [N]) from log-probs ``policy``, ``engine``.
 
-    The engine samples from pi_engine, and the loss treats the samples as pi_k's. w = pi_k / pi_engine corrects this;
-    the cap bounds its variance. ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training"); ``masked``: w within [floor, cap], else 0 (token: IcePop, arXiv 2510.18855,
-    with 0.5 and 5; sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability"); ``floor`` None means
-    1 / cap.
+    The engine samples from pi_engine, but the loss treats the samples as drawn from pi_k. w = pi_k / pi_engine corrects
+    this, and the cap bounds the variance. Mode ``truncated`` takes min(w, cap) (TIS: Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training"). Mode ``masked`` sets w to 0 outside [floor, cap] (token
+    level: IcePop, arXiv 2510.18855, with 0.5 and 5; other levels: MIS, Liu et al. 2025, "When Speed Kills Stability").
+    ``floor`` None means 1 / cap.
 
-    ``level`` token: w is the token's ratio; sequence: the product of the ratios of the token's sequence; geometric:
-    the geometric mean of these ratios. The last two need ``sequences``.
+    At ``level`` token, w is the token's ratio; at level sequence, the product of the ratios of the token's sequence;
+    at level geometric, their geometric mean. The levels sequence and geometric need ``sequences``.
 
-    Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence:
-    product 1.125, geometric mean 1.125^(1/3) = 1.040; neither is cut.
+    Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence they
+    have the product 1.125 and the geometric mean 1.125^(1/3) = 1.040; neither is cut.
     """
     difference = policy - engine
     if level != "token":
@@ -59,13 +59,13 @@ def correction_weights(
 
 
 def k3(of_samples: Tensor, other: Tensor) -> Tensor:
-    """Return Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1, r = q / p (RECIPE section 1). [N].
+    """Return Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1 with r = q / p (RECIPE 1). [N].
 
     Args:
         of_samples: log p of the sampled tokens.
         other: log q of the same tokens.
 
-    Worked example: p = 1/2, q = 1/4: r = 1/2, 1/2 + ln 2 - 1 = 0.193. d k3 / d log p = 1 - r = 1/2.
+    Worked example: p = 1/2, q = 1/4 give r = 1/2 and k3 = 1/2 + ln 2 - 1 = 0.193. d k3 / d log p = 1 - r = 1/2.
     """
     difference = (other - of_samples).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     # expm1, because exp(d) - 1 - d cancels to noise for the small d that matter.
@@ -78,15 +78,15 @@ def kl_estimate(
     estimator: KLEstimator = "k3",
     cap: float | None = None,
 ) -> Tensor:
-    """Return an estimate of KL(p || q) per sampled token, which is never negative. [N].
+    """Return an estimate of KL(p || q) per sampled token, which is never negative. [N]. ``of_samples``: log p.
 
-    ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: larger values become this, without gradient.
+    ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function ``k3``. Values above ``cap`` become ``cap``, gradient 0.
 
-    In the mean under p, k2's gradient by p's parameters is that of KL(p || q), k3's is that of KL(q || p) (Tang and
-    Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
+    In the mean under p, the gradient of k2 by p's parameters is the gradient of KL(p || q), and k3's gradient is that
+    of KL(q || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
 
-    Worked example, p = 1/2, q = 1/4: k2 0.240, k3 0.193; their gradients 0.693 and 1/2. log p - log q = -3: k3 is
-    e^3 - 3 - 1 = 16.1; capped at 10 it is 10 with gradient 0 instead of -19.1.
+    Worked example: p = 1/2, q = 1/4 give k2 0.240 and k3 0.193, with gradients 0.693 and 1/2. log p - log q = -3 gives
+    k3 = e^3 - 3 - 1 = 16.1 with gradient -19.1; a cap of 10 makes them 10 and 0.
     """
     value = 0.5 * (of_samples - other).square() if estimator == "k2" else k3(of_samples, other)
     return value if cap is None else value.clamp(max=cap)
@@ -98,7 +98,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the values times the aggregation's weights."""
+    """Return the values times the aggregation's token weights; ``weights`` None: the values."""
     return values if weights is None else values * weights
 
 

@@ -1,6 +1,6 @@
-"""What all policy-gradient objectives share: correction, KL, entropy bonus, aggregation, and reported sums.
+"""The policy-gradient loss that all objectives share: importance correction, KL penalty, entropy bonus, reported sums.
 
-Shapes: all tensors are [N], N counted tokens, in fp32 (float64 where they are evaluated before the update); N may be 0.
+Shapes: all tensors are [N] for N counted tokens, N may be 0; fp32, or float64 when evaluated before the update.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from or1_megatron.rl.objectives.estimators import correction_weights, k3, kl_est
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """An objective's own term J, which is maximised. All [N]."""
+    """An objective's own term J, which is maximised. All tensors are [N], except ``sums``."""
 
     values: Tensor
-    """J, with gradient."""
+    """J of each token, with gradient."""
     ratio: Tensor
-    """rho, of the token or of its sequence."""
+    """The importance ratio rho of the token or of its sequence."""
     clipped: Tensor
-    """bool: a clip of the ratio took effect."""
+    """bool: whether a clip of the ratio took effect at the token."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further sums over tokens to report."""
+    """Further sums over tokens, which the loss reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradientLoss(ABC):
-    """The loss of every objective here; a subclass gives J:
+    """The loss of every objective in this folder, in which a subclass defines J (``surrogate``):
 
         sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
 
-    omega: the weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean; w:
-    ``correction_weights``; kl: ``kl_estimate``.
+    omega: token weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean. w: importance weights
+    (``correction_weights``). kl: ``kl_estimate``. H: the token's entropy.
 
-    ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
-    value is 1 everywhere, its gradient that of log pi_theta. The engine's log-probs then only serve to measure how far
-    engine and policy differ, and to compute w.
+    ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)). rho is
+    1 everywhere, and its gradient is the gradient of log pi_theta. The engine's log-probs then serve only to measure
+    the mismatch of engine and policy, and to compute w.
     """
 
     own_scope: ClassVar[Scope] = "token"
-    """What J depends on."""
+    """What a token's J depends on."""
 
     entropy_coefficient: float
-    """alpha_k. At 0 the entropies are not part of the graph."""
+    """alpha_k. At 0 the entropies get no gradient."""
     temperature: float
     on_policy: bool
     kl_coefficient: float = 0.0
-    """beta. At 0 a KL to the reference is only measured."""
+    """beta. At 0 the KL to the reference is measured but not part of the loss."""
     kl_estimator: KLEstimator = "k3"
     kl_cap: float | None = None
     correction: Literal["off", "truncated", "masked"] = "off"
@@ -64,29 +64,29 @@ class PolicyGradientLoss(ABC):
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
-        """Return J from log pi_theta [N] and log pi_old [N], a constant."""
+        """Return J from log pi_theta [N], ``log_probs``, and the constant log pi_old [N], ``old``."""
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
-        """Yield the reasons why ``algorithm`` does not suit this objective; nothing when it does."""
+        """Yield the reasons why ``algorithm`` does not suit this objective, if there are any."""
         return iter(())
 
     @property
     def scope(self) -> Scope:
-        """What a token's term depends on: ``own_scope``, widened to "sequence" by a correction of sequences."""
+        """Return what a token's loss term depends on: ``own_scope``, or "sequence" for a correction of sequences."""
         by_sequence = self.correction != "off" and self.correction_level != "token"
         return "sequence" if by_sequence and self.own_scope == "token" else self.own_scope
 
     def __call__(
         self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return (loss, sums).
+        """Return (loss, sums), summed over the tokens; sums have no gradient.
 
-        Sums weighted by omega: ``loss``, ``policy_loss`` (the loss without the bonus). Sums over tokens: ``entropy``,
+        Sums weighted by omega: ``loss``, ``policy_loss`` (the loss without entropy bonus). Plain sums: ``entropy``,
         ``ratio``, ``clipped`` = ``clipped_low`` + ``clipped_high``, ``abs_log_ratio`` (|log pi_theta - log pi_old|) and
-        ``approx_kl``, the k3 estimator of KL(pi_old || pi_theta); pi_old is the engine when on policy. Maxima:
-        ``max_ratio``, ``max_inverse_ratio``, ``max_abs_log_ratio``. With a reference ``kl``; with a correction
-        ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own sums.
+        ``approx_kl``, the k3 estimator of KL(pi_old || pi_theta); on policy, pi_old is the engine. Maxima:
+        ``max_ratio``, ``max_inverse_ratio``, ``max_abs_log_ratio``. With a reference: ``kl``. With a correction:
+        ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. A subclass may add sums.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
         own = self.surrogate(log_probs, old, tokens)
@@ -130,7 +130,7 @@ class PolicyGradientLoss(ABC):
 
 @torch.no_grad()
 def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[str, Tensor]:
-    """Return the sums and maxima of rho, clips, and the policy's difference from ``old_log_probs``."""
+    """Return sums and maxima of rho, of its clips, and of the policy's distance from ``old_log_probs``."""
     ratio, clipped = own.ratio.detach(), own.clipped
     above = ratio > 1.0
     difference = (log_probs - tokens.old_log_probs).abs()
@@ -148,10 +148,10 @@ def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[
 
 
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
-    """Whether rho's denominator is pi_k, the policy at the step's start, and not the weights that sampled.
+    """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines that sampled.
 
-    They differ only where older weights sampled (``stale``). Without a correction rho is then against the engines'
-    log-probs, as in PPO. With one, w = pi_k / pi_engine corrects for the older weights, and rho measures only how far
-    the step has moved: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    The two differ in weights only where older weights sampled (``stale``). Then, without a correction, rho's
+    denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the older
+    weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
     """
     return not stale or algorithm.correction.mode != "off"

@@ -1,8 +1,8 @@
-"""From ``algorithm.objective`` to an objective: the built-in names, a user's own class, and what each reads.
+"""Makes the loss that ``algorithm.objective`` names: a built-in objective or a user's own class.
 
-An objective is a frozen dataclass. Its fields say what it reads: those in ``_KEYS`` come from the configuration's
-common keys, those in ``_OF_THE_STEP`` from the step, and all others from ``algorithm.objective.args``. A common key
-that is set and that the objective has no field for is refused.
+An objective is a frozen dataclass. Its fields say what it reads: fields in ``_KEYS`` come from common configuration
+keys, fields in ``_OF_THE_STEP`` from the step, and all other fields from ``algorithm.objective.args``. A common key
+that is set is refused when the objective has no field for it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _KEYS: Final[Mapping[str, str]] = {
     "correction_floor": "correction.floor",
     "correction_level": "correction.level",
 }
-"""The key below ``algorithm`` that each common field takes its value from."""
+"""For each common field of objectives, the key below ``algorithm`` that sets it."""
 _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
 
 
 def find(name: str) -> type[Any]:
-    """Return the class that ``algorithm.objective.name`` names; modules are looked for in the working folder too.
+    """Return the class that ``algorithm.objective.name`` names. A user's module may be in the working folder.
 
     Raises ConfigError when no class has this name, or when the class is no dataclass with ``__call__``.
     """
@@ -82,7 +82,7 @@ def find(name: str) -> type[Any]:
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
     """Return the named objective, made from the common ``settings`` that it has fields for and its own ``args``.
 
-    Raises ConfigError, with everything that is wrong.
+    Raises ConfigError with all that is wrong.
     """
     kind = find(name)
     known = {field.name for field in fields(kind) if field.init}
@@ -120,11 +120,11 @@ def make_objective(
     seed: int = 0,
     mean_length: float | None = None,
 ) -> Objective:
-    """Return the objective of an SGD step, with the controller's alpha_k.
+    """Return the objective of an SGD step, with the entropy coefficient ``alpha``.
 
     Args:
-        stale: the samples are from older weights than the policy's (``old_is_the_policy``).
-        seed: for random choices.
+        stale: the samples were drawn by older weights than the policy's (``old_is_the_policy``).
+        seed: for random choices of the objective.
         mean_length: counted tokens per response of the step's batch; None: the stage's ``max_response_tokens``.
 
     Raises ConfigError when ``algorithm.objective`` is wrong.
@@ -141,7 +141,7 @@ def make_objective(
 
 
 def value_at(section: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of the dotted ``key`` below ``section``."""
     for part in key.split("."):
         section = getattr(section, part)
     return section

@@ -1,7 +1,7 @@
-"""Objectives that need more than the head gives at once: evaluated on rank 0, before the update.
+"""Evaluates losses that need whole sequences or the whole mini-batch, on rank 0 before the update.
 
 The present weights score the whole mini-batch, autograd gives dL/dlogp_t and dL/dH_t of every token, and the update
-runs a pointwise loss with these as constants. The loss's gradient is exact under every packing and layout, because
+runs a pointwise loss with these constants. The gradient is exact under every packing and parallel layout, because
 
     dL/dtheta = sum_t dL/dlogp_t dlogp_t/dtheta + dL/dH_t dH_t/dtheta
 
@@ -33,7 +33,7 @@ class Learner(Protocol):
 
 
 def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) -> UpdateReport:
-    """Update the policy; an objective that needs scores (``needs_scores``) is evaluated first."""
+    """Make one SGD step. An objective that needs scores (``needs_scores``) is evaluated before the update."""
     if not needs_scores(objective, one_pass):
         return policy.update(batch, objective)
     started_s = time.perf_counter()
@@ -44,10 +44,10 @@ def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) 
 
 
 def needs_scores(objective: Objective, one_pass: bool) -> bool:
-    """Whether the objective is evaluated before the update: its scope is the batch, or a sequence in one-pass mode.
+    """Return whether the objective must be evaluated before the update: scope "batch", or "sequence" with ``one_pass``.
 
-    The one-pass head forms the gradient tile by tile and never has a whole sequence; in recompute mode every sequence
-    lies in one micro-batch.
+    The one-pass head forms the gradient tile by tile and never sees a whole sequence. The recompute head sees every
+    sequence whole in one micro-batch.
     """
     scope = scope_of(objective)
     return scope == "batch" or (scope == "sequence" and one_pass)
@@ -55,7 +55,7 @@ def needs_scores(objective: Objective, one_pass: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinearLoss:
-    """sum_t g_t log pi_theta + h_t H_t with the constants g and h of ``TokenInputs``."""
+    """The loss sum_t g_t log pi_theta + h_t H_t, with g, h: ``log_prob_gradients``, ``entropy_gradients``."""
 
     temperature: float
 
@@ -70,7 +70,7 @@ class LinearLoss:
 
 
 class Linearised(NamedTuple):
-    """An objective at the present weights, as a batch with constants and the loss that uses them."""
+    """An objective linearised at the present weights: a batch with gradient constants, and the loss that uses them."""
 
     batch: Batch
     objective: LinearLoss
@@ -79,9 +79,9 @@ class Linearised(NamedTuple):
 
 
 def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linearised:
-    """Evaluate the objective in float64 on the whole batch, whose samples the present weights have scored.
+    """Return the objective linearised on the whole batch, evaluated in float64 with ``scores`` by the present weights.
 
-    A loss that is not finite makes all constants NaN, so that the update is skipped.
+    A loss that is not finite makes all gradient constants NaN, so that the update is skipped.
     """
     locations = _locations(batch)
     log_probs, entropies = (_joined(values).requires_grad_() for values in (scores.log_probs, scores.entropies))
@@ -104,11 +104,11 @@ def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linear
 
 
 _Location = tuple[int, int, NDArray[np.int64]]
-"""A sample's data-parallel rank, its row on that rank, its counted positions in the row."""
+"""A sample's data-parallel rank, its packed row on the rank, and its counted positions in the row."""
 
 
 def _locations(batch: Batch) -> list[_Location]:
-    """Return where each sample lies, in the order of the samples."""
+    """Return each sample's location in the packed rows, in the order of the samples."""
     located: dict[int, _Location] = {}
     for r, rank in enumerate(batch.ranks):
         for m, row in enumerate(rank):
@@ -147,7 +147,7 @@ def _joined(values: Sequence[Float32Array]) -> Tensor:
 
 
 def _bare(row: MicroBatch, with_entropy: bool) -> MicroBatch:
-    """Return the row with zeroed gradient arrays, without arrays that only the evaluation reads, to send less."""
+    """Return the packed row with zeroed gradient arrays, and without the arrays that the linear loss does not read."""
     return replace(
         row,
         engine_log_probs=None,

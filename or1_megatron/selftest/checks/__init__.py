@@ -1,1 +1,1 @@
-"""The checks: for each a function that gets a ``Context``, and the function that its ranks run."""
+"""The self-test's checks: for each, a function that gets a ``Context``, and the function that its ranks run."""

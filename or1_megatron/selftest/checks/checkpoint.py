@@ -1,4 +1,4 @@
-"""Save, kill, load at another layout: the ranks are killed while a second save is under way."""
+"""Self-test of checkpoints: saves, kills the ranks while a second save is under way, loads at another layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def checkpoint(context: Context) -> None:
 
 
 class CheckpointRank:
-    """One rank's policy at a layout."""
+    """One trainer rank with its policy, at the parallel layout that the task names."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -62,14 +62,14 @@ class CheckpointRank:
         self._batch = pack(samples_of(LENGTHS, 1000), batch_layout(parallel, self.policy.hf))
 
     def update(self) -> list[float]:
-        """Return (loss, gradient norm)."""
+        """Make one SGD step; return [loss, gradient norm]."""
         rows, tokens = self._batch.ranks[self.mesh.data_rank], self._batch.token_count
         report = self.policy.update(rows, OBJECTIVE, tokens)
         return [report.sums["loss"] / tokens, report.grad_norm]
 
 
 def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Save after two and after four updates; note the results of all six; then kill this rank, as every rank does."""
+    """Make six updates with saves after the second and fourth, note all results, then kill this rank by SIGKILL."""
     rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
@@ -85,7 +85,7 @@ def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 
 
 def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Load the newest checkpoint that is intact, and update twice."""
+    """Load the newest intact checkpoint, make two updates, and note its step and their results."""
     rank = CheckpointRank(task)
     newest: list[Any] = [rank.keeper.newest_intact() if rank.mesh.rank == 0 else None]
     torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)

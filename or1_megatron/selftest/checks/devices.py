@@ -1,5 +1,5 @@
-"""Devices and links: memory bandwidth, the rate of a matrix product, copies to the host and to other devices,
-all-reduce. On CPU, processes stand for devices, and no rate is expected."""
+"""Self-test of devices and links: memory bandwidth, matrix products, copies to host and other devices, all-reduce.
+On CPU, processes stand for devices, and no rate is expected."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SHARE: Final = {
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
 }
-"""The share of its datasheet that a healthy device reaches; below, look at clocks, slots and topology."""
+"""Share of its data-sheet rate that a healthy device reaches; if it is lower, check clocks, slots and topology."""
 
 
 def expected_rate(gpu: str, rate: str) -> float | None:
     """Return a GPU's expected rate, in units of 1e9 per second; None if no hardware file knows the GPU.
 
     Args:
-        gpu: its name; "" for a CPU.
+        gpu: the GPU's name; "" for a CPU.
         rate: a key of a hardware file, and of ``_SHARE``.
     """
     card = hardware_of(gpu) if gpu else None
@@ -57,7 +57,7 @@ def devices(context: Context) -> None:
 
 
 def one_device(context: Context, index: int, name: str, size: int) -> None:
-    """Measure one device by itself; ``name`` is the GPU's name, "" for the CPU."""
+    """Measure one device alone: memory, matrix product, copies to the host. ``name``: the GPU's, "" for the CPU."""
     what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
     if name:
         torch.cuda.set_device(index)
@@ -74,7 +74,7 @@ def one_device(context: Context, index: int, name: str, size: int) -> None:
 
 
 def all_reduce(context: Context, gpu: str, size: int) -> None:
-    """Check and time a sum over all devices, by NCCL on GPUs and gloo on CPU."""
+    """Check and time an all-reduce over all devices, by NCCL on GPUs and gloo on CPU."""
     ranks = context.machine.devices
     summed = on_ranks(f"{__name__}:one_rank", {"size": size}, ranks, "the all-reduce")
     context.require("all-reduce: the sum is right", summed["right"])
@@ -84,7 +84,7 @@ def all_reduce(context: Context, gpu: str, size: int) -> None:
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Sum as one rank; rank 0 notes whether the sum is right, and its seconds."""
+    """Take part in the all-reduce as one rank; rank 0 notes whether the sum is right, and its seconds."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

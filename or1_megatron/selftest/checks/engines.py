@@ -1,7 +1,7 @@
-"""Engines beside a trainer: handoffs by every transport that the placement allows, sampling, and sleep.
+"""Self-test of engines beside a trainer: handoffs by every transport that the placement allows, sampling, and sleep.
 
-Every handoff ends with the comparison of checksums (the sender makes it) and the log-prob probe. The ranks start
-engines as a run does; before each handoff the weights change, so that old weights cannot pass for new.
+After every handoff the sender compares checksums, and the probe compares log-probs. The ranks start engines as a run
+does; the weights change before each handoff, so that old weights in the engines are detected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from or1_verify.types import Message, Problem
 _RUN: Final = "selftest"
 _RESPONSES: Final = 16
 _BOUND_NATS: Final = 1e-3
-"""Largest difference between log-probs of engine and policy in fp32."""
+"""Largest allowed difference between log-probs of engine and policy in fp32."""
 
 
 def handoff(context: Context) -> None:
@@ -56,7 +56,7 @@ def handoff(context: Context) -> None:
 
 
 def sleep(context: Context) -> None:
-    """Let engines sleep on the trainer's GPUs, as before an update, and bring them back."""
+    """Check that engines on the trainer's GPUs free memory while they sleep, and compute the same after waking."""
     devices = context.machine.devices
     transports = placements_for(context.machine.cuda, devices)["colocated"][2][:1]
     slept = run(context, "colocated", devices, devices, transports, sleep=True)
@@ -70,7 +70,7 @@ def sleep(context: Context) -> None:
 def run(
     context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
 ) -> dict[str, Any]:
-    """Start trainer ranks with engines; return their measurements, by name."""
+    """Start trainer ranks with engines, and return their measurements by name."""
     model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
@@ -80,7 +80,7 @@ def run(
 
 
 class EngineRank:
-    """One trainer rank; rank 0 also holds the engines. All methods are collective."""
+    """One trainer rank of the check; rank 0 also holds the engines. All ranks must call each method together."""
 
     def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, pool: EnginePool | None) -> None:
         self.config, self.mesh, self.policy, self.pool = config, mesh, policy, pool
@@ -89,7 +89,7 @@ class EngineRank:
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
 
     def hand_off(self, sender: Any) -> None:
-        """Scale every parameter, so that the policy differs from the engines', and send it as the next version."""
+        """Scale all parameters, so that the policy differs from the engines' weights, and send them to the engines."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)
@@ -97,10 +97,10 @@ class EngineRank:
         sender.send(self.version)
 
     def judge(self) -> float:
-        """Compare engines and policy on the probe, and let the engines serve; return the largest difference.
+        """Return the largest log-prob difference between engines and policy on the probe; let the engines serve.
 
         Raises:
-            HandoffMismatch: they do not compute the same.
+            HandoffMismatch: the difference exceeds the probe's bound.
         """
         expected = self.score([scored_whole(ids) for ids in self.probe.token_ids])
         if self.engines is None:
@@ -138,10 +138,10 @@ class EngineRank:
         return float(apart.max()), apart.size, "tokens"
 
     def sleep_and_wake(self, transport: str, held: int) -> dict[str, Any]:
-        """Let the engines sleep, look at the memory, wake them with new weights.
+        """Let the engines sleep, measure the freed memory, wake them with new weights, and compare log-probs.
 
         Args:
-            held: bytes that the engine on this rank's device took when it started.
+            held: bytes of device memory that the engine on this rank's device took when it started.
         """
         sender = self.sender(transport)
         self.hand_off(sender)
@@ -162,7 +162,7 @@ class EngineRank:
         }
 
     def _together(self, call: Callable[[Any], None]) -> None:
-        """Make the call on rank 0; other ranks wait."""
+        """Make the call on rank 0, while the other ranks wait."""
         if self.engines is not None:
             call(self.engines)
         dist.barrier(group=self.mesh.control)
@@ -174,7 +174,7 @@ class EngineRank:
 
 
 def draw(pool: EnginePool, vocabulary: int) -> tuple[list[Sample], list[Float32Array]]:
-    """Have each engine sample at temperature 1 from random prompts; return the responses and their log-probs."""
+    """Have each engine sample from random prompts at temperature 1; return the responses and the engines' log-probs."""
     rng = np.random.default_rng(0)
     samples, log_probs = [], []
     for index, engine in enumerate(pool.handles):
@@ -194,7 +194,7 @@ def draw(pool: EnginePool, vocabulary: int) -> tuple[list[Sample], list[Float32A
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Hand off and sample, or sleep and wake, as one trainer rank; rank 0 has the engines and notes the results."""
+    """Run one trainer rank of the check (handoffs and sampling, or sleep); rank 0 has the engines, notes results."""
     config = Config.model_validate(task["config"])
     lead = os.environ["RANK"] == "0"
     pool: EnginePool | None = None

@@ -1,4 +1,4 @@
-"""The fused head: compared with float64 on all logits; on a GPU also the workspace of a call at a 32B model's size."""
+"""Self-test of the fused head: compares it with float64 on all logits; on a GPU also measures its workspace."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from or1_megatron.selftest.one_check import Context
 TOKENS: Final = 32768
 VOCABULARY: Final = 152064
 WORKSPACE_BYTES: Final = {"recompute": 350e6, "one_pass": 2.6e9}
-"""The largest allowed workspace of a call, by the head's mode."""
+"""Largest allowed workspace of a call of the head, by its mode, at a 32B model's vocabulary and 32,768 tokens."""
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """One call. The loss is sum(a log p) + sum(c H); without ``c`` it does not depend on the entropies."""
+    """The inputs of one call of the head, with the loss sum(a log p) + sum(c H) (without ``c``: sum(a log p))."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V + padding, H]
@@ -56,12 +56,12 @@ def normal_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> HeadCase:
-    """Return a case of random normal inputs, whose dot products fp32 has to round; ``shift`` moves all logits."""
+    """Return a case of random normal inputs, whose dot products fp32 must round; ``shift`` is added to all logits."""
     options: Any = {"generator": torch.Generator(device).manual_seed(tokens + vocabulary), "device": device}
     x = torch.randn(tokens, hidden, **options)
     weight = torch.randn(vocabulary + padding, hidden, **options) / hidden**0.5 * 2
     x[:, 0], weight[:, 0] = 1.0, shift
-    weight[vocabulary:] = 1e3  # a padded row that is counted would win
+    weight[vocabulary:] = 1e3  # a padding row that is counted would dominate the softmax
     targets = torch.randint(vocabulary, (tokens,), **options)
     a, c = torch.randn(2, tokens, **options)
     return HeadCase(x.to(dtype), weight.to(dtype), targets, a, c, temperature, vocabulary)
@@ -74,7 +74,7 @@ NORMAL_CASES: Final[dict[str, dict[str, Any]]] = {
     "padded rows": {"tokens": 130, "hidden": 64, "vocabulary": 1000, "padding": 24},
     "all logits very negative": {"tokens": 65, "hidden": 64, "vocabulary": 1501, "shift": -1e4},
 }
-"""Arguments of ``normal_case``."""
+"""Arguments of ``normal_case``, by the name of the case."""
 
 
 def kernels(context: Context) -> None:
@@ -86,7 +86,7 @@ def kernels(context: Context) -> None:
 
 
 def against_float64(context: Context, epilogue: str) -> None:
-    """Compare both modes with float64: all cases in fp32, relative to ``fp32_bounds``, and one case in bf16."""
+    """Compare both modes of the head with float64: all cases in fp32 (over ``fp32_bounds``), and one case in bf16."""
     device = "cuda" if context.machine.cuda else "cpu"
     for mode in WORKSPACE_BYTES:
         cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
@@ -101,7 +101,7 @@ def against_float64(context: Context, epilogue: str) -> None:
 
 
 def oracle(case: HeadCase) -> HeadNumbers:
-    """Compute a case by autograd on the whole matrix in float64; the padding's gradient is 0."""
+    """Compute a case by autograd on the whole matrix of logits in float64; padding rows have gradient 0."""
     x, w = case.hidden.detach().double().requires_grad_(), case.weight.detach().double().requires_grad_()
     rows = w[: case.true_vocab_size]
     log_probs, entropies = reference_log_probs_and_entropies(x, rows, case.targets, case.temperature)
@@ -116,11 +116,11 @@ def oracle(case: HeadCase) -> HeadNumbers:
 def run_head(
     case: HeadCase, epilogue: str = "torch", shard: VocabularyShard | None = None, *, into_main_grad: bool = False
 ) -> HeadNumbers:
-    """Compute a case with the head.
+    """Compute a case with the fused head.
 
     Args:
-        shard: ``weight`` has this shard's rows.
-        into_main_grad: the weight's gradient is added to ones in ``main_grad``.
+        shard: the part of the vocabulary that ``case.weight`` holds; None: all of it.
+        into_main_grad: have the weight's gradient added to ``main_grad``, which begins with ones.
     """
     x = case.hidden.clone().requires_grad_()
     w: Any = case.weight.clone().requires_grad_()
@@ -152,9 +152,9 @@ def head_loss(
 
 
 def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
-    """Return the largest difference from float64 of a log-prob or entropy (in fp32: over ``fp32_bounds``), and of the
-    gradients, relative to their norms: 0 where logits of size 1e4 lose more than that before the head begins. A
-    gradient of a padded row, or a probability above 1, counts as infinite."""
+    """Return the largest difference between head and float64: of log-probs and entropies (in fp32: divided by
+    ``fp32_bounds``), and of gradients, relative to their norms (0 with ``shift``, since logits of 1e4 lose too many
+    digits). Both are infinite if a padding row has a gradient, or a probability is above 1."""
     true, ours = oracle(case), run_head(case, epilogue, into_main_grad=True)
     if ours.of_weight[case.true_vocab_size :].any() or float(ours.log_probs.max()) > 0.0:
         return float("inf"), float("inf")
@@ -174,10 +174,10 @@ def relative(ours: Tensor, true: Tensor) -> float:
 
 
 def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[float, float]:
-    """Return how far rounding in fp32 may move log-probs and entropies. ``hidden`` is [T, H], ``weight`` [V, H].
+    """Return the largest changes of log-probs and of entropies that fp32 rounding explains, for [T, H] and [V, H].
 
-    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and rounding errors nearly
-    independent (Higham and Mary, 2019), whatever the order of its sums. 64 more roundings stand for the temperature,
+    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and nearly independent
+    rounding errors (Higham and Mary, 2019), in any order of summation. 64 more roundings account for the temperature,
     exp, and sums over the vocabulary in trees. If each logit moves by at most d, a log-prob moves by at most 2 d and an
     entropy by d sum p |log p + H|.
     """
@@ -193,8 +193,8 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 def workspace_bytes(mode: str) -> int:
     """Return the bytes that forward + backward allocate beside inputs, gradients and main_grad, at full size except H.
 
-    An uncounted pass comes first: it compiles, and makes cuBLAS allocate a permanent workspace (32 MiB on Hopper) for
-    each thread that multiplies, autograd's among them.
+    An uncounted pass comes first, which compiles, and in which cuBLAS allocates a permanent workspace (32 MiB on
+    Hopper) for each thread that multiplies matrices, autograd's among them.
     """
     options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
     hidden = torch.randn(TOKENS, 256, **options).requires_grad_()

@@ -1,6 +1,6 @@
-"""Compares every layout's results with transformers + torch: the self-test's check, and ``or1 check-parity``.
+"""Compares Megatron at every parallel layout with transformers + torch: a self-test, and ``or1 check-parity``.
 
-The ranks (``parallel.check_parity``) are started once, as many as the largest layout takes.
+The ranks (``parallel.check_parity``) are started once, as many as the largest layout needs.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ TOLERANCE: Final = {
 }
 """Largest tolerated difference of each kind (``parallel.parity.Deviation``), unless rounding explains a larger one.
 
-In bfloat16 rounding causes the difference: the reference computes in fp32 on the rounded weights. Three steps move less
-than bf16 can show, so ``parameters`` is left out; losses and norms show only that an update takes a gradient."""
+In bfloat16 rounding causes the differences, because the reference computes in fp32 on the rounded weights. Three steps
+change parameters by less than bf16 resolves, so ``parameters`` is left out."""
 _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
-"""A difference may be this many times the one that rounding alone causes in transformers: sums and orders differ. In a
-deep model this is more than ``TOLERANCE``."""
+"""Largest tolerated ratio of a difference to the one that rounding alone causes in transformers, since the order of
+sums differs. In a deep model this allows more than ``TOLERANCE``."""
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
-"""A task's number of sequences, the longest in tokens, the seed, and the arguments of ``probe_objective``."""
+"""Defaults of a task: number of sequences, longest sequence in tokens, seed, and arguments of ``probe_objective``."""
 
 
 def layouts(context: Context) -> None:
-    """Compare every layout that the devices allow, on a random model. In bf16 on a GPU the model has Transformer
-    Engine's layers where that is installed, as in a run."""
+    """Compare every parallel layout that the devices allow, on a random model. In bf16 on a GPU the model has
+    Transformer Engine's layers if it is installed, as in a run."""
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
     names = layouts_for(machine.cuda, machine.devices)
@@ -71,7 +71,7 @@ def layouts(context: Context) -> None:
 
 
 def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Note the largest differences, each with the layout that has it."""
+    """Note the largest difference of each kind with its layout; fail if a layout differs too much."""
     differing = [f"{row['name']}: {line}" for row in rows for line in row["beyond"]]
     beyond_bounds = sum(bool(row["beyond"]) for row in rows)
     context.measure(f"{short}: layouts", len(rows))
@@ -86,9 +86,9 @@ def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
-    """Return a layout per kind of parallelism (EP for a model with experts), two combinations, and two of longer rows.
+    """Return one layout per kind of parallelism (EP only with experts), two combinations, and two with longer rows.
 
-    ``longest`` is in tokens.
+    ``longest``: longest sequence in tokens.
     """
     kinds: tuple[str, ...] = (
         "1",
@@ -115,13 +115,13 @@ def task_of(
     """Return the task for ``measure_on_ranks``.
 
     Args:
-        layouts: as for ``parallel_layouts.parse_layout``; a layout that the model does not allow is an error.
+        layouts: texts for ``parallel_layouts.parse_layout``; a layout that the model does not allow is an error.
             Empty: those of ``default_layouts`` that the model allows.
-        leave_out: is called with a sentence for each layout that is left out.
-        settings: replace those of ``DEFAULTS``.
+        leave_out: called with a sentence for each default layout that is left out.
+        settings: values that replace those of ``DEFAULTS``.
 
     Raises:
-        LayoutError, ModelError: a layout cannot work; the model cannot be read.
+        LayoutError, ModelError: a layout cannot work, or the model cannot be read.
     """
     task = {**DEFAULTS, **settings, "model": model.model_dump(mode="json"), "layouts": []}
     hf = read_hf_config(model.hf)
@@ -139,14 +139,14 @@ def task_of(
 
 
 def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[int, list[list[dict[str, Any]]]]:
-    """Measure tasks with the same ranks, one task after the other. Main thread only.
+    """Measure all tasks, one after the other, on ranks that are started once. Call it in the main thread only.
 
     Args:
-        tolerance: multiplies ``TOLERANCE``.
+        tolerance: factor of ``TOLERANCE``.
 
     Returns:
-        The ranks' exit status, and for each task a row (``measure_on_ranks``) per layout that was measured before the
-        ranks ended, with ``beyond``: a sentence for each difference that exceeds its bound.
+        The ranks' exit status, and for each task a record (``measure_on_ranks``) per layout that was measured before
+        the ranks ended, with ``beyond``: a sentence for each difference that exceeds its bound.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
     cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
@@ -164,7 +164,7 @@ def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[i
 
 
 def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Measure under torchrun; rank 0 notes each layout's numbers as soon as they are measured."""
+    """Measure all tasks' layouts as one rank; rank 0 notes each layout's numbers as soon as they are measured."""
     from or1_megatron.parallel.check_parity import measure_on_ranks
 
     torch.set_num_threads(1)
@@ -177,7 +177,7 @@ def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 
 
 def beyond(row: Mapping[str, Any], dtype: str, tolerance: float) -> Iterator[str]:
-    """Yield a sentence for each difference of a row that exceeds its bound, with the worst tensor's name."""
+    """Yield a sentence for each difference of a layout's record that exceeds its bound, with the worst tensor."""
     difference = row["difference"]
     for kind, bound in bounds(row["rounding"], dtype, tolerance).items():
         value = difference[kind]
@@ -190,7 +190,7 @@ def beyond(row: Mapping[str, Any], dtype: str, tolerance: float) -> Iterator[str
 
 
 def bounds(rounding: Mapping[str, Any], dtype: str, tolerance: float) -> dict[str, float]:
-    """Return by kind the largest difference that is tolerated."""
+    """Return the largest tolerated difference, by kind."""
     return {
         kind: tolerance * max(bound, _ROUNDINGS[dtype] * rounding[kind]) for kind, bound in TOLERANCE[dtype].items()
     }

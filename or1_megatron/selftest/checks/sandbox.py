@@ -1,5 +1,4 @@
-"""The sandbox: in each tier an untrusted program runs, and cannot read the host's files, reach a network or outlive its
-limit."""
+"""Self-test of the sandbox's tiers: programs run, but cannot read host files, use a network or outlive their limit."""
 
 from __future__ import annotations
 
@@ -45,12 +44,12 @@ def sandbox(context: Context) -> None:
 
 
 def why_refused(error: SandboxUnavailable) -> str:
-    """Return the reason without the message's beginning."""
+    """Return the error's list of what was tried, without the general text before it."""
     return str(error).partition("Tried: ")[2] or str(error)
 
 
 def one_tier(context: Context, tier: str, opened: Sandbox) -> None:
-    """Run an honest, a prying and an endless program."""
+    """Run an honest, a prying and an endless program in one tier, and check each result."""
     started_s = time.perf_counter()
     honest = opened.run(_python(_HONEST), b"20 22\n")
     context.require(f"{tier}: an honest program gives its result", honest.succeeded and honest.output == b"42\n")

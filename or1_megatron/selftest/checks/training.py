@@ -1,4 +1,4 @@
-"""A short run of the quickstart on this machine's devices, with ``or1 train``."""
+"""Self-test of training: a short run of the quickstart on this machine's devices, with ``or1 train``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train_separate(context: Context) -> None:
 
 
 def short_run(context: Context, placement: str) -> None:
-    """Train, and look at what the run has recorded."""
+    """Train the quickstart for a few steps with one placement, and check the metrics that the run has recorded."""
     run, data = context.folder / "run", context.folder / "data"
     count = ["--train", "1024" if context.machine.cuda else "128", "--held-out", "64" if context.machine.cuda else "8"]
     subprocess.run([sys.executable, str(QUICKSTART / "task.py"), "--out", str(data), *count], check=True)
@@ -37,7 +37,7 @@ def short_run(context: Context, placement: str) -> None:
 
 
 def note(context: Context, run: Path, steps: int, bound: float) -> None:
-    """Note what a run's metrics say. ``bound``: as ``safety.mismatch_mean``, nats."""
+    """Check a run's metrics and summary. ``bound``: largest mean log-prob mismatch, in nats."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "mismatch/mean_abs" in row]  # the first row is from before training
     context.require("steps", len(trained), at_least=steps)

@@ -1,6 +1,6 @@
-"""Programs that run inside a sandbox. It gets their text; we never import them. They need only the standard library.
+"""Our own programs that run inside a sandbox, which gets their text; they are never imported here.
 
-Each finds ``codec.py`` beside it, which it imports.
+They need only the standard library, and ``codec.py``, which lies beside them in the sandbox.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ _CODEC = _FOLDER.parent.joinpath("codec.py").read_bytes()
 
 
 def own_program(name: str) -> Program:
-    """Return one of this folder's programs, such as "call_server"."""
+    """Return the sandbox program made of one of this folder's files, such as "call_server"."""
     source = _FOLDER.joinpath(f"{name}.py").read_bytes()
     return Program({"main.py": source, "codec.py": _CODEC}, ("{python}", "{box}/main.py"))

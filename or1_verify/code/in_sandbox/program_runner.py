@@ -1,8 +1,8 @@
-"""Runs a test program against a submission that is in another sandbox.
+"""Runs a test program inside a sandbox, against a submission in another sandbox.
 
-The test program sees stand-ins for what it tests. Using one asks over the channel (standard output) and waits for the
-answer (standard input), which is plain data, decoded here into exact built-in types. No code of the submission runs in
-this process, so neither its ``__eq__`` nor anything else of it takes part in a comparison.
+The test program sees stand-ins for the submission's functions. A call of a stand-in is written to standard output; its
+answer comes on standard input as plain data, which is decoded into exact built-in types. No code of the submission runs
+in this process, so neither its ``__eq__`` nor other code of it takes part in a comparison.
 
 Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
 {"passed": true}, or {"failed": words, "at": the line of the test program}.
@@ -22,8 +22,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-# Two end loops: to `zip(map(f, xs), wanted)` and `all(map(f, xs))`, a StopIteration means that all was compared. Two
-# cannot be made from one text.
+# The first two end loops: to `zip(map(f, xs), wanted)` and `all(map(f, xs))`, a StopIteration means that all was
+# compared. The last two cannot be made from one text.
 NEVER_PASSED_ON = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
 
 
@@ -80,9 +80,9 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Do to the caller's argument what the call did to its copy, but not within an assert.
+        """Give the caller's argument the state that the call left its copy in, except within an assert.
 
-        In ``assert f(x) == expected(x)`` a submission would change what it is compared with.
+        In ``assert f(x) == expected(x)`` a submission could otherwise change what its result is compared with.
         """
         if state is None or self.in_assert:
             return
@@ -97,8 +97,8 @@ class Channel:
 
 
 class Remote:
-    """Stands for a function, class or object in the submission's process. It can be called and looked into, but not
-    compared."""
+    """A stand-in for a function, class or object in the submission's process. It can be called, and its attributes and
+    items read, but it cannot be compared."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,7 +140,7 @@ class Remote:
 
 
 class Marker(ast.NodeTransformer):
-    """Tells the channel when an assert is being evaluated."""
+    """Rewrites asserts so that the channel knows while one is being evaluated."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
         begin, end = (ast.parse("__channel__.in_assert = " + value).body[0] for value in ("True", "False"))
@@ -172,7 +172,7 @@ def run(setup: dict[str, Any]) -> None:
 
 
 def failing_line(error: BaseException, lines: list[str]) -> str:
-    """Return the last line of the test program that the exception passed through."""
+    """Return the text of the last line of the test program that an exception passed through."""
     number, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "test_program.py":

@@ -1,4 +1,4 @@
-r"""Gives two texts one notation where only both together show which: vectors, and derivatives."""
+r"""Rewrites gold and answer in one notation if only the two together show which one is meant: vectors, derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Takes off what surrounds an answer and says nothing: sizes, environments of one row, remarks, frames of a sentence.
+r"""Removes text around an answer that has no meaning: sizes, environments of one row, remarks, frames of a sentence.
 
 It also marks the words of languages without spaces, and writes in LaTeX what is typed without: ``x**2``, ``C(n, 2)``.
 """

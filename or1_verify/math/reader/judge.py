@@ -136,7 +136,7 @@ def _gold_readings(gold: str) -> tuple[bool, ...]:
 
 
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
-    """Return an answer as it is, and 25% also as 25 where a plain number above 1 is asked for."""
+    """Return the readings of ``answer`` to compare: itself, and for 25% also 25 if the gold is a number above 1."""
     if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
         return (answer,)
     plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1

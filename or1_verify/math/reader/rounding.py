@@ -1,4 +1,4 @@
-"""``verify.math.rounding``: an exact answer is right where it rounds to the digits that a decimal gold shows.
+"""Implements ``verify.math.rounding``: an exact answer is right if it rounds to the digits of a decimal gold.
 
 A decimal answer is not exact, so 85.7 and 85.714 stay wrong for 85.71: they were rounded to other digits. A rational
 answer must be a numeral, and a closed form may have roots, pi and e. Functions such as a logarithm or a sine are left

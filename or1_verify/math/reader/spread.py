@@ -1,4 +1,4 @@
-r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
+r"""Expands an answer that stands for several values into these: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of a run: how they share devices with the trainer, and their start."""
+"""Starts the run's engines, and tells whether they share GPUs with the trainer (sleep, offload, KV-cache size)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from or1_megatron.weights.shape import Shape
 
 
 def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> EnginePool:
-    """Start the engines on the Ray that this process is connected to. They are not up yet; ``stack`` ends them."""
+    """Begin to start the engines on the connected Ray cluster, and return before they are up. ``stack`` ends them."""
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
     faults = FaultRecord(folder.root)
     engines = EnginePool(
@@ -36,7 +36,7 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
 
 
 def sized_rollout(config: Config) -> RolloutConfig:
-    """Return the section ``rollout``, with the KV cache's size where engines must leave room for the trainer."""
+    """Return the section ``rollout``, with a KV-cache size where the engines must leave room for the trainer."""
     if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
         return config.rollout
     size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
