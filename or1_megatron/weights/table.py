@@ -1,6 +1,6 @@
 """What the weight table is made of: rows that say which HF tensors make which Megatron tensor, and how it is cut.
 
-The rows of each family are in ``decoder``, ``dense`` and ``qwen3_moe``.
+``families`` lists the families, whose rows are in modules of their own beside ``decoder``.
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
