@@ -68,7 +68,8 @@ def _difference(everyone: list[tuple[int, tuple[int, ...], Mapping[str, int]]], 
     copies: dict[tuple[tuple[int, ...], str], dict[int, list[int]]] = {}
     for rank, place, sums in everyone:
         for name, value in sums.items():
-            copies.setdefault((place, name), {}).setdefault(value, []).append(rank)
+            held = place if ".experts." in name else place[:2]  # the rank of experts tells those of one name apart
+            copies.setdefault((held, name), {}).setdefault(value, []).append(rank)
     wrong = []
     for (_, name), ranks_of in copies.items():
         if len(ranks_of) > 1:

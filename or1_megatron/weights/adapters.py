@@ -31,6 +31,7 @@ from or1_megatron.weights.table import Experts, HFConfig, ModelFamily, Row
 _CONFIG: Final = "adapter_config.json"
 _TENSORS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."  # of the names in a folder
+_OTHER_SCALES: Final = ("use_rslora", "alpha_pattern")  # peft's keys
 _BASE: Final = "base_digest"  # our key in the metadata of the tensors' file
 
 
@@ -140,6 +141,8 @@ class AdapterTable:
         wrong = [
             f"{key} is {config.get(key)}, and the run's is {value}" for key, value in ours if config.get(key) != value
         ]
+        if others := [key for key in _OTHER_SCALES if config.get(key)]:
+            wrong.append(f"{', '.join(others)}: its scale is not lora_alpha / r everywhere")
         if (file.metadata() or {}).get(_BASE) not in (None, base_digest(base)):
             wrong.append(f"its base, {config.get('base_model_name_or_path')}, has other weights than {base}")
         shapes = {name: self._shapes[name] for name in self.names}

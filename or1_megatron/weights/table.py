@@ -1,6 +1,6 @@
 """The weight table's types: a row says which HF tensors make which Megatron tensor, and how tensor parallelism cuts it.
 
-The rows of each family are in the family's module (``decoder``, ``dense``, ``qwen3_moe``, ...).
+``families`` lists the families, whose rows are in modules of their own beside ``decoder``.
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
