@@ -40,7 +40,7 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 class CheckpointKeeper:
     """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay, the best by evaluation if
-    ``keep_best``, and the checkpoint of every ``keep_every_steps``-th step (0: none for this reason)."""
+    ``keep_best``, and the checkpoint of every ``keep_every_steps``-th step (0: no such rule)."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, their number types, and ConfigError."""
+"""The base class of all configuration sections, which refuses unknown keys; number types; ConfigError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration schema, and the error for an unknown key, with the known name nearest to it."""
+"""The dotted keys of a configuration schema, and the words of the error for an unknown key: the nearest name."""
 
 from __future__ import annotations
 

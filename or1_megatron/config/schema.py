@@ -1,4 +1,4 @@
-"""The configuration schema ``Config`` and most of its sections, typed and frozen; unknown keys are refused.
+"""The configuration schema ``Config`` and most of its sections, typed and frozen.
 
 Other sections are in ``parallel``, ``stages`` and ``algorithm``; ``load`` makes a Config from YAML files and overrides.
 Each part of the code receives the section that it needs, never the whole Config. Defaults are the recipe's

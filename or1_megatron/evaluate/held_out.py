@@ -49,7 +49,10 @@ class HeldOut:
         self._clock = clock
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Return the combined result of all sets. Raises what the rollout raises, and VerificationFailing."""
+        """Return the combined result of all sets; ``whole``: with ``samples`` responses, else ``samples_during``.
+
+        Raises what the rollout raises, and VerificationFailing.
+        """
         return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:

@@ -139,7 +139,7 @@ class StageSchedule:
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """End the current stage after the steps done so far, because the user has chosen this checkpoint."""
+        """End the current stage after the steps done so far: the next stage starts here by the user's choice."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:

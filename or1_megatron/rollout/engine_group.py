@@ -1,4 +1,4 @@
-"""Calls all engines at once (``interfaces.EngineControl``), and finds out why an engine does not answer."""
+"""Calls all engines at once (``interfaces.EngineControl``), and finds which engines are lost, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts, restarts and ends the run's engines, each a Ray actor with its environment, node and GPUs."""
+"""Starts the run's engines, replaces lost ones and ends them: each a Ray actor with its environment, node and GPUs."""
 
 from __future__ import annotations
 

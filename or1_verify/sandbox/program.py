@@ -1,4 +1,4 @@
-"""The sandbox's interface: programs, limits (CPU and wall time, memory, ...), results and exceptions.
+"""The sandbox's interface: programs, limits and the rlimits made of them, results and exceptions.
 
     with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
         program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))

@@ -173,7 +173,10 @@ def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) real parameter of tuples: the declared one, or the only letter that the answer adds."""
+    """Return the letters (gold's, answer's) of a point's real parameter, as t in ``(t, 2t)``; None without two.
+
+    An answer that declares none may have it as the only letter that the gold lacks.
+    """
     names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
     if not names[0]:
         return None
