@@ -382,7 +382,7 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
 
 def test_engines_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nobody takes turns; with one its memory counts, unless the config says another."""
-    monkeypatch.setattr(sampling, "read_hf_config", lambda folder: SEVEN_B)
+    monkeypatch.setattr(engine_start, "read_hf_config", lambda folder: SEVEN_B)
     unknown = config(gpu_gb=None)
     assert engine_start.sized_rollout(unknown) == unknown.rollout
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
