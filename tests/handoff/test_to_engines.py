@@ -73,13 +73,8 @@ def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> It
         pool.close()
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_compute_what_was_sent(
-    name: str, tensor: int, tiny_model: TinyModel, ray_cluster: None, tmp_path: Any
-) -> None:
-    """Correction biases and the factors that engines make of latents' weights change, too."""
-    pool, model = started(tmp_path, tiny_model, name, 1, tensor, **MIXTURES[name])
+def handed_off(pool: Any, model: Any) -> Iterator[tuple[Any, Any]]:
+    """Hand off two changed models, one after the other; yield (engines, model) when the engines serve it."""
     pool.wait_ready()
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, 2, 1, 2), CONFIG, control)
@@ -87,9 +82,20 @@ def test_mixtures_compute_what_was_sent(
         trainer.grid.model = perturbed(model, seed=version)
         trainer.send(version)
         control.certify(version)
-        assert difference(control, trainer.grid.model) < 1e-4
+        yield control, trainer.grid.model
     trainer.close()
     pool.close()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_compute_what_was_sent(
+    name: str, tensor: int, tiny_model: TinyModel, ray_cluster: None, tmp_path: Any
+) -> None:
+    """Correction biases and the factors that engines make of latents' weights change, too."""
+    pool, model = started(tmp_path, tiny_model, name, 1, tensor, **MIXTURES[name])
+    for control, sent in handed_off(pool, model):
+        assert difference(control, sent) < 1e-4
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("qwen3_5", 1), ("qwen3_next", 1), ("qwen3_next", 2)])
@@ -102,18 +108,10 @@ def test_linear_attention_computes_what_was_sent(
         pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 is also that of its model for images")
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "layer_types": None}
     pool, model = started(tmp_path, tiny_model, name, 1, tensor, "bfloat16", **heads)
-    pool.wait_ready()
-    control = pool.control(CONFIG.timeout_s)
-    trainer = Trainer(Grid(model, 2, 1, 2), CONFIG, control)
-    for version in (1, 2):
-        trainer.grid.model = perturbed(model, seed=version)
-        trainer.send(version)
-        control.certify(version)
+    for control, sent in handed_off(pool, model):
         found = np.concatenate(control.score_prompts(PROBE)[0])
-        new, old = (np.concatenate(scores(copy.deepcopy(x).float(), PROBE)) for x in (trainer.grid.model, model))
+        new, old = (np.concatenate(scores(copy.deepcopy(x).float(), PROBE)) for x in (sent, model))
         assert np.abs(found - new).mean() < min(0.1, np.abs(found - old).mean() / 10)
-    trainer.close()
-    pool.close()
 
 
 def model_bytes(model: Any) -> int:
