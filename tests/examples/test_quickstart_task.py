@@ -85,11 +85,6 @@ def test_problems_have_pythons_answer_and_stay_in_range(operations: int) -> None
         assert 0 <= min(values) and max(values) <= task.MAX_VALUE
 
 
-def test_one_operation_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        task.make_problem(random.Random(0), 1)
-
-
 def test_sets_of_different_seeds_are_disjoint_and_the_split_ignores_spacing() -> None:
     train = {task.normalise(problem.text) for problem in islice(task.draw_problems(0, held_out=False), 3000)}
     held_out = {task.normalise(problem.text) for problem in islice(task.draw_problems(1, held_out=True), 500)}
@@ -163,25 +158,6 @@ def test_everything_round_trips(tokenizer: PreTrainedTokenizerFast, examples: li
         assert tokenizer.decode([*response_ids, tokenizer.eos_token_id], skip_special_tokens=True) == example.response
 
 
-def test_numbers_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    """60-(7*8) is 60 - ( 7 * 8 ): seven tokens; a number beyond the largest falls apart but survives."""
-    names = tokenizer_module.vocabulary()
-    assert [names[index] for index in tokenizer.encode("60-(7*8)")] == ["60", "-", "(", "7", "*", "8", ")"]
-    assert tokenizer.decode(tokenizer.encode("149")) == "149"
-
-
-def test_the_first_token_tells_the_habit(
-    tokenizer: PreTrainedTokenizerFast, examples: list[demos.Demonstration]
-) -> None:
-    first_tokens = {habit: tokenizer.encode(prefix) for habit, prefix in demos.HABIT_PREFIXES.items()}
-    assert [len(ids) for ids in first_tokens.values()] == [1, 1, 1]
-    assert len({ids[0] for ids in first_tokens.values()}) == 3
-    for example in examples:
-        assert tokenizer.encode(example.response)[0] == first_tokens[example.habit][0]
-    for habit, share in demos.HABIT_SHARES.items():
-        assert abs(sum(example.habit == habit for example in examples) / 600 - share) < 0.08
-
-
 def test_every_careful_step_is_right(examples: list[demos.Demonstration]) -> None:
     """Each line's equation holds, and what is left after it still has the answer's value and one operation less."""
     careful = [example for example in examples if example.habit == demos.CAREFUL]
@@ -198,25 +174,6 @@ def test_every_careful_step_is_right(examples: list[demos.Demonstration]) -> Non
             remaining = rest[0] if rest else right
             assert python_value(remaining) == example.problem.answer
             assert sum(remaining.count(sign) for sign in "+-*") == example.problem.operations - done
-
-
-def test_the_other_habits_are_mostly_wrong_or_long(
-    tokenizer: PreTrainedTokenizerFast, examples: list[demos.Demonstration]
-) -> None:
-    right: dict[str, list[bool]] = {demos.GUESS: [], demos.RAMBLE: []}
-    lengths_tokens: dict[str, list[int]] = {demos.GUESS: [], demos.RAMBLE: []}
-    for example in examples:
-        if example.habit in right:
-            right[example.habit].append(example.response.endswith(f"\\boxed{{{example.problem.answer}}}"))
-            lengths_tokens[example.habit].append(len(tokenizer.encode(example.response)))
-    assert sum(right[demos.GUESS]) / len(right[demos.GUESS]) < 0.25
-    assert max(lengths_tokens[demos.GUESS]) <= 12
-    assert sorted(lengths_tokens[demos.RAMBLE])[len(lengths_tokens[demos.RAMBLE]) // 3] > 40
-
-
-def test_demonstrations_are_deterministic(examples: list[demos.Demonstration]) -> None:
-    assert list(islice(demos.demonstrations(seed=3), 50)) == examples[:50]
-    assert list(islice(demos.demonstrations(seed=4), 50)) != examples[:50]
 
 
 def test_one_wording_leaves_nothing_to_choose() -> None:

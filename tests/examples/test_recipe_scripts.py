@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -136,61 +135,6 @@ def test_what_is_missing_is_said(place: dict[str, str]) -> None:
         done = run(script, {**place, "DRY_RUN": "1", **change})
         assert done.returncode == 2, done.stdout
         assert expected in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(5000)
-def test_two_stages_are_trained_and_a_signal_saves(place: dict[str, str]) -> None:
-    """Stage 2 begins with stage 1's optimizer; stopped in the middle it exits with 3 and then goes on."""
-    done = run("examples/or1_7b/stage_1.sh", place)
-    assert done.returncode == 0, done.stderr[-3000:]
-    stage = Path(place["RUNS"]) / "or1_7b/stage_1"
-    assert json.loads((stage / "summary.json").read_text())["finished"]
-    assert (stage / "hf/config.json").is_file()
-    script = "examples/or1_7b/stage_2.sh"
-    more = ("--set", "stages.1.steps=100000")
-    process = subprocess.Popen(
-        [str(ROOT / script), *overrides(script), *more], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True
-    )
-    stage = Path(place["RUNS"]) / "or1_7b/stage_2"
-    metrics = stage / "metrics.jsonl"
-    wait_until(lambda: process.poll() is not None or count_steps(metrics) >= 3, "three rows", PATIENCE_S, 0.5)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(PATIENCE_S) == 3
-    steps = count_steps(metrics)
-    assert not (stage / "summary.json").is_file() or not json.loads((stage / "summary.json").read_text())["finished"]
-    again = run(script, place, "--set", f"stages.1.steps={steps + 1}")
-    assert again.returncode == 0, again.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(5000)
-def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
-    """Two agents and two Ray nodes on this machine, a trainer rank each."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    script = "examples/or1_math_7b/stage_1.sh"
-    common = {**place, "NNODES": "2", "MASTER_ADDR": socket.gethostbyname(socket.gethostname()), "RUNS": str(tmp_path)}
-    common |= {"MASTER_PORT": str(ports[0]), "RAY_PORT": str(ports[1])}
-    nodes = [
-        subprocess.Popen(
-            [str(ROOT / script), *overrides(script)],
-            env={**os.environ, **common, "NODE_RANK": str(rank)},
-            stdout=(tmp_path / f"out_{rank}.txt").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [node.wait(PATIENCE_S) for node in nodes]
-    finally:
-        for node in nodes:
-            node.terminate()
-    assert codes == [0, 0], [(tmp_path / f"out_{rank}.txt").read_text()[-3000:] for rank in range(2)]
-    assert json.loads((tmp_path / "or1_math_7b/stage_1/summary.json").read_text())["finished"]
 
 
 @pytest.mark.slow
