@@ -15,8 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.config.load import ConfigError, load_config
-from or1_megatron.config.resume import check_resume
+from or1_megatron.config.load import load_config
 from or1_megatron.data.prompts import make_prompts, read_problems
 from or1_megatron.data.stream import MixtureStream
 from or1_verify.problems.rows import DataError
@@ -90,14 +89,6 @@ def test_dropped_rows_are_counted_and_the_rest_is_trained_on(
     first.take(7)
     second.restore(first.state())
     assert [p.problem.id for p in first.take(9)] == [p.problem.id for p in second.take(9)]
-
-
-def test_a_run_may_be_resumed_with_the_other_setting(small_config: SmallConfig, tmp_path: Path) -> None:
-    config = small_config(tmp_path / "run")
-    old, new = load_config(config), load_config(config, ["data.unusable=drop"])
-    check_resume(old, new)
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens"):
-        check_resume(old, load_config(config, ["data.max_prompt_tokens=7"]))
 
 
 def test_a_problem_of_two_sources_is_in_the_first(
