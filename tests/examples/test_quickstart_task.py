@@ -58,19 +58,6 @@ def statement(problem: task.Problem) -> str:
     return problem.text.removeprefix("Compute ").removesuffix(".")
 
 
-def test_render_uses_only_the_brackets_that_matter() -> None:
-    def number(value: int) -> task.Expression:
-        return task.Expression(value)
-
-    two_minus_one = task.Expression(1, "-", number(2), number(1))
-    assert task.Expression(6, "-", number(7), two_minus_one).render() == "7-(2-1)"
-    assert task.Expression(4, "+", two_minus_one, number(3)).render() == "2-1+3"
-    assert task.Expression(3, "*", two_minus_one, number(3)).render() == "(2-1)*3"
-    product = task.Expression(6, "*", number(2), number(3))
-    assert task.Expression(7, "+", number(1), product).render() == "1+2*3"
-    assert task.Expression(12, "*", number(2), product).render() == "2*(2*3)"
-
-
 @pytest.mark.parametrize("operations", [*task.OPERATION_COUNTS, 16])
 def test_problems_have_pythons_answer_and_stay_in_range(operations: int) -> None:
     rng = random.Random(operations)
@@ -102,19 +89,6 @@ def test_the_split_is_the_same_for_ever() -> None:
 
 def test_demonstrations_use_training_problems_only(examples: list[demos.Demonstration]) -> None:
     assert not any(task.is_held_out(example.problem.text) for example in examples)
-
-
-def test_rows_have_the_schema_of_the_skywork_data() -> None:
-    problem = next(task.draw_problems(0, held_out=False))
-    row = task.problem_row(problem, 7, {"some-model": 9})
-    assert row == {
-        "data_source": "quickstart-arith-2ops",
-        "prompt": [{"role": "user", "content": problem.text}],
-        "ability": "math",
-        "reward_model": {"ground_truth": f'["{problem.answer}"]', "style": "rule"},
-        "extra_info": {"index": 7, "model_difficulty": {"some-model": 9}},
-    }
-    assert row == json.loads(json.dumps(row))
 
 
 def test_command_writes_both_sets_and_leaves_identical_files_alone(tmp_path: Path) -> None:
@@ -174,20 +148,3 @@ def test_every_careful_step_is_right(examples: list[demos.Demonstration]) -> Non
             remaining = rest[0] if rest else right
             assert python_value(remaining) == example.problem.answer
             assert sum(remaining.count(sign) for sign in "+-*") == example.problem.operations - done
-
-
-def test_one_wording_leaves_nothing_to_choose() -> None:
-    """(1+2)*(3+4) by hand; and whatever the draws are, a careful demonstration is a function of its problem."""
-
-    def number(value: int) -> task.Expression:
-        return task.Expression(value)
-
-    left = task.Expression(3, "+", number(1), number(2))
-    expression = task.Expression(21, "*", left, task.Expression(7, "+", number(3), number(4)))
-    steps = "1+2=3, so 3*(3+4)\n3+4=7, so 3*7\n3*7=21\n</think>\\boxed{21}"
-    for seed in range(5):
-        assert demos.careful_steps(random.Random(seed), expression, one_wording=True) == steps
-    assert len({demos.careful_steps(random.Random(seed), expression) for seed in range(20)}) > 5
-    for example in islice(demos.demonstrations(seed=3, careful_first=40, one_wording=True), 40):
-        again = demos.careful_steps(random.Random(0), example.problem.expression, one_wording=True)
-        assert example.response == demos.CAREFUL_PREFIX + again

@@ -33,15 +33,6 @@ def test_schedule() -> None:
         schedule.index(5)
 
 
-def test_one_stage_of_several() -> None:
-    first = StageSchedule([stage("a", 3), stage("b", 2), stage("c", 4)], count=1)
-    assert first.most_steps == 3 and first.over(3) and not first.over(2)
-    second = StageSchedule([stage("a", 3), stage("b", 2), stage("c", 4)], count=2)
-    second.restore(first.state(), 3)
-    assert not second.over(3) and second.begins(3) and second.enter(3)[1].name == "b"
-    assert second.most_steps == 5 and second.over(5)
-
-
 def test_steps_that_change_on_a_resume() -> None:
     """Two steps into b, which began at 3. b may end later or now, not before; a is over."""
     schedule = StageSchedule([stage("a", 3), stage("b", 4), stage("c", 1)])

@@ -221,15 +221,6 @@ def test_failure_reaches_the_next_write_not_only_close(tmp_path: Path) -> None:
     store.close()
 
 
-def test_files_that_are_no_rollouts_are_refused_by_name(tmp_path: Path) -> None:
-    broken = tmp_path / "step_000001.parquet"
-    broken.write_bytes(b"not parquet at all")
-    with pytest.raises(ValueError, match=r"step_000001\.parquet: not a rollout file"):
-        read_rollouts(broken)
-    with pytest.raises(FileNotFoundError, match="step_000002"):
-        read_rollouts(tmp_path / "step_000002.parquet")
-
-
 def test_the_thread_ends_with_close(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path, keep_bytes=1)
     store.write(1, "short", [], [])
