@@ -116,13 +116,6 @@ def test_truncate_after_leaves_each_step_once(tmp_path: Path) -> None:
     assert run.metrics.read_text() == ""
 
 
-def test_truncate_after_in_an_empty_run(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    run.create()
-    run.truncate_after(0)
-    assert not run.metrics.exists()
-
-
 @pytest.mark.parametrize(
     ("name", "step"),
     [

@@ -155,7 +155,7 @@ def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: p
     code = {"prompt": "Print 1.", "ability": "code", "answer": json.dumps({"inputs": [""], "outputs": ["1"]})}
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(8)) + json.dumps(code))
-    with pytest.raises(SandboxUnavailable, match=r"(?s)bubblewrap is not installed.*apt install bubblewrap"):
+    with pytest.raises(SandboxUnavailable, match=r"(?s)math can\).*bubblewrap is not installed.*apt install"):
         read_problems(load_config(config, [f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap"]))
 
 

@@ -32,7 +32,6 @@ from or1_verify.sandbox.program import (
     SessionEnded,
 )
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
-from or1_verify.verifiers import build_verifiers
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
 TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
@@ -261,15 +260,6 @@ def test_a_sandbox_that_cannot_be_set_up_is_a_failure_not_a_result(sandbox: Sand
         with pytest.raises(SandboxFailure, match="no such thing here"):
             sandbox.run(python("print(1)"))
     assert sandbox.run(python("print(1)")).output == b"1\n"
-
-
-def test_without_bubblewrap_code_is_refused_and_math_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        SandboxUnavailable, match=r"'code' cannot be verified \(math can\)[\s\S]*apt install bubblewrap"
-    ):
-        build_verifiers(VerifyConfig(sandbox="bubblewrap"), {"math", "code"})
-    assert set(build_verifiers(VerifyConfig(sandbox="bubblewrap"), {"math"})) == {"math"}
 
 
 def test_where_namespaces_are_refused_landlock_takes_over_and_says_so(

@@ -156,18 +156,12 @@ def test_rows_come_back_in_order_with_their_verdicts(folder: Path) -> None:
 def test_bad_rows_are_named(folder: Path) -> None:
     cases = {
         "rows.jsonl:2: field 'response': found 3": [row("x"), row(3)],
-        "rows.jsonl:1: field 'response': found None": [{k: v for k, v in row("x").items() if k != "response"}],
         "rows.jsonl:1: field 'truncated': found 'no'": [row("x", truncated="no")],
-        "rows.jsonl:1: field 'ability': found 'parity', expected one of: code, math": [row("x")],
-        "rows.jsonl:1: expected a JSON object": [[1]],
-        "holds no rows": [],
     }
     for words, rows in cases.items():
         result = run(write(folder / "rows.jsonl", rows), "--out", folder / "out.jsonl")
         assert result.exit_code == 2 and words in result.output.replace("\n", " "), (words, result.output)
         assert not (folder / "out.jsonl").exists()
-    (folder / "rows.jsonl").write_text('{"prompt": \n')
-    assert "rows.jsonl:1: not a JSON object" in run(folder / "rows.jsonl", "--out", folder / "out.jsonl").output
     assert "no such file" in run(folder / "none.jsonl", "--out", folder / "out.jsonl").output
     write(folder / "other.jsonl", [{"status": "right"}])
     file = write(folder / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
@@ -254,12 +248,7 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(folder: Path) -> No
 
 BAD_TRUTHS = {
     "{inputs: 1}": "not JSON (Expecting property name",
-    "[1]": "found the JSON of a list",
-    '{"inputs": [], "outputs": []}': "no tests",
     '{"tests": []}': "unknown kind: an object with keys ['tests']",
-    '{"inputs": ["1", "2"], "outputs": ["1"]}': "mismatched: 2 inputs, 1 outputs",
-    '{"inputs": ["1"], "outputs": ["1"], "checker": "magic"}': "checker: found 'magic'",
-    '{"inputs": [], "outputs": [], "assert_case": ["assert ("]}': "assert_case[0]: not Python",
     '{"private_test_cases": "AAAA"}': "private_test_cases: neither JSON nor base64 of zlib",
 }
 
