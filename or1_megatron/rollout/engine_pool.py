@@ -131,7 +131,7 @@ class EnginePool:
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
                 "model), and would otherwise claim a fraction of all memory"
             )
-        if refused := refusals(config.engine_args):  # ranks that torchrun has started come here unchecked
+        if refused := refusals(config.engine_args):  # `or1 eval` comes here unchecked
             raise EngineError("\n".join(refused.values()))
         self._config, self._run_id, self._on_cpu, self._on_restart = config, run_id, on_cpu, on_restart
         self._places = places or [EnginePlace()] * config.engines

@@ -24,17 +24,6 @@ def ranks_per_node(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def check_torchrun() -> None:
-    """Refuse torchrun with --max-restarts. Restarted ranks would look for each other at the addresses of ended ranks,
-    and nothing would end the processes that the ended ranks left.
-
-    Raises:
-        UserError: the message says what to run instead.
-    """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        raise UserError("torchrun --max-restarts: ranks are started again by `or1 train` alone; run that in its place")
-
-
 def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
     """Bind this thread, and the threads and processes that it starts from now on, to the CPU cores beside a device.
 

@@ -1,7 +1,7 @@
 """Plans a run and checks its inputs before it starts: folder, model, GPUs, memory, trackers, previous stage.
 
-The checks take seconds and start no rank, engine or cluster. ``or1 train`` makes them once, before the ranks start;
-under plain torchrun rank 0 makes them. ``data.prompts`` checks the problems.
+The checks take seconds and start no rank, engine or cluster. ``or1 train`` makes them once, before the ranks start.
+``data.prompts`` checks the problems.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from or1_megatron.weights.families import ModelError, family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_verify.errors import UserError
 
+_LAST_PROCESS_S = 2.0  # in which the last process of a killed run may still use the folder
+
 
 def plan_start(config: Config, device: Device) -> Plan:
     """Return the plan of a run that starts now. On GPUs it uses their memory here; its warnings also say what the
@@ -45,12 +47,11 @@ def plan_start(config: Config, device: Device) -> Plan:
     return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
 
-def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
+def check_inputs(config: Config, ranks_here: int) -> None:
     """Check the run folder, the model's weight files, and that this machine can do what the configuration asks for.
 
     Args:
         ranks_here: how many of the trainer's ranks will be on this machine.
-        wait_s: how long the last process of a killed run may still use the folder.
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, the run in it had another configuration, or the
@@ -65,7 +66,7 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()
-    with folder.lock(wait_s):
+    with folder.lock(_LAST_PROCESS_S):
         if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
             check_resume(load_as(Config, folder.config, own=True), config)
     choose_layers(config.parallel, config.model.dtype)

@@ -1,7 +1,4 @@
-"""The entry point of every trainer rank, under torchrun.
-
-    or1 train CONFIG                                                    (plans, checks, restarts ranks after a failure)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (no restarts; rank 0 plans and checks)
+"""The entry point of every trainer rank, which ``or1 train`` starts under torchrun.
 
 Rank 0 reads the problems, then starts Ray and the engines. ``trainer.ranks`` goes on from there. Its imports take
 seconds, so it is imported while the engines start.
@@ -9,7 +6,6 @@ seconds, so it is imported while the engines start.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import os
 import sys
@@ -17,11 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
-from or1_megatron.config.load import from_json, load_config
-from or1_megatron.config.recipes import find
+from or1_megatron.config.load import from_json
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost
 from or1_megatron.runtime.console import native_lines_to, outlive_console
@@ -29,12 +23,8 @@ from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import set_up_logging
-from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
-from or1_megatron.runtime.surroundings import make_usable
-from or1_megatron.runtime.world import check_torchrun, ranks_per_node
-from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
 
 _STARTED_S = time.time()
@@ -79,9 +69,7 @@ def run_rank(config: Config, rank: int) -> int:
 
 
 def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
-    """Run rank 0: make the checks that may refuse the run, start Ray and the engines, and run the loop."""
-    if not is_launched():
-        plan_and_check(config)
+    """Run rank 0: read the problems, start Ray and the engines, and run the loop."""
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
@@ -105,18 +93,6 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         return lead(config, folder, problems, engines, stop, heart, _STARTED_S)
 
 
-def plan_and_check(config: Config) -> None:
-    """Plan the run and check its inputs, as ``or1 train`` does before it starts ranks."""
-    with quick_imports():
-        import torch
-
-        from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
-    planned = plan_start(config, "cuda" if torch.cuda.is_available() else "cpu")
-    check_inputs(config, ranks_per_node(config.parallel.ranks), wait_s=10.0)
-    if planned.device == "cuda":  # on CPU the ranks already hold some of the memory
-        check_room(planned)
-
-
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
     """Record why this rank ends, for the launcher."""
     if folder is not None:
@@ -124,24 +100,14 @@ def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="or1_megatron.trainer.run", description=__doc__)
-    parser.add_argument("config", help="a YAML file or a recipe's name; under `or1 train` what it has read, as JSON")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    arguments = parser.parse_args()
-    die_with_parent(os.getppid())
+    """Run this rank by the configuration in the only argument, as JSON, and return its exit status."""
     outlive_console()
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
     try:
-        check_driver()
-        check_torchrun()
         if not is_launched():
-            for line in make_usable():
-                print(f"or1: note: {line}", file=sys.stderr)
-        if arguments.config.startswith("{"):
-            config = from_json(arguments.config)
-        else:
-            config = load_config(find("recipe", Path(arguments.config)), arguments.overrides)
+            raise UserError("ranks are started by `or1 train` alone, on each node")
+        config = from_json(sys.argv[1])
         folder = RunFolder(config.run.folder)
         return run_rank(config, rank)
     except (UserError, *USER_OS_ERRORS) as error:

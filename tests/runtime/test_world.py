@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from or1_megatron.runtime.world import check_torchrun, choose_gloo_interface
+from or1_megatron.runtime.world import choose_gloo_interface
 from or1_verify.errors import UserError
 
 
@@ -127,10 +127,3 @@ def test_a_rank_binds_to_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **world: done.append(backend))
     mesh.start_process_group(60)
     assert done == [1, "0000:1b:00.0", "cpu:gloo,cuda:nccl"]
-
-
-def test_a_torchrun_that_restarts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_torchrun()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    with pytest.raises(UserError, match="started again by `or1 train` alone"):
-        check_torchrun()
