@@ -35,9 +35,7 @@ class RunRecord:
         self._folder = folder
         self._track = track
         self._resumed_at = -1
-        self._metrics: JsonlWriter | None = None
-        self._rollouts: RolloutStore | None = None
-        self._evaluations: RolloutStore | None = None
+        self._files: tuple[JsonlWriter, RolloutStore, RolloutStore] | None = None
         self._held_out: list[Group] = []
         makers = check_trackers(track)  # fails here rather than after the first step
         self._others = [BackgroundTracker(name, make, folder.root, config) for name, make in makers.items()]
@@ -71,9 +69,8 @@ class RunRecord:
 
     def wait_written(self) -> None:
         """Block until everything recorded so far is on disk. Any thread may call it."""
-        for store in (self._rollouts, self._evaluations):
-            if store is not None:
-                store.wait_written()
+        for store in self._files[1:] if self._files is not None else ():
+            store.wait_written()
 
     def verb_started(self, step: int, verb: str) -> None:
         """Do nothing: times per verb are part of their step's metrics."""
@@ -99,23 +96,21 @@ class RunRecord:
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-            for opened in (self._metrics, self._rollouts, self._evaluations):
-                if opened is not None:
-                    stack.callback(opened.close)
+            for file in self._files or ():
+                stack.callback(file.close)
 
     def _opened(self) -> tuple[JsonlWriter, RolloutStore, RolloutStore]:
-        if self._metrics is None or self._rollouts is None or self._evaluations is None:
+        if self._files is None:
             self._folder.create()
             self._folder.truncate_after(self._resumed_at)
             for tracker in self._others if self._folder.metrics.exists() else ():
                 tracker.fill(read_steps(self._folder.metrics))
-            self._metrics = JsonlWriter(self._folder.metrics)
             if self._track.tensorboard:
                 self._trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))
-            held_out_bytes = self._track.rollouts_keep_bytes // 4
-            self._rollouts = RolloutStore(self._folder.rollouts, self._track.rollouts_keep_bytes - held_out_bytes)
-            self._evaluations = RolloutStore(self._folder.evaluations, held_out_bytes)
-        return self._metrics, self._rollouts, self._evaluations
+            keep, folder = self._track.rollouts_keep_bytes, self._folder
+            stores = RolloutStore(folder.rollouts, keep - keep // 4), RolloutStore(folder.evaluations, keep // 4)
+            self._files = JsonlWriter(folder.metrics), *stores
+        return self._files
 
 
 class Observers:

@@ -30,8 +30,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recording:
-    """The records of one run. ``rows``: table of its responses without texts; ``files``: the rollout files with
-    texts, of training and then of evaluations."""
+    """The records of one run. ``rows``: table of its responses without texts; ``files``: rollout files with texts."""
 
     label: str
     path: Path

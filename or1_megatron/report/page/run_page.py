@@ -22,6 +22,7 @@ from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, pairs, thinned
 from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS, Metric
 
@@ -39,10 +40,10 @@ _SCRIPTS = (
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
 _NUMBERS = {
-    "uint8": ("truncated", "kept", "repeats", "changed"),
+    "uint8": ("truncated", "kept"),
     "uint16": ("run",),
     "int32": ("step", "sample", "tokens", "prompt_tokens"),
-    "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy", "checks", "other_script"),
+    "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
 _NAMED_RUNS = 3
@@ -83,11 +84,6 @@ def write_report(
     recordings = read_recordings(runs)
     table = join([recording.rows for recording in recordings])
     wanted = named(table, ids)
-    measured = [
-        measure(recording.files, table[table["run"] == number], _tokenizer_of(recording, tokenizer))
-        for number, recording in enumerate(recordings)
-    ]
-    table = table.join(pd.concat([columns for columns, _ in measured]))
     listed = thinned(table, most_rows, wanted)
     notes: list[str] = []
     if len(listed) < len(table):
@@ -98,10 +94,7 @@ def write_report(
     others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
     packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = (
-        _head_packet(recordings, table, [surprise for _, surprise in measured]),
-        _rows_packet(table, listed, chosen, notes),
-    )
+    head, rows = _head_packet(recordings, table, tokenizer), _rows_packet(table, listed, chosen, notes)
     page = _page(recordings, head, rows, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
@@ -109,7 +102,7 @@ def write_report(
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, surprise: Sequence[Any]) -> str:
+def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> str:
     """Return the packet of all data but the responses, which the browser needs first."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
@@ -118,6 +111,7 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, surprise:
     columns: dict[str, NDArray[Any]] = {}
     for number, recording in enumerate(recordings):
         rows = table[table["run"] == number]
+        trained = [recording.files[file] for file in rows.loc[rows["stage"] != HELD_OUT, "file"].unique()]
         moved = migration(rows)
         if moved is not None:
             columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
@@ -131,7 +125,7 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, surprise:
                 "sessions": recording.sessions,
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "alarms": recording.alarms,
-                "surprise": surprise[number],
+                "behaviour": measure(trained, _tokenizer_of(recording, tokenizer)),
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names),
                 "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),

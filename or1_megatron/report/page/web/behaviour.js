@@ -1,8 +1,7 @@
 // What the responses are like over the training, prompts gained and lost between two steps, and two responses side by side.
 
-const TENTHS = 10;
-const KINDS = ["space", "digit", "CJK", "word", "operator", "other"]; // as in behaviour.py
-const PARTS_OF_ENTROPY = [...Array.from({ length: TENTHS }, (_, i) => `entropy/tenth/${i + 1}`), ...KINDS.map((kind) => `entropy/kind/${kind}`)];
+const TENTHS = [...Array(10).keys()];
+const KINDS = ["space", "digit", "CJK", "word", "operator", "other"];
 /** Charts of [title, unit, meaning, metrics without "behaviour/", their colours, their names]. */
 const BEHAVIOUR = [
   ["length by verdict", "tokens", "mean length of the right, the wrong and the truncated responses", ["length/right", "length/wrong", "length/truncated"], ["var(--right)", "var(--wrong)", "var(--cut)"], ["right", "wrong", "truncated"]],
@@ -11,8 +10,8 @@ const BEHAVIOUR = [
   ["other scripts", "share of letters", "letters that are not of the prompt's main script (Latin; Cyrillic; Hebrew and Arabic; South Asian; CJK, where a character counts as three), mean over responses. Greek is not counted", ["other_script"]],
   ["checking words", "per 1,000 tokens", "wait, hmm, alternatively, verify, double-check, let me check, 等等, 验证, 检查, ...", ["checks"]],
   ["answer changed", "share of responses", "the response has boxes with different answers", ["changed"]],
-  ["entropy by place in the response", "nats per token", "mean over the tokens of each tenth of the response; as entropy/sampled: minus the engine's log-prob of the sampled tokens", PARTS_OF_ENTROPY.slice(0, TENTHS), PARTS_OF_ENTROPY.slice(0, TENTHS).map((_, i) => `hsl(${220 - 22 * i} 70% 52%)`), ["first tenth", 2, 3, 4, 5, 6, 7, 8, 9, "last"]],
-  ["entropy by kind of token", "nats per token", "the same over the tokens of each kind; other: punctuation, LaTeX commands, special tokens", PARTS_OF_ENTROPY.slice(TENTHS), KINDS.map((_, i) => colourOf(i)), KINDS],
+  ["entropy by place in the response", "nats per token", "mean over the tokens of each tenth of the response; as entropy/sampled: minus the engine's log-prob of the sampled tokens", TENTHS.map((i) => `entropy/tenth/${i}`), TENTHS.map((i) => `hsl(${220 - 22 * i} 70% 52%)`), ["first tenth", 2, 3, 4, 5, 6, 7, 8, 9, "last"]],
+  ["entropy by kind of token", "nats per token", "the same over the tokens of each kind; other: punctuation, LaTeX commands, special tokens", KINDS.map((kind) => `entropy/kind/${kind}`), KINDS.map((_, i) => colourOf(i)), KINDS],
 ];
 
 /** The metrics whose curves each alarm marks; an alarm of another name marks those that hold its name. */
@@ -30,38 +29,19 @@ function alarmsOf(page, run) {
 function alarmMarks(page, names) {
   return page.runs.flatMap((run, index) => (!page.shown.has(index) || !run.axes[page.axis] ? [] : alarmsOf(page, run)
     .filter(({ name }) => names.some((metric) => (ALARMED[name] ?? new RegExp(name)).test(metric)))
+    .filter(({ step }) => run.steps.includes(step))
     .map(({ step, text }) => ({ kind: "alarm", text: "▼", x: run.axes[page.axis][run.steps.indexOf(step)], colour: colourOf(index), sentence: page.runs.length > 1 ? `${run.label}: ${text}` : text }))));
 }
 
-/** Add the means over each training step's responses to the runs' metrics, as behaviour/<name>. */
-function addBehaviour(page, { header, columns }) {
-  const heldOut = header.words.stage.indexOf("held-out");
-  const right = header.words.status.indexOf("right");
-  const sums = page.runs.map((run) => new Map(run.steps.map((step) => [step, {}])));
-  for (let row = 0; row < columns.step.length; row++) {
-    const step = sums[columns.run[row]].get(columns.step[row]);
-    if (!step || columns.stage[row] === heldOut) continue;
-    const add = (name, value, of = 1) => {
-      const known = step[name] ??= [0, 0];
-      known[0] += value;
-      known[1] += of;
-    };
-    const [cut, tokens] = [columns.truncated[row], columns.tokens[row]];
-    add(`length/${columns.status[row] === right ? "right" : cut ? "truncated" : "wrong"}`, tokens);
-    add("checks", 1000 * columns.checks[row], tokens);
-    for (const name of ["truncated", "repeats", "changed", "other_script"]) add(name, columns[name][row]);
-  }
-  page.runs.forEach((run, index) => run.steps.forEach((step, at) => {
-    const found = sums[index].get(step);
-    const [total, tokens] = run.surprise[step] ?? [[], []];
-    total.forEach((sum, i) => { found[PARTS_OF_ENTROPY[i]] = [sum, tokens[i]]; });
-    for (const [name, [sum, of]] of Object.entries(found)) {
-      if (!of) continue;
+/** Add what each step's responses are like to the runs' metrics, as behaviour/<name>. */
+function addBehaviour(page) {
+  for (const run of page.runs) run.steps.forEach((step, at) => {
+    for (const [name, value] of Object.entries(run.behaviour[step] ?? {})) {
       const [places, values] = run.metrics[`behaviour/${name}`] ??= [[], []];
       places.push(at);
-      values.push(sum / of);
+      values.push(value);
     }
-  }));
+  });
 }
 
 function behaviourCharts(page) {
@@ -125,7 +105,7 @@ function oneSide(page, { header, columns }, sample, rows) {
   const first = rows.find((row) => columns.text[row] >= 0) ?? rows[0];
   const select = el("select", { "aria-label": `sample of ${sample.title}`, onchange: () => draw(Number(select.value)) }, ...rows.map((row) => el("option", { value: row, selected: row === first }, words(row))));
   draw(first);
-  return el("div", { class: "side" }, el("h3", {}, sample.title), select, place);
+  return el("div", {}, el("h3", {}, sample.title), select, place);
 }
 
 function comparison(page, data) {
@@ -156,6 +136,7 @@ function comparison(page, data) {
     sides.replaceChildren(...[from, to].map((select, side) => oneSide(page, data, samples[select.value], rows[side])));
   });
   table.root.classList.add("short");
+  table.root.setAttribute("aria-label", "prompts");
   function draw() {
     found = compared(samples[from.value], samples[to.value], (row) => columns.status[row] === status);
     const [gained, lost] = [found.filter((each) => each.after > each.before), found.filter((each) => each.after < each.before)];
@@ -169,11 +150,10 @@ function comparison(page, data) {
   }
   draw();
   const controls = el("div", { class: "controls" }, el("label", {}, "from", from), el("label", {}, "to", to), el("label", {}, "prompts", which));
-  return [heading, controls, told, table.root, prompt, sides];
+  return [heading, controls, told, el("div", { class: "sides" }, table.root, prompt), sides];
 }
 
 async function behaviourTab(page) {
-  const data = await page.rows;
-  addBehaviour(page, data);
-  return [...behaviourCharts(page), ...alarmList(page), ...comparison(page, data)];
+  addBehaviour(page);
+  return [...behaviourCharts(page), ...alarmList(page), ...comparison(page, await page.rows)];
 }
