@@ -71,8 +71,7 @@ def test_average_at_k() -> None:
     rollouts, times = Recorded(), iter([10.0, 14.0])
     prompts = [prompt(j) for j in range(3)]
     kept: list[Group] = []
-    options = {"max_error_fraction": 0.4, "clock": lambda: next(times), "keep": kept.extend}
-    held_out = HeldOut({"aime": prompts}, rollouts, 32, **options)
+    held_out = HeldOut({"aime": prompts}, rollouts, 32, 0.4, lambda: next(times), kept.extend)
     result = held_out.evaluate(settings({"name": "aime"}, samples=3), whole=True)
     assert (result.accuracy, result.non_truncated_accuracy) == (pytest.approx(1 / 3), 0.5)
     assert (result.truncation_ratio, result.mean_length_tokens) == (pytest.approx(1 / 3), 3.0)

@@ -36,9 +36,7 @@ def test_means_of_a_step(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path / "rollouts", 1 << 30)
     store.write(3, "short", [one] * 50, [])  # 300 rows: two batches
     store.close()
-    found = measure([tmp_path / "rollouts" / "step_000003.parquet"], TokenTexts(tmp_path))
-    assert found.keys() == {3}
-    mean = found[3]
+    mean = measure([tmp_path / "rollouts" / "step_000003.parquet"], TokenTexts(tmp_path))[3]
     sizes = [completion.token_ids.size for completion in one.completions]
     assert (mean["length/right"], mean["length/truncated"]) == (fmean(sizes[:2]), 24)
     assert mean["length/wrong"] == pytest.approx(fmean(sizes[3:]), rel=1e-5)
@@ -59,23 +57,12 @@ def test_means_of_a_step(tmp_path: Path) -> None:
 
 def test_responses_to_compare() -> None:
     """Problem a falls, c and d rise, b stays; the step between the first and the last does not count."""
-    rights = {0: {"a": (1, 1), "b": (1, 0), "c": (0, 0), "d": (0, 1)}, 8: {"a": (0, 0), "c": (0, 0), "d": (0, 0)}}
-    rights[16] = {"a": (1, 0), "b": (0, 1), "c": (1, 1), "d": (1, 1)}
-    rows = pd.DataFrame(
-        [
-            {"run": 0, "stage": stage, "step": step, "problem": problem, "sample": sample, "status": "wr"[right]}
-            for stage in (HELD_OUT, "short")
-            for step, problems in rights.items()
-            for problem, samples in problems.items()
-            for sample, right in enumerate(samples)
-        ]
-    ).replace({"status": {"w": "wrong", "r": "right"}})
-
-    def told(count: int) -> list[tuple[str, str, int, str]]:
-        return [tuple(row) for row in rows.loc[pairs(rows, count), ["stage", "problem", "step", "status"]].to_numpy()]
-
-    falls = [(HELD_OUT, "a", 0, "right"), (HELD_OUT, "a", 16, "wrong")]
-    rises = [(HELD_OUT, name, step, status) for name in "dc" for step, status in ((0, "wrong"), (16, "right"))]
-    assert told(4) == [*falls, *rises[2:]]  # c rises more than d
-    assert told(100) == [*falls, *rises] and told(0) == []
-    assert pairs(rows[:0], 10) == []
+    codes = ["0a11", "0b10", "0c00", "0d01", "8a00", "9a10", "9b01", "9c11", "9d11"]  # step, problem, right or not
+    each = [(int(step), problem, digit) for step, problem, *digits in codes for digit in digits]
+    told = [(0, stage, *one, ["wrong", "right"][int(digit)]) for stage in (HELD_OUT, "short") for *one, digit in each]
+    rows = pd.DataFrame(told, columns=["run", "stage", "step", "problem", "status"])
+    falls, rises = ["0a right", "9a wrong"], ["0d wrong", "9d right", "0c wrong", "9c right"]
+    for count, expected in {4: [*falls, *rises[2:]], 100: [*falls, *rises], 0: []}.items():  # c rises more than d
+        chosen = rows.loc[pairs(rows, count)]
+        assert [f"{row.step}{row.problem} {row.status}" for row in chosen.itertuples()] == expected
+        assert set(chosen["stage"]) <= {HELD_OUT}

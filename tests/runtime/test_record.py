@@ -50,9 +50,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert len(folder.metrics.read_text().splitlines()) == 8
     for files in (folder.rollouts, folder.evaluations):
         assert sorted(path.name for path in files.iterdir()) == [f"step_{s:06d}.parquet" for s in range(1, 9)]
-    alarms = [json.loads(line) for line in folder.alarms.read_text().splitlines()]
     texts = {step: f"alarm 'entropy' at step {step}: {mark} is less than at step 0" for step, mark in expected.items()}
-    assert alarms == [{"step": step, "text": text} for step, text in texts.items()]
+    assert {step: row["text"] for step, row in read_steps(folder.alarms).items()} == texts
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == expected

@@ -51,7 +51,7 @@ function behaviourCharts(page) {
     if (!there.length) continue;
     const names = there.map(({ name }) => name);
     names.colours = colours && there.map(({ i }) => colours[i]);
-    const legend = captions ? el("span", {}, ...there.map(({ i }) => el("i", { style: `color:${colours[i]}` }, `${captions[i]} `))) : unit;
+    const legend = captions ? el("span", {}, ...there.map(({ i }) => el("i", { style: `color:${colours[i]}` }, `${captions[i]} `)), page.runs.length > 1 ? `dashed: all runs but ${page.runs[0].label}` : "") : unit;
     grid.append(curveChart(page, captions ? `${title}, ${unit}` : title, legend, meaning, names, 220));
   }
   return grid.children.length ? [curveControls(page), grid] : [el("p", { class: "note" }, "No rollouts are kept: there is no behaviour to measure.")];

@@ -50,7 +50,7 @@ function curvesOf(page, names) {
       const steps = series[0].map((at) => run.steps[at]);
       const marked = steps.length < MARKED_SHARE * run.steps.length;
       const apart = names.apart && page.runs.length === 1;
-      found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: (page.runs.length === 1 && names.colours?.[place]) || colourOf(apart ? place : index), secondary: place > 0 && !apart && !(page.runs.length === 1 && names.colours), marked });
+      found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: names.colours?.[place] ?? colourOf(apart ? place : index), secondary: names.colours ? index > 0 : place > 0 && !apart, marked });
     });
   });
   return found;
