@@ -85,10 +85,10 @@ class RunRecord:
         self._held_out = []
 
     def alarmed(self, text: str) -> None:
-        """Write an alarm's text and the step that it names."""
+        """Write an alarm's text and the step that it names, or 0."""
         self._opened()
         alarms = JsonlWriter(self._folder.alarms, "alarms")
-        alarms.write({"step": int(re.findall(r"\bstep (\d+)", text)[0]), "text": text})
+        alarms.write({"step": int([*re.findall(r"\bstep (\d+)", text), 0][0]), "text": text})
         alarms.close()
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ def test_charts_tell_their_values_and_zoom(browser: Chromium, own: Path, tmp_pat
 
 
 def test_prompts_gained_and_lost_and_the_marks_of_alarms(browser: Chromium, own: Path, tmp_path: Path) -> None:
-    """Of four held-out prompts one is lost, two are gained. The alarm of step 3 is told at its step in its chart."""
+    """One of four held-out prompts is gained and one is lost. The alarm of step 3 is told at its step in its chart."""
     evaluate(own, {0: "4012", 2: "1111", 4: "2412"})
     sentence = "alarm 'entropy' at step 3: <i>too</i> low"
     (own / "alarms.jsonl").write_text(f'{{"step": 3, "text": "{sentence}"}}\n')
