@@ -42,7 +42,6 @@ class Recording:
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     alarms: Sequence[Mapping[str, Any]]
-    """Step and text of each alarm."""
     sessions: Sequence[Mapping[str, Any]]
     """Time, host and code version of each session of the run."""
     model: Path | None
