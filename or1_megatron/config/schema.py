@@ -284,7 +284,7 @@ class TrackConfig(Section):
     rollouts_every_steps: Positive = 1
     """Keep the rollouts (all responses) of every n-th step."""
     rollouts_keep_bytes: Positive = 10 << 30
-    """Largest size of all rollout files together; beyond it the oldest are deleted."""
+    """Largest size of rollouts and, in a quarter of it, held-out responses; beyond it the oldest files are deleted."""
     console: Literal["auto", "rich", "plain"] = "auto"
     """rich: a live table; plain: a line per step; auto: rich on a terminal."""
 

@@ -30,11 +30,13 @@ class HeldOut:
         max_response_tokens: int,
         max_error_fraction: float,
         clock: Callable[[], float] = time.perf_counter,
+        keep: Callable[[Sequence[Group]], None] = lambda groups: None,
     ) -> None:
         """
         Args:
             sets: prompts by the name of their set.
             max_response_tokens: longest response if the settings give none: the final stage's T in every stage.
+            keep: gets the responses to each set, with their verdicts.
 
         Raises:
             ValueError: a set is empty, or there is no set.
@@ -47,6 +49,7 @@ class HeldOut:
         self._max_response_tokens = max_response_tokens
         self._max_error_fraction = max_error_fraction
         self._clock = clock
+        self._keep = keep
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
         """Return the combined result of all sets; ``whole``: with ``samples`` responses, else ``samples_during``.
@@ -64,6 +67,7 @@ class HeldOut:
         self._rollouts.wait_decoded(ticket)
         groups, report = self._rollouts.collect(ticket)
         check_verdicts(groups, self._max_error_fraction)
+        self._keep(groups)
         return summarise(groups, report, self._clock() - started_s, greedy=temperature == 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.host_memory import memory_metrics
 from or1_megatron.runtime.jsonl import JsonlWriter, read_steps
-from or1_megatron.runtime.rollout_store import RolloutStore
+from or1_megatron.runtime.rollout_store import HELD_OUT, RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.trackers import BackgroundTracker, TensorBoardTracker, check_trackers
 from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
@@ -34,8 +35,8 @@ class RunRecord:
         self._folder = folder
         self._track = track
         self._resumed_at = -1
-        self._metrics: JsonlWriter | None = None
-        self._rollouts: RolloutStore | None = None
+        self._files: tuple[JsonlWriter, RolloutStore, RolloutStore] | None = None
+        self._held_out: list[Group] = []
         makers = check_trackers(track)  # fails here rather than after the first step
         self._others = [BackgroundTracker(name, make, folder.root, config) for name, make in makers.items()]
         self._trackers: list[Tracker] = [*self._others]
@@ -68,34 +69,48 @@ class RunRecord:
 
     def wait_written(self) -> None:
         """Block until everything recorded so far is on disk. Any thread may call it."""
-        if self._rollouts is not None:
-            self._rollouts.wait_written()
+        for store in self._files[1:] if self._files is not None else ():
+            store.wait_written()
 
-    def verb_started(self, *_: object) -> None:
-        """Do nothing. Times per verb, evaluations and alarms are part of their step's metrics."""
+    def verb_started(self, step: int, verb: str) -> None:
+        """Do nothing: times per verb are part of their step's metrics."""
 
-    evaluated = alarmed = verb_started
+    def held_out(self, groups: Sequence[Group]) -> None:
+        """Take the responses to a held-out set; ``evaluated`` writes them."""
+        self._held_out += groups
+
+    def evaluated(self, step: int, result: EvaluationResult) -> None:
+        """Write the held-out responses in the background, as rollouts of which none is kept."""
+        self._opened()[2].write(step, HELD_OUT, self._held_out, [])
+        self._held_out = []
+
+    def alarmed(self, text: str) -> None:
+        """Write an alarm's text and the step that it names, or 0."""
+        self._opened()
+        alarms = JsonlWriter(self._folder.alarms, "alarms")
+        alarms.write({"step": int([*re.findall(r"\bstep (\d+)", text), 0][0]), "text": text})
+        alarms.close()
 
     def close(self) -> None:
         """Wait until all is on disk and close all files and trackers. An error is raised once all are closed."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-            if self._metrics is not None and self._rollouts is not None:
-                stack.callback(self._metrics.close)
-                stack.callback(self._rollouts.close)
+            for file in self._files or ():
+                stack.callback(file.close)
 
-    def _opened(self) -> tuple[JsonlWriter, RolloutStore]:
-        if self._metrics is None or self._rollouts is None:
+    def _opened(self) -> tuple[JsonlWriter, RolloutStore, RolloutStore]:
+        if self._files is None:
             self._folder.create()
             self._folder.truncate_after(self._resumed_at)
             for tracker in self._others if self._folder.metrics.exists() else ():
                 tracker.fill(read_steps(self._folder.metrics))
-            self._metrics = JsonlWriter(self._folder.metrics)
             if self._track.tensorboard:
                 self._trackers.append(TensorBoardTracker(self._folder.tensorboard, first_step=self._resumed_at + 1))
-            self._rollouts = RolloutStore(self._folder.rollouts, self._track.rollouts_keep_bytes)
-        return self._metrics, self._rollouts
+            keep, folder = self._track.rollouts_keep_bytes, self._folder
+            stores = RolloutStore(folder.rollouts, keep - keep // 4), RolloutStore(folder.evaluations, keep // 4)
+            self._files = JsonlWriter(folder.metrics), *stores
+        return self._files
 
 
 class Observers:

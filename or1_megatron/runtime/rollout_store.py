@@ -24,6 +24,7 @@ from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Ar
 from or1_verify.types import Message
 
 SCHEMA = arrow_schema(ROLLOUT)
+HELD_OUT = "held-out"  # the column ``stage`` of responses of evaluations
 
 _WAITING_STEPS = 2
 """Number of steps that may wait for the disk, which bounds the memory in use. A further step blocks the loop."""

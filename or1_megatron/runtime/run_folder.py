@@ -4,7 +4,9 @@
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     faults.jsonl       what died or stalled and was mended (runtime.faults)
     sessions.jsonl     when, where and with which code each session began (runtime.versions)
+    alarms.jsonl       the sentence of each alarm: {step, text}
     rollouts/          step_000012.parquet
+    evaluations/       step_000012.parquet: the held-out responses by the weights after step 12
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
                        a damaged checkpoint is renamed to step_000008.damaged
     hf/                the exported model
@@ -70,7 +72,9 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.sessions = root / "sessions.jsonl"
+        self.alarms = root / "alarms.jsonl"
         self.rollouts = root / "rollouts"
+        self.evaluations = root / "evaluations"
         self.checkpoints = root / "checkpoints"
         self.hf = root / "hf"
         self.summary = root / "summary.json"
@@ -156,9 +160,9 @@ class RunFolder:
         The summary is deleted too, since the run has not ended. TensorBoard discards later steps by itself
         (``TensorBoardTracker``'s ``first_step``).
         """
-        if self.metrics.exists():
-            keep_rows(self.metrics, lambda row: int(row["step"]) <= step)
-        for file in list(self.rollouts.glob("step_*")):
+        for rows in filter(Path.exists, (self.metrics, self.alarms)):
+            keep_rows(rows, lambda row: int(row["step"]) <= step)
+        for file in [*self.rollouts.glob("step_*"), *self.evaluations.glob("step_*")]:
             file_step = step_of(file)
             if file_step is None or file_step > step:
                 file.unlink()

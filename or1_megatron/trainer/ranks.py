@@ -157,12 +157,12 @@ def lead(
         stack.callback(shown.close)
         stack.callback(record.close)
         recorders = Observers([record, shown], heart.says)
-        last_tokens = config.stages[-1].max_response_tokens
+        evaluated = config.stages[-1].max_response_tokens, config.verify.max_error_fraction
         ports = Ports(
             policy=synced,
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
-            evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
+            evaluator=HeldOut(held_out, rollouts, *evaluated, keep=record.held_out) if held_out else None,
             observer=recorders,
             tracker=recorders,
             keeper=keeper,

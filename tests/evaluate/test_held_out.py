@@ -70,12 +70,13 @@ def test_average_at_k() -> None:
     """3 problems x 3 samples: right are (1, 0), (2, 0), (2, 1): 3 of 9; 3 of the 6 that are not truncated; 3 tokens."""
     rollouts, times = Recorded(), iter([10.0, 14.0])
     prompts = [prompt(j) for j in range(3)]
-    held_out = HeldOut({"aime": prompts}, rollouts, 32, max_error_fraction=0.4, clock=lambda: next(times))
+    kept: list[Group] = []
+    held_out = HeldOut({"aime": prompts}, rollouts, 32, 0.4, lambda: next(times), kept.extend)
     result = held_out.evaluate(settings({"name": "aime"}, samples=3), whole=True)
     assert (result.accuracy, result.non_truncated_accuracy) == (pytest.approx(1 / 3), 0.5)
     assert (result.truncation_ratio, result.mean_length_tokens) == (pytest.approx(1 / 3), 3.0)
     assert (result.problems, result.samples, result.decode_s, result.wall_s) == (3, 3, 1.5, 4.0)
-    assert result.sets == {}
+    assert result.sets == {} and [one.prompt for one in kept] == prompts
     assert result.more == pytest.approx({"pass@2": 5 / 9, "pass@3": 2 / 3})  # 0, 2 and 3 of 3 pairs hold a right one
     assert rollouts.asked == [(tuple(prompts), 3, Sampling(1.0, 1.0, 32), 7)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from or1_megatron.runtime.rollout_store import RolloutStore
+from or1_megatron.runtime.rollout_store import HELD_OUT, RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.versions import session
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, TokenScores, VersionSpan
@@ -106,3 +106,17 @@ def write_run(root: Path, steps: int = 4, stage_steps: int = 2, problems: int = 
     store.close()
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
+
+
+def evaluate(root: Path, rights: Mapping[int, str]) -> None:
+    """Write held-out responses of a run: by step the numbers of right ones of 4, a digit for each of h0, h1, ..."""
+    folder = RunFolder(root)
+    store = RolloutStore(folder.evaluations, 1 << 30)
+    tokenizer = Tokenizer.from_file(str(folder.hf / "tokenizer.json"))
+    for step, digits in rights.items():
+        groups = [
+            group(f"h{p}", [(f"{step} h{p} {i}", "right" if i < int(n) else "wrong") for i in range(4)], tokenizer)
+            for p, n in enumerate(digits)
+        ]
+        store.write(step, HELD_OUT, groups, [])
+    store.close()

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chromium import Chromium, find_chromium
-from report_runs import NASTY, group, tokenizer_of_bytes, write_run
+from report_runs import NASTY, evaluate, group, tokenizer_of_bytes, write_run
 
 from or1_megatron.report.page.run_page import write_report
 from or1_megatron.runtime.rollout_store import to_table
 from or1_megatron.runtime.run_folder import RunFolder
 
-TABS = ("overview", "metrics", "time", "lengths", "problems", "rollouts", "setup")
+TABS = ("overview", "metrics", "behaviour", "time", "lengths", "problems", "rollouts", "setup")
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,30 @@ def test_charts_tell_their_values_and_zoom(browser: Chromium, own: Path, tmp_pat
     point(browser, "[data-tab=lengths]", 0.01)
     browser.wait_for("document.getElementById('tip').textContent.startsWith('0 to 2 tokens: 8 responses')")
     assert text(browser, "#tip").splitlines()[1:] == ["right: 0", "not right: 0", "truncated: 8"]
+    assert_quiet(browser, path)
+
+
+def test_prompts_gained_and_lost_and_the_marks_of_alarms(browser: Chromium, own: Path, tmp_path: Path) -> None:
+    """One of four held-out prompts is gained and one is lost. The alarm of step 3 is told at its step in its chart."""
+    evaluate(own, {0: "4012", 2: "1111", 4: "2412"})
+    sentence = "alarm 'entropy' at step 3: <i>too</i> low"
+    (own / "alarms.jsonl").write_text(f'{{"step": 3, "text": "{sentence}"}}\n')
+    path = tmp_path / "own.html"
+    write_report([own], path)
+    show(browser, path, "#behaviour")
+    assert text(browser, "[role=status]") == "4 prompts in both: 1 gained, 1 lost, 2 as before"
+    assert text(browser, ".alarms li") == sentence
+    entropy = '[data-metric="behaviour/entropy/tenth/0"]'
+    point(browser, entropy, 0.66)  # steps 1 to 4 are on the axis
+    browser.wait_for(f"document.getElementById('tip').textContent.endsWith({f'▼ {sentence}'!r})")
+    assert browser.evaluate("document.querySelectorAll('.chart .alarm').length") == 2
+    key = "new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true})"
+    sides = "[...document.querySelectorAll('.sides .tokens')].map(one => one.textContent).join()"
+    browser.wait_for(f"{sides} === '0 h1 0<eos>,4 h1 0<eos>'")  # it has changed most
+    browser.evaluate(f"document.querySelector('.short').dispatchEvent({key})")
+    browser.wait_for(f"{sides} === '0 h0 0<eos>,4 h0 0<eos>'")
+    pick(browser, "[aria-label=from]", "1")
+    assert text(browser, "[role=status]") == "4 prompts in both: 3 gained, 0 lost, 1 as before"
     assert_quiet(browser, path)
 
 

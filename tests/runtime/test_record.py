@@ -15,6 +15,7 @@ from or1_megatron.interfaces import Observer, Tracker
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.types import EvaluationResult
 
 
 def session(folder: RunFolder, resumed: int | None, steps: range, mark: float, every: int = 1) -> None:
@@ -27,6 +28,9 @@ def session(folder: RunFolder, resumed: int | None, steps: range, mark: float, e
     for step in steps:
         observer.verb_started(step, "report")
         observer.rolled_out(step + 1, "short", [], [])
+        record.held_out([])
+        observer.evaluated(step + 1, EvaluationResult(mark, mark, 0.0, 1.0, 0, 0, 0.0, 0.0))
+        observer.alarmed(f"alarm 'entropy' at step {step + 1}: {mark} is less than at step 0")
         tracker.log(step + 1, {"reward/mean": np.float32(mark)})  # NumPy's scalars are numbers, too
     tracker.close()
 
@@ -44,7 +48,10 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     expected = dict.fromkeys(range(1, 6), 0.5) | dict.fromkeys(range(6, 9), 0.125)
     assert recorded(folder) == expected
     assert len(folder.metrics.read_text().splitlines()) == 8
-    assert sorted(path.name for path in folder.rollouts.iterdir()) == [f"step_{s:06d}.parquet" for s in range(1, 9)]
+    for files in (folder.rollouts, folder.evaluations):
+        assert sorted(path.name for path in files.iterdir()) == [f"step_{s:06d}.parquet" for s in range(1, 9)]
+    texts = {step: f"alarm 'entropy' at step {step}: {mark} is less than at step 0" for step, mark in expected.items()}
+    assert {step: row["text"] for step, row in read_steps(folder.alarms).items()} == texts
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == expected

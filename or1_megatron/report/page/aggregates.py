@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from or1_megatron.runtime.rollout_store import HELD_OUT
+
 _LENGTH_BINS = 40
 
 PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
@@ -81,6 +83,7 @@ def _stages(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _periods(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    rows = rows[rows["stage"] != HELD_OUT]
     stages, steps = _stages(rows), rows["step"].unique()
     if len(stages) > 1 or len(steps) < 2:
         return stages

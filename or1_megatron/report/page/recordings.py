@@ -41,6 +41,7 @@ class Recording:
     rows: pd.DataFrame
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
+    alarms: Sequence[Mapping[str, Any]]
     sessions: Sequence[Mapping[str, Any]]
     """Time, host and code version of each session of the run."""
     model: Path | None
@@ -72,7 +73,7 @@ def read_recording(run: Path, label: str) -> Recording:
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
     metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
-    files = rollout_files(folder.rollouts)
+    files = [*rollout_files(folder.rollouts), *rollout_files(folder.evaluations)]
     rows = read_table(files, notes)
     if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
         notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
@@ -87,6 +88,7 @@ def read_recording(run: Path, label: str) -> Recording:
         files=files,
         rows=rows,
         config=config,
+        alarms=list(read_rows(folder.alarms, bad_lines=[])) if folder.alarms.is_file() else [],
         sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
         model=None if model is None else Path(model),

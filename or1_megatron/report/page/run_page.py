@@ -15,12 +15,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
+from or1_megatron.report.page.behaviour import measure
 from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
-from or1_megatron.report.page.selection import choose, named, thinned
+from or1_megatron.report.page.selection import choose, named, pairs, thinned
 from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS, Metric
 
@@ -33,7 +35,7 @@ _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
-    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "setup.js", "main.js"),
+    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "behaviour.js", "setup.js", "main.js"),
 )
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
@@ -89,9 +91,10 @@ def write_report(
             f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step. Histograms "
             "and the migration of problems count all of them"
         )
-    chosen = list(dict.fromkeys([*wanted, *choose(listed, texts)]))
+    others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
+    chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
     packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = _head_packet(recordings, table), _rows_packet(table, listed, chosen, notes)
+    head, rows = _head_packet(recordings, table, tokenizer), _rows_packet(table, listed, chosen, notes)
     page = _page(recordings, head, rows, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
@@ -99,7 +102,7 @@ def write_report(
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
+def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> str:
     """Return the packet of all data but the responses, which the browser needs first."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
@@ -108,6 +111,7 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
     columns: dict[str, NDArray[Any]] = {}
     for number, recording in enumerate(recordings):
         rows = table[table["run"] == number]
+        trained = [recording.files[file] for file in rows.loc[rows["stage"] != HELD_OUT, "file"].unique()]
         moved = migration(rows)
         if moved is not None:
             columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
@@ -120,6 +124,8 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
                 "config": recording.config,
                 "sessions": recording.sessions,
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
+                "alarms": recording.alarms,
+                "behaviour": measure(trained, _tokenizer_of(recording, tokenizer)),
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names),
                 "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),

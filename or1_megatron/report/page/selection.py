@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_verify.errors import UserError
 
 _PARTS = 12
@@ -26,6 +27,19 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
     kinds = [drawn["run"], part, drawn["status"] == "right", drawn["truncated"], drawn["source"]]
     turns = drawn.groupby(kinds, observed=True).cumcount()
     return turns.sort_values(kind="stable").index[:count].tolist()
+
+
+def pairs(rows: pd.DataFrame, count: int) -> list[int]:
+    """Choose up to ``count`` held-out responses to compare, as rows' indices: a bad and a good one of each problem
+    whose pass rate rose or fell most between a run's first and last evaluation."""
+    rows = rows[rows["stage"] == HELD_OUT].astype({"problem": str})
+    steps, each = rows.groupby("run")["step"], ["run", "problem", "step"]
+    sign = (rows["step"] == steps.transform("max")) * 1 - (rows["step"] == steps.transform("min")) * 1
+    right = (rows["status"] == "right") * sign / rows.groupby(each)["step"].transform("size")
+    rows = rows.assign(change=right.groupby([rows["run"], rows["problem"]]).transform("sum"))
+    best = rows.assign(fit=right * rows["change"])[sign != 0].sort_values("fit", ascending=False, kind="stable")
+    best = best.drop_duplicates(each).sort_values(["change", *each])
+    return [*best.index[best["change"] < 0][: count // 2], *best.index[best["change"] > 0][-(count // 2) :]][:count]
 
 
 def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:

@@ -50,7 +50,7 @@ function curvesOf(page, names) {
       const steps = series[0].map((at) => run.steps[at]);
       const marked = steps.length < MARKED_SHARE * run.steps.length;
       const apart = names.apart && page.runs.length === 1;
-      found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: colourOf(apart ? place : index), secondary: place > 0 && !apart, marked });
+      found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: names.colours?.[place] ?? colourOf(apart ? place : index), secondary: names.colours ? index > 0 : place > 0 && !apart, marked });
     });
   });
   return found;
@@ -93,13 +93,14 @@ function drawCurves(page, names, host, width, height, level) {
     lines.push({ places: ends, values: [level, level], stroke: "var(--soft)", width: 1, dash: [6, 4] });
   }
   const crosses = curves.flatMap((curve) => curve.places.filter((_, i) => curve.values[i] === null).map((x) => ({ kind: "cross", text: "✕", x, colour: curve.colour })));
+  const alarms = alarmMarks(page, names);
   const data = uPlot.join(lines.map(({ places, values }) => [places, values]));
   chart(host, {
     width, height, data, series: lines.map(({ places, values, ...line }) => line), incrs: page.axis === "hours" ? PARTS : WHOLE, room: STAGES_PX, zoom: true,
     y: { distr: log ? 3 : 1, range: (_, low, high) => around(low, high, log) },
     yText: (value, step) => tickText(value, log ? value : step),
-    marks: [...stageMarks(page.runs, page.shown, page.axis), ...crosses],
-    tell: (i) => valuesAt(curves, page.axis, data[0][i]),
+    marks: [...stageMarks(page.runs, page.shown, page.axis), ...crosses, ...alarms],
+    tell: (i) => [valuesAt(curves, page.axis, data[0][i]), ...alarms.filter(({ x }) => x === data[0][i]).map(({ sentence }) => `▼ ${sentence}`)].join("\n"),
   });
 }
 

@@ -22,3 +22,6 @@ async function packet(name) {
   }
   return { header, columns };
 }
+
+/** Return the text of a row of the responses, or null if it is not in the page. */
+const textOf = (columns, row) => (columns.text[row] < 0 ? null : packet(`text-${columns.text[row]}`));

@@ -1,6 +1,7 @@
 // The page: tabs, runs to show and to hide, notes.
 
-const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab], ["setup", "Setup", setupTab]];
+const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["behaviour", "Behaviour", behaviourTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab], ["setup", "Setup", setupTab]];
+const OF_ROWS = ["behaviour", "rollouts"]; // these tabs wait for the table of responses
 
 function describe(page, rows) {
   const responses = page.runs.reduce((sum, run) => sum + run.responses, 0);
@@ -63,13 +64,15 @@ async function start() {
   runButtons(page);
   tabs(page);
   const [wanted, run, ...id] = location.hash.slice(1).split("/");
-  await page.open(TABS.some(([name]) => name === wanted) && wanted !== "rollouts" ? wanted : "overview");
+  await page.open(TABS.some(([name]) => name === wanted) && !OF_ROWS.includes(wanted) ? wanted : "overview");
   performance.mark("curves");
   page.rows = packet("rows");
-  describe(page, await page.rows);
-  if (wanted === "rollouts") {
-    await page.open("rollouts");
-    if (id.length) page.find?.(Number(run), id.join("/"));
+  const rows = await page.rows;
+  page.topAdvantage = rows.columns.advantage.reduce((top, value) => (Math.abs(value) > top ? Math.abs(value) : top), 0);
+  describe(page, rows);
+  if (OF_ROWS.includes(wanted)) {
+    await page.open(wanted);
+    if (wanted === "rollouts" && id.length) page.find?.(Number(run), id.join("/"));
   }
   document.documentElement.dataset.ready = "yes";
 }

@@ -35,11 +35,11 @@ async function rolloutsTab(page) {
     browser.classList.add("open");
     const facts = factsOf(page, columns, words, row);
     const head = [el("h3", {}, `step ${columns.step[row]}, sample ${columns.sample[row]} of problem `, el("code", {}, words.problem[columns.problem[row]]))];
-    if (columns.text[row] < 0) {
+    const text = await textOf(columns, row);
+    if (!text) {
       place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, "Its text is not in this page. To include it, write the page again with"), el("p", {}, el("code", {}, `--ids ${id}`)));
       return;
     }
-    const text = await packet(`text-${columns.text[row]}`);
     const said = text.header;
     facts.push(["answer", said.answer || "none"], ["expected", said.ground_truth ?? "not recorded"]);
     if (said.detail) facts.push(["verifier", said.detail]);
@@ -49,7 +49,6 @@ async function rolloutsTab(page) {
     if (innerWidth < 1250) place.scrollIntoView({ block: "nearest" });
   }
 
-  page.topAdvantage = columns.advantage.reduce((top, value) => (Math.abs(value) > top ? Math.abs(value) : top), 0);
   page.browse = (run, problems, title) => {
     only = { run, problems, title };
     page.open("rollouts");
