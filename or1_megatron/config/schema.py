@@ -287,6 +287,8 @@ class TrackConfig(Section):
     """Largest size of all rollout files together; beyond it the oldest are deleted."""
     console: Literal["auto", "rich", "plain"] = "auto"
     """rich: a live table; plain: a line per step; auto: rich on a terminal."""
+    timeline: bool = False
+    """Write what each process does, from when to when, and for whom it waits; ``or1 timeline`` shows a step."""
 
 
 class ClusterConfig(Section):

@@ -11,6 +11,7 @@
     summary.json       the outcome of the run
     tensorboard/       event files
     logs/              rank_0.log ...
+    timeline/          a file per process (runtime.timeline)
 
 Names of files and folders that are still being written end in ``.partial``. The next process deletes those that a
 killed process left.
@@ -76,6 +77,7 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
         self.logs = root / "logs"
+        self.timeline = root / "timeline"
         self._id = root / ".id"
 
     @property

@@ -28,6 +28,7 @@ from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.schedule import time_schedules
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.loop import Loop
@@ -92,6 +93,8 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
         seed_everything(config.run.seed, mesh.rank)
+        if config.track.timeline:
+            time_schedules(mesh.pipeline_rank, mesh.pipeline)
         yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
     finally:
         stop_process_group()

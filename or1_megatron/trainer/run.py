@@ -33,6 +33,7 @@ from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
 from or1_megatron.runtime.surroundings import make_usable
+from or1_megatron.runtime.timeline import VARIABLE
 from or1_megatron.runtime.world import check_torchrun, ranks_per_node
 from or1_verify.child_process import die_with_parent
 from or1_verify.errors import UserError
@@ -68,6 +69,7 @@ def run_rank(config: Config, rank: int) -> int:
             show_again(config, summary)
         return 0
     stop = StopRequested(config.checkpoint.signal_grace_s)
+    os.environ[VARIABLE] = str(folder.timeline.resolve()) if config.track.timeline else ""
     heart = Heartbeat(beats_folder(folder.run_id), f"rank {rank}")
     if rank == 0:
         return start_and_lead(config, folder, stop, heart)
