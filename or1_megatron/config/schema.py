@@ -289,6 +289,8 @@ class TrackConfig(Section):
     """rich: a live table; plain: a line per step; auto: rich on a terminal."""
     timeline: bool = False
     """Write what each process does, from when to when, and for whom it waits; ``or1 timeline`` shows a step."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Write traces of torch.profiler of these rollout steps, a file for each trainer rank. Unit: steps."""
 
 
 class ClusterConfig(Section):

@@ -10,7 +10,7 @@
     hf/                the exported model
     summary.json       the outcome of the run
     tensorboard/       event files
-    logs/              rank_0.log ...
+    logs/              rank_0.log ..., and profiles
     timeline/          a file per process (runtime.timeline)
 
 Names of files and folders that are still being written end in ``.partial``. The next process deletes those that a

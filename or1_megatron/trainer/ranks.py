@@ -120,7 +120,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         score_reference = reference_scorer(config, mesh, policy)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs = rank_verbs(policy, saver, sender, score_reference)
+        verbs = rank_verbs(policy, saver, sender, score_reference, config)
         faults = FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
@@ -209,7 +209,7 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    verbs = rank_verbs(policy, saver, sender, score_reference)
+    verbs = rank_verbs(policy, saver, sender, score_reference, config)
     lockstep = Lockstep(mesh, verbs, timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
