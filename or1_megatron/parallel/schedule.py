@@ -6,9 +6,9 @@ tokens of the row, c of them on this rank, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -209,9 +209,20 @@ def forward(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temper
 def time_schedules(stage: int, stages: int) -> None:
     """Let schedules record spans from now on: micro-batches, and exchanges of pipeline stages without interleaving."""
     for name in ("forward_step", "backward_step"):
-        setattr(schedules, name, span(name, stage=stage)(getattr(schedules, name)))
+        setattr(schedules, name, _timed(getattr(schedules, name), stage=stage))
     to_before = dict.fromkeys(("recv_forward", "send_backward", "send_backward_recv_forward"), stage - 1)
     to_next = dict.fromkeys(("send_forward", "recv_backward", "send_forward_recv_backward"), stage + 1)
     for name, peer in (to_before | to_next).items():
         if 0 <= peer < stages:
-            setattr(P2PCommunicator, name, span(name, waits_for=f"stage {peer}")(getattr(P2PCommunicator, name)))
+            setattr(P2PCommunicator, name, _timed(getattr(P2PCommunicator, name), waits_for=f"stage {peer}"))
+
+
+def _timed(inner: Callable[..., Any], **args: Any) -> Callable[..., Any]:
+    @wraps(inner)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with span(inner.__name__, micro_batch=options.get("current_microbatch"), **args):
+            result = inner(*arguments, **options)
+            torch.cuda.current_stream().synchronize()  # else this would be the host's time, not the GPU's
+            return result
+
+    return timed

@@ -33,6 +33,7 @@ def test_spans_of_two_stages(tiny_qwen2: Path, tmp_path: Path) -> None:
         for name in ("forward_step", "backward_step"):
             at[name, stage] = sorted(span[2:] for span in spans if span[0] == name)
             assert [args["stage"] for *_, args in at[name, stage]] == [stage] * micro_batches
+        assert [args["micro_batch"] for *_, args in at["forward_step", stage]] == list(range(micro_batches))
         assert {span[4].get("waits_for", "other ranks") for span in spans} == {f"stage {1 - stage}", "other ranks"}
     forward = zip(at["forward_step", 0], at["forward_step", 1], strict=True)
     backward = zip(at["backward_step", 1], at["backward_step", 0], strict=True)
