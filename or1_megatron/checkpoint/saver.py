@@ -40,6 +40,7 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE
 from or1_megatron.runtime.seeds import random_state
+from or1_megatron.runtime.timeline import span
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +203,7 @@ class CheckpointSaver:
 
     # -- run by the background thread ----------------------------------------------------------------------------
 
+    @span("write")
     def _write(self, job: _PendingSave) -> None:
         started_s = time.perf_counter()
         try:

@@ -287,6 +287,10 @@ class TrackConfig(Section):
     """Largest size of rollouts and, in a quarter of it, held-out responses; beyond it the oldest files are deleted."""
     console: Literal["auto", "rich", "plain"] = "auto"
     """rich: a live table; plain: a line per step; auto: rich on a terminal."""
+    timeline: bool = False
+    """Write what each process does, from when to when, and for whom it waits; ``or1 timeline`` shows a step."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Write traces of torch.profiler of these rollout steps, a file for each trainer rank. Unit: steps."""
 
 
 class ClusterConfig(Section):

@@ -16,6 +16,7 @@ from or1_megatron.handoff.send_plan import HandoffPlan
 from or1_megatron.handoff.transport.base import Arrival, BufferPool, Transport, chain
 from or1_megatron.handoff.transport.links import Links
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, open_group
+from or1_megatron.runtime.timeline import span
 from or1_megatron.weights.holdings import Box
 
 _BUFFERS = 2  # one buffer is packed while the other travels or is read
@@ -87,7 +88,8 @@ class Transfer:
                     self._finish(packed.popleft(), watched)
                 buffer = pool.take(capacity)
                 message = buffer[: shipment.size_bytes]
-                total = pack(shipment, message, lambda part: read(part.name, part.box), handoff)
+                with span("pack", round=shipment.round, to=[self.plan.who(rank) for rank in shipment.destinations]):
+                    total = pack(shipment, message, lambda part: read(part.name, part.box), handoff)
                 for destination in shipment.destinations:
                     sums[destination] = sums.get(destination, 0) + total
                 packed.append(_Outgoing(shipment, self._send(shipment, message), buffer, pool))
@@ -116,7 +118,8 @@ class Transfer:
                 shipment = to_come.popleft()
                 under_way.append((shipment, self._receive(shipment)))
             shipment, arriving = under_way.popleft()
-            arrival = self.status.wait(arriving, f"{shipment.slots[0].slice} from {self.plan.who(shipment.via)}")
+            with span("receive", round=shipment.round, sender=self.plan.who(shipment.via)):
+                arrival = self.status.wait(arriving, f"{shipment.slots[0].slice} from {self.plan.who(shipment.via)}")
             held.append(arrival)
             last = not under_way or under_way[0][0].round != shipment.round
             yield shipment, arrival.message, last

@@ -26,6 +26,7 @@ from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.runtime.heartbeat import Heartbeat, main_thread_stack
 from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.runtime.timeline import span
 from or1_verify.errors import Or1Error
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ class Lockstep:
         silent = f"the host of the store (torchrun's agent, or rank 0) has not answered for {self._deadline_s:g} s"
         while True:
             try:
-                with self._heart.within(self._deadline_s, lambda: self._end(silent)):
+                with span("wait", waits_for="rank 0"), self._heart.within(self._deadline_s, lambda: self._end(silent)):
                     self._store.wait([key], datetime.timedelta(seconds=ask_s))
                     return self._store.get(key)
             except dist.DistStoreError:
@@ -162,7 +163,7 @@ class Lockstep:
         self._count += 1
         late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
-            with self._heart.within(self._deadline_s, lambda: self._end(late)):
+            with span(verb), self._heart.within(self._deadline_s, lambda: self._end(late)):
                 yield
         except AgreedError:
             raise

@@ -27,6 +27,7 @@ from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, clip_and_step, learning_rate
 from or1_megatron.parallel.router_replay import ExpertsPart, rerouted
 from or1_megatron.parallel.schedule import forward_backward
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 from or1_megatron.weights.families import experts_of
 
@@ -56,7 +57,7 @@ class MegatronPolicy:
         self.base: Mapping[str, str] = {} if network.adapters is None else network.adapters.base
         """With LoRA: folder and digest of the model that the adapters are for."""
         config = network.config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = span("sum gradients", waits_for="other ranks")(finalize_model_grads)
         self.parameter_count, self.trained_count = (
             sum(math.prod(shape) for _, _, shape in weights.metadata()) for weights in (self.weights, self.trained)
         )
@@ -113,7 +114,8 @@ class MegatronPolicy:
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        grad_norm, skipped = clip_and_step(self.optimizer, sums["loss"])
+        with span("optimizer"):
+            grad_norm, skipped = clip_and_step(self.optimizer, sums["loss"])
         self.sgd_steps += not skipped
         finished_s = time.perf_counter()
         report = UpdateReport(

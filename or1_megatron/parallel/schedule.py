@@ -6,16 +6,17 @@ tokens of the row, c of them on this rank, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -28,6 +29,7 @@ from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, 
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.packed import PackedRow, pack_row
 from or1_megatron.rl.objectives.scored import needs_scores
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import MicroBatch
 
 
@@ -202,3 +204,25 @@ def forward_backward(
 def forward(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temperature: float) -> list[Tensor]:
     """Return log-probs and entropies [2, C] of every micro-batch, on the last stage; an empty list elsewhere."""
     return _run(chunks, rows, partial(_scores, temperature), forward_only=True)
+
+
+def time_schedules(stage: int, stages: int) -> None:
+    """Let schedules record spans from now on: micro-batches, and exchanges of pipeline stages without interleaving."""
+    for name in ("forward_step", "backward_step"):
+        setattr(schedules, name, _timed(getattr(schedules, name), stage=stage))
+    to_before = dict.fromkeys(("recv_forward", "send_backward", "send_backward_recv_forward"), stage - 1)
+    to_next = dict.fromkeys(("send_forward", "recv_backward", "send_forward_recv_backward"), stage + 1)
+    for name, peer in (to_before | to_next).items():
+        if 0 <= peer < stages:
+            setattr(P2PCommunicator, name, _timed(getattr(P2PCommunicator, name), waits_for=f"stage {peer}"))
+
+
+def _timed(inner: Callable[..., Any], **args: Any) -> Callable[..., Any]:
+    @wraps(inner)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with span(inner.__name__, micro_batch=options.get("current_microbatch"), **args):
+            result = inner(*arguments, **options)
+            torch.cuda.current_stream().synchronize()  # else this would be the host's time, not the GPU's
+            return result
+
+    return timed

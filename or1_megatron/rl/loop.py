@@ -46,6 +46,7 @@ from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -83,9 +84,11 @@ class Loop:
     def run(self) -> LoopResult:
         """Train until the schedule ends or a stop is requested. Resumes from the newest checkpoint, if there is one."""
         try:
-            self.start()
+            with span("step", step=0):
+                self.start()
             while not self.schedule.over(self.steps_done):
-                self.train_step()
+                with span("step", step=self.steps_done + 1):
+                    self.train_step()
         except Stopped:
             logger.warning("stopped within step %d: saving the state after %d", self.steps_done + 1, self.steps_done)
             self.saving.write(self.steps_done, best=False)

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate
 
 from or1_megatron.interfaces import EnginesLost, Stopped
+from or1_megatron.runtime.timeline import span
 from or1_megatron.schemas.metrics import VERBS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concaten
     @wraps(method)
     def timed(self: Loop, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.ports.observer.verb_started(self.steps_done, name)
-        with self.ports.timer(name):
+        with self.ports.timer(name), span(name):
             return method(self, *args, **kwargs)
 
     return timed

@@ -20,6 +20,7 @@ from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import (
     Completion,
     Group,
@@ -169,11 +170,13 @@ class RolloutsClient:
 
     def wait_decoded(self, ticket: int | None = None) -> None:
         """Block until the last response of a rollout (None: the oldest) has been sampled."""
-        self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
+        with span("wait", waits_for="the engines"):
+            self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response of a rollout has its verdict; return the groups in the order of the prompts."""
-        answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
+        with span("wait", waits_for="the verifiers"):
+            answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
         groups, report = unpack(answer)
         self._manager.release.remote()  # not before: a successor would have them sampled again
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)

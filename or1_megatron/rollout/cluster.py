@@ -23,6 +23,7 @@ import ray
 
 from or1_megatron.errors import PartLost
 from or1_megatron.interfaces import EnginesLost
+from or1_megatron.runtime.timeline import VARIABLE
 from or1_megatron.runtime.world import free_ports
 from or1_verify.errors import UserError
 
@@ -102,7 +103,8 @@ def start_ray(address: str | None, run_id: str) -> None:
         _check_answers(address)
         # Ray aborts this process 60 s after its head is gone; on a pre-empted node that is before the ranks have saved.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-        options |= {"address": address}
+        recorded = {"env_vars": {VARIABLE: os.environ[VARIABLE]}} if os.environ.get(VARIABLE) else None
+        options |= {"address": address, "runtime_env": recorded}
     try:
         with _patient_start() if address is None else contextlib.nullcontext():
             ray.init(**options)

@@ -32,6 +32,7 @@ from or1_megatron.data.template import load_tokenizer
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, RoutedExperts, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -262,7 +263,9 @@ class VllmEngine:
         return self._scores.pop(name)
 
     def _iterate(self) -> None:
-        iteration = self._engine.engine_core.get_output()
+        with span("decode", requests=len(self._pending)) as seen:
+            iteration = self._engine.engine_core.get_output()
+            seen.update(batch=len(iteration.outputs), tokens=sum(len(each.new_token_ids) for each in iteration.outputs))
         version, now_s = iteration.weight_version, time.time()
         ended: dict[str, Any] = {}
         for output in iteration.outputs:

@@ -24,6 +24,7 @@ from or1_megatron.rollout.gpus import KEEP_DEVICES
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.runtime.timeline import span
 
 __all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePool"]
 
@@ -92,7 +93,7 @@ class EngineActor:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the VllmEngine by name."""
-        return self._thread.call(lambda engine: getattr(engine, method)(*args))
+        return self._thread.call(lambda engine: span(method)(getattr(engine, method))(*args))
 
     def failure(self) -> str | None:
         """Return the error that ended the engine, with its traceback; None while it runs. Does not wait."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from or1_megatron.runtime.heartbeat import BEAT_S, Heartbeat
+from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Completion
 from or1_verify.errors import UserError
 
@@ -160,7 +161,8 @@ class EngineThread:
         """Run the queued calls. With ``block``, wait up to ``BEAT_S`` for the first call."""
         while True:
             try:
-                function, future = self._calls.get(block=block, timeout=BEAT_S)
+                with span("wait", waits_for="requests or weights"):
+                    function, future = self._calls.get(block=block, timeout=BEAT_S)
             except queue.Empty:
                 return
             block = False

@@ -26,6 +26,7 @@ from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Schedu
 from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.runtime.timeline import add
 from or1_megatron.types import Completion, Request, RolloutReport
 from or1_verify.config import VerifyConfig
 from or1_verify.pool.local import LocalWorker
@@ -272,6 +273,8 @@ class RolloutManager:
             name = f"sample {completion.sample_index} of problem {completion.problem_id}"
             self._fail(RolloutError(f"verifying {name} failed: {type(error).__name__}: {error}"))
             return
+        now_ns = time.time_ns()
+        add("verify", now_ns - int(verdict.wall_s * 1e9), now_ns, problem=problem.id, status=verdict.status)
         self._perform(self._scheduler.judged(asked.ticket, asked.key, verdict))
 
     async def _wait_until(self, holds: Callable[[], bool], current: _UnderWay, what: str) -> None:

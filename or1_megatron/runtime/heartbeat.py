@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from or1_megatron.runtime.files import naming_disk_full
 from or1_megatron.runtime.processes import start_ticks
+from or1_megatron.runtime.timeline import join
 
 BEAT_S: Final = 1.0
 _BYTES: Final = 1024
@@ -65,6 +66,7 @@ class Heartbeat:
             who: the process's name in messages, such as "rank 0".
             doing, long: the first call of ``says``.
         """
+        join(who)
         self._path = folder / str(os.getpid())
         aside = self._path.with_suffix(".new")
         with naming_disk_full(aside, "the process's signs of life"):

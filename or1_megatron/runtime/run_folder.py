@@ -12,7 +12,8 @@
     hf/                the exported model
     summary.json       the outcome of the run
     tensorboard/       event files
-    logs/              rank_0.log ...
+    logs/              rank_0.log ..., and profiles
+    timeline/          a file per process (runtime.timeline)
 
 Names of files and folders that are still being written end in ``.partial``. The next process deletes those that a
 killed process left.
@@ -80,6 +81,7 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
         self.logs = root / "logs"
+        self.timeline = root / "timeline"
         self._id = root / ".id"
 
     @property

@@ -28,6 +28,7 @@ from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.schedule import time_schedules
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.loop import Loop
@@ -92,6 +93,8 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
         seed_everything(config.run.seed, mesh.rank)
+        if config.track.timeline:
+            time_schedules(mesh.pipeline_rank, mesh.pipeline)
         yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
     finally:
         stop_process_group()
@@ -117,7 +120,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         score_reference = reference_scorer(config, mesh, policy)
         sender = WeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs = rank_verbs(policy, saver, sender, score_reference)
+        verbs = rank_verbs(policy, saver, sender, score_reference, config)
         faults = FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stop.heeded(), saver:
@@ -206,7 +209,7 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = WeightSender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    verbs = rank_verbs(policy, saver, sender, score_reference)
+    verbs = rank_verbs(policy, saver, sender, score_reference, config)
     lockstep = Lockstep(mesh, verbs, timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()

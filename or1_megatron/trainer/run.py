@@ -25,6 +25,7 @@ from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, is_launched
+from or1_megatron.runtime.timeline import VARIABLE
 from or1_verify.errors import UserError
 
 _STARTED_S = time.time()
@@ -58,6 +59,7 @@ def run_rank(config: Config, rank: int) -> int:
             show_again(config, summary)
         return 0
     stop = StopRequested(config.checkpoint.signal_grace_s)
+    os.environ[VARIABLE] = str(folder.timeline.resolve()) if config.track.timeline else ""
     heart = Heartbeat(beats_folder(folder.run_id), f"rank {rank}")
     if rank == 0:
         return start_and_lead(config, folder, stop, heart)

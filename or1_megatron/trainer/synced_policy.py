@@ -12,11 +12,12 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from torch.profiler import profile
 
 from or1_megatron.checkpoint.loader import load
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.checkpoint.sharded_state import restart_optimizer
-from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.config.schema import Config, HandoffConfig
 from or1_megatron.handoff.failures import EngineStrayed, HandoffMismatch, PolicyNotFinite, SendError
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
@@ -63,12 +64,14 @@ def rank_verbs(
     saver: CheckpointSaver,
     sender: WeightSender | None = None,
     score_reference: Verb | None = None,
+    config: Config | None = None,
 ) -> dict[str, Verb]:
     """Return the functions that rank 0 can call on every rank (``Lockstep``), by name, from this rank's parts.
 
     Args:
         sender: sends this rank's weights in a handoff; None: there are no engines.
         score_reference: scores this rank's rows by the frozen reference; None: there is no reference.
+        config: names the steps to profile, and the run's folder; None: no step is profiled.
     """
 
     def of_rows(method: Verb) -> Verb:
@@ -95,8 +98,26 @@ def rank_verbs(
         "export_hf": partial(export_hf, policy),
     }
     if sender is not None:
-        verbs |= {"send": sender.send, "leave_engines": sender.close}
+        send = sender.send if config is None else _profiled(sender.send, config, policy.mesh.rank)
+        verbs |= {"send": send, "leave_engines": sender.close}
     return verbs if score_reference is None else {**verbs, "score_reference": of_rows(score_reference)}
+
+
+def _profiled(send: Verb, config: Config, rank: int) -> Verb:
+    """Return the verb ``send``, which ends a rollout step: profiles of ``profile_steps`` begin and end with it."""
+    running: list[profile] = []
+
+    def profiled(version: int) -> int:
+        sent: int = send(version)
+        while running:
+            running[0].stop()
+            running.pop().export_chrome_trace(f"{config.run.folder}/logs/profile_{version:06}_rank_{rank}.json.gz")
+        if version + 1 in config.track.profile_steps:
+            running.append(profile())
+            running[0].start()
+        return sent
+
+    return profiled
 
 
 class SyncedPolicy:

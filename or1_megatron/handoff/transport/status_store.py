@@ -9,15 +9,17 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from threading import Thread
 from typing import Any
 
+import torch
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from or1_megatron.handoff.failures import HandoffError
+from or1_megatron.runtime.timeline import span
 from or1_megatron.runtime.world import address_towards
 
 _LOOK_S = 0.2  # how often a wait looks for failures
@@ -42,7 +44,22 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
-    return ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
+    group = ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
+    with span("clocks") as clocks:
+        clocks.update(compare_clocks(group, world_size))
+    return group
+
+
+def compare_clocks(group: Any, world_size: int) -> dict[str, int]:
+    """Return how far this clock is ahead of rank 0's, and how exact that is: all ranks read theirs as barriers end."""
+    read = []
+    for _ in range(16):
+        group.barrier().wait()
+        read.append(time.time_ns())
+    everyone = [torch.tensor(read) for _ in range(world_size)]
+    group.allgather([everyone], [torch.tensor(read)]).wait()
+    ahead = torch.tensor(read) - everyone[0]
+    return {"ahead_ns": int(ahead.median()), "within_ns": int(ahead.max() - ahead.min())}
 
 
 class StatusStore:
@@ -84,15 +101,7 @@ class StatusStore:
         Raises:
             HandoffError: ``future`` failed, another rank failed, ``watched`` failed, or the deadline has passed.
         """
-
-        def done() -> bool:
-            try:
-                future.exception(timeout=_LOOK_S)
-            except FutureTimeout:
-                return False
-            return True
-
-        self._poll(done, what, watched, pause_s=0.0)
+        self._poll(lambda: bool(futures.wait([future], _LOOK_S).done), what, watched, pause_s=0.0)
         if (error := future.exception()) is not None:
             until = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
             self._poll(lambda: time.monotonic() > until, what, watched, pause_s=_LOOK_S)
@@ -104,22 +113,23 @@ class StatusStore:
         waited = f"handoff: {self.who} waited for {what}"
         deadline = time.monotonic() + self.timeout_s
         look_at = time.monotonic() + _LOOK_S
-        while True:
-            try:
-                if done():
-                    return
-                now = time.monotonic()
-                if now >= look_at:
-                    look_at = now + _LOOK_S
-                    if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-                        raise HandoffError(f"{waited}: {failure}") from failure
-                    if self._store.check([self._FAILED]):
-                        raise HandoffError(f"{waited}; meanwhile {self._store.get(self._FAILED).decode()}")
-            except (DistNetworkError, DistStoreError) as error:
-                raise HandoffError(f"{waited}: trainer rank 0 is gone") from error
-            if now > deadline:
-                raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
-            time.sleep(pause_s)
+        with span("wait", waits_for=what):
+            while True:
+                try:
+                    if done():
+                        return
+                    now = time.monotonic()
+                    if now >= look_at:
+                        look_at = now + _LOOK_S
+                        if watched is not None and watched.done() and (failure := watched.exception()) is not None:
+                            raise HandoffError(f"{waited}: {failure}") from failure
+                        if self._store.check([self._FAILED]):
+                            raise HandoffError(f"{waited}; meanwhile {self._store.get(self._FAILED).decode()}")
+                except (DistNetworkError, DistStoreError) as error:
+                    raise HandoffError(f"{waited}: trainer rank 0 is gone") from error
+                if now > deadline:
+                    raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
+                time.sleep(pause_s)
 
 
 def in_background[T](call: Callable[[], T]) -> Future[T]:

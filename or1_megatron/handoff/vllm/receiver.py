@@ -26,6 +26,7 @@ from or1_megatron.handoff.vllm.direct_copy import DirectCopy
 from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, SliceLoader, trace_loaders
 from or1_megatron.handoff.vllm.parameter_check import ParameterCheck
 from or1_megatron.handoff.vllm.reload import begin_reload, finish_reload, put_back
+from or1_megatron.runtime.timeline import join
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
         """Publish the slices that the loaders ask for, and join the group. Blocks until all ranks have joined."""
         self.shutdown()  # an earlier connection
         index = init_info.engine_index * self.parallel_config.world_size + self.parallel_config.rank
+        join(f"engine rank {index}")  # with tensor parallelism the worker is a process of its own
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         status = StatusStore(store, f"engine rank {index}", init_info.timeout_s)
         try:
