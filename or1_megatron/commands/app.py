@@ -23,6 +23,7 @@ from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.train import train
+from or1_megatron.commands.watch import watch
 from or1_verify.command import main as or1_verify_main
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ _PLAIN = (
     selftest,
     rollouts,
     report,
+    watch,
 )
 for command in _PLAIN:
     app.command()(command)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,37 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     for row in read_rows(path):
         steps.setdefault(int(row["step"]), {}).update(row)
     return dict(sorted(steps.items()))
+
+
+class GrowingSteps:
+    """Reads metrics.jsonl as ``read_steps`` does, again and again: each time only what was appended since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end, self._last = 0, b""  # of the last whole line that was read, and the line
+        self._steps: dict[int, dict[str, float | None]] = {}
+
+    def read(self) -> dict[int, dict[str, float | None]]:
+        """Return the numbers of all rows so far, by step; {} without a file. A torn last line waits for its remainder,
+        other lines that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
+        with self._path.open("rb") if self._path.is_file() else open(os.devnull, "rb") as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self.__init__(self._path)  # type: ignore[misc]
+                file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end, self._last = self._end + len(line), line
+                row = _parse(line) or {}
+                if isinstance(step := row.get("step"), int):
+                    numbers = {
+                        sys.intern(name): value
+                        for name, value in row.items()
+                        if value is None or isinstance(value, (int, float))
+                    }
+                    self._steps.setdefault(step, {}).update(numbers)
+        return dict(sorted(self._steps.items()))
 
 
 def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

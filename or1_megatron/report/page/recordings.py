@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pandas as pd
 import yaml
 
 from or1_megatron.report.page.rollout_table import read_table
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows, read_steps
 from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run
+from or1_megatron.schemas.metrics import ALARMS
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Recording:
     config: Mapping[str, Any]
     sessions: Sequence[Mapping[str, Any]]
     """Time, host and code version of each session of the run."""
+    events: Sequence[tuple[str, str, str]]
+    """Alarms, and processes that died and were replaced: (when, what, meaning or reason)."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
@@ -67,16 +73,27 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
     return recordings
 
 
-def read_recording(run: Path, label: str) -> Recording:
-    """Return the records of a run folder. Rollout files that cannot be read are left out, and named in its notes."""
+def read_recording(
+    run: Path,
+    label: str,
+    metrics: Mapping[int, Mapping[str, float | None]] | None = None,
+    files: Sequence[Path] | None = None,
+) -> Recording:
+    """Return the records of a run folder. Rollout files that cannot be read are left out, and named in its notes.
+
+    Args:
+        metrics: the run's metrics by step, if they are read already.
+        files: the rollout files to read; None: all.
+    """
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
-    metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
-    files = rollout_files(folder.rollouts)
-    rows = read_table(files, notes)
-    if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
+    if metrics is None:
+        metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
+    found = rollout_files(folder.rollouts) if files is None else files
+    rows = read_table(found, notes)
+    if files is None and (partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}"))):
         notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
-    if rows.empty:
+    if files is None and rows.empty:
         notes.append("no rollouts are kept or could be read: there is nothing to browse, and no histogram")
     model = config.get("model", {}).get("hf")
     return Recording(
@@ -84,10 +101,11 @@ def read_recording(run: Path, label: str) -> Recording:
         path=run,
         metrics=metrics,
         stages=_stages(config, metrics),
-        files=files,
+        files=found,
         rows=rows,
         config=config,
         sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
+        events=[*_alarms(metrics), *_faults(run)],
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
         model=None if model is None else Path(model),
         notes=notes,
@@ -99,6 +117,26 @@ def labels(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [os.path.relpath(path, common) for path in paths]
+
+
+def _alarms(metrics: Mapping[int, Mapping[str, float | None]]) -> list[tuple[str, str, str]]:
+    """Return each alarm's episodes of steps in a row."""
+    found = []
+    for name, meaning in ALARMS.items():
+        steps = [step for step, row in metrics.items() if f"alarm/{name}" in row]
+        for raised, run in groupby(steps, key=lambda step: bool(metrics[step][f"alarm/{name}"])):
+            episode = list(run)
+            if raised:
+                when = f"steps {episode[0]} to {episode[-1]}" if episode[1:] else f"step {episode[0]}"
+                found.append((when, f"alarm {name}", meaning))
+    return found
+
+
+def _faults(run: Path) -> list[tuple[str, str, str]]:
+    return [
+        (f"{datetime.fromtimestamp(fault.time_s):%Y-%m-%d %H:%M:%S}", f"{fault.kind}: {fault.who}", fault.why)
+        for fault in FaultRecord(run).read()
+    ]
 
 
 def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]]) -> tuple[Stage, ...]:

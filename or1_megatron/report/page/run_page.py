@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from string import Template
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
@@ -33,7 +36,7 @@ _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
-    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "setup.js", "main.js"),
+    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "setup.js", "live.js", "main.js"),
 )
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
@@ -44,6 +47,8 @@ _NUMBERS = {
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
+_ADDED_UP = ("time/", "rollout/response_tokens")
+"""Beginnings of the names of metrics that the page adds up over steps."""
 _NAMED_RUNS = 3
 """Largest number of runs whose names the page's title lists."""
 
@@ -90,17 +95,29 @@ def write_report(
             "and the migration of problems count all of them"
         )
     chosen = list(dict.fromkeys([*wanted, *choose(listed, texts)]))
-    packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = _head_packet(recordings, table), _rows_packet(table, listed, chosen, notes)
-    page = _page(recordings, head, rows, [packed[row] for row in chosen]).encode()
+    packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
+    data = {"head": head_packet(recordings, table), "rows": rows_packet(table, listed, chosen, {"notes": notes})}
+    page = html([recording.label for recording in recordings], data, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
-    """Return the packet of all data but the responses, which the browser needs first."""
+def head_packet(
+    recordings: Sequence[Recording],
+    table: pd.DataFrame,
+    more: Mapping[str, Any] | None = None,
+    most_points: int | None = None,
+    **options: int,
+) -> bytes:
+    """Return the packet of all data but the responses, which the browser needs first.
+
+    Args:
+        more: further fields of the packet's header.
+        most_points: largest number of points of a curve, with the lowest and highest of neighbouring steps; None: all.
+        options: of ``packet``.
+    """
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -119,9 +136,10 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
                 "notes": recording.notes,
                 "config": recording.config,
                 "sessions": recording.sessions,
+                "events": recording.events,
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
-                "metrics": _series(recording, names),
+                "metrics": _series(recording, names, most_points),
                 "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
                 "migration": moved,
                 "responses": len(rows),
@@ -129,22 +147,35 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame) -> str:
         )
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES}, columns)
+    header = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **(more or {})}
+    return packet(header, columns, **options)
 
 
-def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
+def _series(recording: Recording, names: Sequence[str], most_points: int | None) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
-    that are not finite."""
+    that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
         if there:
-            values = [None if value is None else float(f"{value:.6g}") for _, value in there]
-            series[name] = [[i for i, _ in there], values]
+            per = 1 if most_points is None or name.startswith(_ADDED_UP) else -(-2 * len(there) // most_points)
+            drawn = there if per < 3 else list(_extremes(there, per))
+            values = [None if value is None else float(f"{value:.6g}") for _, value in drawn]
+            series[name] = [[i for i, _ in drawn], values, *([] if drawn is there else [len(there)])]
     return series
 
 
-def _rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], notes: Sequence[str]) -> str:
+def _extremes(points: Sequence[tuple[int, float | None]], per: int) -> Iterator[tuple[int, float | None]]:
+    """Yield the lowest and the highest of every ``per`` points in a row; a value that is not finite is the lowest."""
+    for first in range(0, len(points), per):
+        part = sorted(points[first : first + per], key=lambda point: -np.inf if point[1] is None else point[1])
+        yield from sorted({part[0], part[-1]})
+
+
+def rows_packet(
+    table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any], **options: int
+) -> bytes:
+    """Return the packet of the responses in ``listed``. ``more``, ``options``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
         name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
@@ -152,13 +183,14 @@ def _rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int]
     text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
     columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
     words = {name: table[name].cat.categories.tolist() for name in WORDS}
-    return packet({"words": words, "notes": list(notes), "all": len(table)}, columns)
+    return packet({"words": words, "all": len(table), **more}, columns, **options)
 
 
-def _text_packets(
+def text_packets(
     recordings: Sequence[Recording], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
-) -> dict[int, str]:
-    packed: dict[int, str] = {}
+) -> dict[int, bytes]:
+    """Return the packets of the responses in ``chosen`` in full, by index."""
+    packed: dict[int, bytes] = {}
     for number, rows in chosen.groupby("run"):
         recording = recordings[number]
         tokens = _tokenizer_of(recording, tokenizer)
@@ -173,19 +205,23 @@ def _text_packets(
 
 def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None:
     if given is not None:
-        return TokenTexts(given)
+        return _token_texts(given)
     folders = [RunFolder(recording.path).hf, *([] if recording.model is None else [recording.model])]
-    return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
+    return next((_token_texts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
-def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Sequence[str]) -> str:
-    named = [recording.label for recording in recordings]
+_token_texts = lru_cache(4)(TokenTexts)
+
+
+def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = (), command: str = "report") -> str:
+    """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
     title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
     body = _asset("report.html").replace("{{title}}", escape(title))
-    data = [_held("head", head), _held("rows", rows)]
+    data = [_held(name, content) for name, content in embedded.items()]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]
     return Template(_asset("frame.html")).substitute(
-        title=escape(f"or1 report: {title}"),
+        title=escape(f"or1 {command}: {title}"),
+        connect="" if embedded else "; connect-src 'self'",
         style="\n".join(map(_asset, _STYLES)),
         body=body + "".join(data),
         script="\n".join(map(_asset, _SCRIPTS)),
@@ -202,5 +238,5 @@ def _asset(name: str) -> str:
     return f"/*!\n{license_text}\n*/\n{text}"
 
 
-def _held(name: str, content: str) -> str:
-    return f'<script type="text/plain" id="data-{name}">{content}</script>\n'
+def _held(name: str, content: bytes) -> str:
+    return f'<script type="text/plain" id="data-{name}">{base64.b64encode(content).decode()}</script>\n'
