@@ -90,33 +90,30 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 
 class GrowingSteps:
-    """Reads metrics.jsonl as ``read_steps`` does, again and again: each time only what was appended since."""
+    """``read_steps`` of a file that grows: each call reads what was appended since the last one."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._end, self._last = 0, b""  # of the last whole line that was read, and the line
+        self._path, self._end, self._last = path, 0, b""  # end of the last whole line that was read, and the line
         self._steps: dict[int, dict[str, float | None]] = {}
 
     def read(self) -> dict[int, dict[str, float | None]]:
-        """Return the numbers of all rows so far, by step; {} without a file. A torn last line waits for its remainder,
-        other lines that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
-        with self._path.open("rb") if self._path.is_file() else open(os.devnull, "rb") as file:
+        """Return the numbers of all rows by step; {} without a file. A torn last line waits for its remainder; lines
+        that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
+        if not self._path.is_file():
+            return {}
+        with self._path.open("rb") as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
-                self.__init__(self._path)  # type: ignore[misc]
-                file.seek(0)
+                self._end, self._last, self._steps = file.seek(0), b"", {}
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._end, self._last = self._end + len(line), line
-                row = _parse(line) or {}
+                self._end, self._last, row = self._end + len(line), line, _parse(line) or {}
                 if isinstance(step := row.get("step"), int):
                     numbers = {
-                        sys.intern(name): value
-                        for name, value in row.items()
-                        if value is None or isinstance(value, (int, float))
+                        sys.intern(name): x for name, x in row.items() if x is None or isinstance(x, (int, float))
                     }
-                    self._steps.setdefault(step, {}).update(numbers)
+                    self._steps[step] = self._steps.get(step, {}) | numbers
         return dict(sorted(self._steps.items()))
 
 

@@ -18,8 +18,8 @@ _LEVEL = 6
 _ALIGNMENT = 8
 
 
-def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], level: int = _LEVEL) -> bytes:
-    """Return a header and columns as a packet, compressed at the zlib ``level``.
+def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return a header and columns as a packet.
 
     Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to float16, which compresses to
     half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
@@ -40,4 +40,4 @@ def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], level
     ).encode()
     described += b" " * (-(4 + len(described)) % _ALIGNMENT)
     whole = b"".join([np.uint32(len(described)).tobytes(), described, *parts])
-    return gzip.compress(whole, level, mtime=0)
+    return gzip.compress(whole, _LEVEL, mtime=0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
@@ -20,106 +20,77 @@ from or1_megatron.runtime.run_folder import RunFolder, find_run, step_of
 MOST_POINTS: Final = 2000
 """Largest number of points of a curve."""
 COUNTED_ROWS: Final = 20_000
-"""About as many responses of a run are counted in histograms and pass rates, those of every n-th step."""
-_LEVEL: Final = 1  # of compression: the page is on this machine or near
+"""About as many responses of a run are counted in histograms and pass rates: those of every n-th step."""
+
+_Files = tuple[tuple[Path, int], ...]  # rollout files with their times of writing
 
 
 class Feed:
-    """Answers the page's questions with packets. Threads may ask at once. Each method raises FileNotFoundError when the
-    folder of a run is gone, and LookupError for what is not there."""
+    """Answers the page's questions with packets. Threads may ask at once."""
 
     def __init__(self, runs: Sequence[Path], tokenizer: Path | None = None) -> None:
         """``tokenizer``: see ``run_page.write_report``. Raises FileNotFoundError for a path that is no run folder."""
         self._folders = [find_run(run) for run in runs]
-        self._labels = labels(runs)
+        self._labels, self._tokenizer = labels(runs), tokenizer
         self._steps = [GrowingSteps(folder.metrics) for folder in self._folders]
-        self._tokenizer = tokenizer
         self._reading = Lock()
-        self._read_rows = lru_cache(2)(self._read_rows)  # type: ignore[method-assign]
+        self._rows = lru_cache(2)(self._read)
 
     def page(self) -> bytes:
-        return html(self._labels, {}, command="watch").encode()
+        return html(self._labels, {}).encode()
 
     def answer(self, name: str, asked: Mapping[str, str]) -> bytes | None:
-        """Return the packet that ``web/data.js`` asks for by ``name`` with these parameters; None: nothing is new.
+        """Return the packet that the page asks for by ``name`` and parameters; None: nothing is new.
 
-        head: curves and facts, unless ``version`` is the newest. counts: the same with histograms and pass rates.
+        head: facts and curves, unless ``version`` is the newest. counts: the same with histograms and pass rates.
         rows: the responses of ``step``, or of the newest step. text: the response ``row`` of ``step`` in full.
+        Raises FileNotFoundError when a run's folder is gone, LookupError or ValueError for what is not there.
         """
-        for folder in self._folders:
-            if not folder.root.is_dir():
-                raise FileNotFoundError(f"the run folder {folder.root} is gone")
-        if name == "head":
-            return self._head(asked.get("version", ""))
-        if name == "counts":
-            return self._counts()
-        if name == "rows":
-            return self._rows(int(asked["step"]) if "step" in asked else None)
+        if gone := [str(folder.root) for folder in self._folders if not folder.root.is_dir()]:
+            raise FileNotFoundError(f"the run folder {gone[0]} is gone")
+        version = "-".join(str(number) for folder in self._folders for number in _stamps(folder))
+        if name == "head" and asked.get("version") == version:
+            return None
+        kept = [rollout_files(folder.rollouts) for folder in self._folders]
+        if name in ("head", "counts"):
+            counted: list[Sequence[Path]] = [[] if name == "head" else _spread(files) for files in kept]
+            recordings, table = self._read(*(tuple((path, 0) for path in files) for files in counted))
+            facts = {"version": version, "kept": list(map(len, kept)), "counted": list(map(len, counted))}
+            facts |= {"problems": table["problem"].cat.categories.tolist()}
+            return head_packet(recordings, table, facts, MOST_POINTS)
+        newest = next((step_of(files[-1]) for files in kept if files), None)
+        step = int(asked["step"]) if "step" in asked else newest
+        of_step = [[path for path in files if step_of(path) == step] for files in kept]
+        recordings, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in of_step))
         if name == "text":
-            recordings, table = self._read_rows(*self._files_of(int(asked["step"])))
             row = int(asked["row"])
             return text_packets(recordings, table.loc[[row]], self._tokenizer, [])[row]
-        raise LookupError(f"nothing is called {name}")
-
-    def _head(self, known: str) -> bytes | None:
-        version = "-".join(str(stamp) for folder in self._folders for stamp in _stamps(folder))
-        if version == known:
-            return None
-        kept = [len(rollout_files(folder.rollouts)) for folder in self._folders]
-        recordings = self._recordings([[] for _ in self._folders])
-        return self._packet(recordings, {"version": version, "kept": kept})
-
-    def _counts(self) -> bytes:
-        counted = [_spread(rollout_files(folder.rollouts)) for folder in self._folders]
-        return self._packet(self._recordings(counted), {"counted": [len(files) for files in counted]})
-
-    def _packet(self, recordings: Sequence[Recording], more: Mapping[str, object]) -> bytes:
-        table = join([recording.rows for recording in recordings])
-        more = {**more, "problems": table["problem"].cat.categories.tolist()}
-        return head_packet(recordings, table, more, MOST_POINTS, level=_LEVEL)
-
-    def _rows(self, step: int | None) -> bytes:
-        kept = [[step_of(path) or 0 for path in rollout_files(folder.rollouts)] for folder in self._folders]
-        steps = sorted(set().union(*kept))
-        at = next((its[-1] for its in kept if its), None) if step is None else step
-        recordings, table = self._read_rows(*self._files_of(at))
+        if name != "rows":
+            raise LookupError(f"nothing is called {name}")
         notes = [note for recording in recordings for note in recording.notes]
-        return rows_packet(
-            table, table, table.index.tolist(), {"steps": steps, "step": at, "notes": notes}, level=_LEVEL
-        )
+        steps = sorted({step_of(path) for files in kept for path in files} - {None})  # type: ignore[type-var]
+        return rows_packet(table, table, table.index.tolist(), {"steps": steps, "step": step, "notes": notes})
 
-    def _files_of(self, step: int | None) -> list[tuple[Path, int] | None]:
-        """Return each run's file of a step, with its time of writing, if there is one."""
-        files = [
-            next((path for path in rollout_files(folder.rollouts) if step_of(path) == step), None)
-            for folder in self._folders
-        ]
-        return [None if path is None else (path, path.stat().st_mtime_ns) for path in files]
-
-    def _read_rows(self, *files: tuple[Path, int] | None) -> tuple[list[Recording], pd.DataFrame]:
-        recordings = self._recordings([[] if file is None else [file[0]] for file in files])
-        return recordings, join([recording.rows for recording in recordings])
-
-    def _recordings(self, files: Sequence[Sequence[Path]]) -> list[Recording]:
+    def _read(self, *files: _Files) -> tuple[list[Recording], pd.DataFrame]:
+        """Return the runs' records with the responses of these files of each run."""
         with self._reading:
             metrics = [steps.read() for steps in self._steps]
-        return [
-            read_recording(folder.root, *its)
-            for folder, *its in zip(self._folders, self._labels, metrics, files, strict=True)
-        ]
+        told: Any = zip(self._folders, self._labels, metrics, files, strict=True)
+        found = [read_recording(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
+        return found, join([recording.rows for recording in found])
 
 
 def _stamps(folder: RunFolder) -> list[int]:
-    """Return numbers that differ when anything was written to a run folder that the page's head shows."""
+    """Return numbers that change whenever something is written that the page's head shows."""
     paths = (folder.metrics, folder.rollouts, folder.summary, folder.sessions, folder.root / "faults.jsonl")
     stats = [path.stat() for path in paths if path.exists()]
     return [number for stat in stats for number in (stat.st_mtime_ns, stat.st_size)]
 
 
 def _spread(files: Sequence[Path]) -> Sequence[Path]:
-    """Return every n-th file, from the newest on, so that they have about ``COUNTED_ROWS`` rows."""
+    """Return every n-th file, the newest among them, so that they have about ``COUNTED_ROWS`` rows."""
     if not files:
         return files
     with open_rollouts(files[-1]) as newest:
         most = max(1, COUNTED_ROWS // max(1, newest.metadata.num_rows))
-    return files[:: -1][:: -(-len(files) // most)][::-1]
+    return files[:: -len(files) // most][::-1]

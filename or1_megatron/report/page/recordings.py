@@ -6,8 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows, read_steps
 from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run
-from or1_megatron.schemas.metrics import ALARMS
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class Recording:
     config: Mapping[str, Any]
     sessions: Sequence[Mapping[str, Any]]
     """Time, host and code version of each session of the run."""
-    events: Sequence[tuple[str, str, str]]
-    """Alarms, and processes that died and were replaced: (when, what, meaning or reason)."""
+    faults: Sequence[tuple[float, str, str, str]]
+    """Fields of each ``runtime.faults.Fault``: time_s, kind, who, why."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
@@ -74,17 +71,10 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 
 
 def read_recording(
-    run: Path,
-    label: str,
-    metrics: Mapping[int, Mapping[str, float | None]] | None = None,
-    files: Sequence[Path] | None = None,
+    run: Path, label: str, metrics: Mapping[int, Any] | None = None, files: Sequence[Path] | None = None
 ) -> Recording:
-    """Return the records of a run folder. Rollout files that cannot be read are left out, and named in its notes.
-
-    Args:
-        metrics: the run's metrics by step, if they are read already.
-        files: the rollout files to read; None: all.
-    """
+    """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
+    not of all. Rollout files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
     if metrics is None:
@@ -105,7 +95,7 @@ def read_recording(
         rows=rows,
         config=config,
         sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
-        events=[*_alarms(metrics), *_faults(run)],
+        faults=[(fault.time_s, fault.kind, fault.who, fault.why) for fault in FaultRecord(run).read()],
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
         model=None if model is None else Path(model),
         notes=notes,
@@ -117,26 +107,6 @@ def labels(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [os.path.relpath(path, common) for path in paths]
-
-
-def _alarms(metrics: Mapping[int, Mapping[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Return each alarm's episodes of steps in a row."""
-    found = []
-    for name, meaning in ALARMS.items():
-        steps = [step for step, row in metrics.items() if f"alarm/{name}" in row]
-        for raised, run in groupby(steps, key=lambda step: bool(metrics[step][f"alarm/{name}"])):
-            episode = list(run)
-            if raised:
-                when = f"steps {episode[0]} to {episode[-1]}" if episode[1:] else f"step {episode[0]}"
-                found.append((when, f"alarm {name}", meaning))
-    return found
-
-
-def _faults(run: Path) -> list[tuple[str, str, str]]:
-    return [
-        (f"{datetime.fromtimestamp(fault.time_s):%Y-%m-%d %H:%M:%S}", f"{fault.kind}: {fault.who}", fault.why)
-        for fault in FaultRecord(run).read()
-    ]
 
 
 def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]]) -> tuple[Stage, ...]:

@@ -47,8 +47,8 @@ _NUMBERS = {
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
-_ADDED_UP = ("time/", "rollout/response_tokens")
-"""Beginnings of the names of metrics that the page adds up over steps."""
+_WHOLE = ("time/", "alarm/", "rollout/response_tokens")
+"""Beginnings of the names of metrics of which the page needs every step, to add them up."""
 _NAMED_RUNS = 3
 """Largest number of runs whose names the page's title lists."""
 
@@ -96,7 +96,7 @@ def write_report(
         )
     chosen = list(dict.fromkeys([*wanted, *choose(listed, texts)]))
     packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    data = {"head": head_packet(recordings, table), "rows": rows_packet(table, listed, chosen, {"notes": notes})}
+    data = {"head": head_packet(recordings, table, {}), "rows": rows_packet(table, listed, chosen, {"notes": notes})}
     page = html([recording.label for recording in recordings], data, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
@@ -105,19 +105,10 @@ def write_report(
 
 
 def head_packet(
-    recordings: Sequence[Recording],
-    table: pd.DataFrame,
-    more: Mapping[str, Any] | None = None,
-    most_points: int | None = None,
-    **options: int,
+    recordings: Sequence[Recording], table: pd.DataFrame, more: Mapping[str, Any], most_points: int | None = None
 ) -> bytes:
-    """Return the packet of all data but the responses, which the browser needs first.
-
-    Args:
-        more: further fields of the packet's header.
-        most_points: largest number of points of a curve, with the lowest and highest of neighbouring steps; None: all.
-        options: of ``packet``.
-    """
+    """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
+    header. ``most_points``: of a curve, the lowest and highest of neighbouring steps; None: all."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -136,7 +127,7 @@ def head_packet(
                 "notes": recording.notes,
                 "config": recording.config,
                 "sessions": recording.sessions,
-                "events": recording.events,
+                "faults": recording.faults,
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names, most_points),
@@ -147,8 +138,7 @@ def head_packet(
         )
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    header = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **(more or {})}
-    return packet(header, columns, **options)
+    return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}, columns)
 
 
 def _series(recording: Recording, names: Sequence[str], most_points: int | None) -> dict[str, Any]:
@@ -158,7 +148,7 @@ def _series(recording: Recording, names: Sequence[str], most_points: int | None)
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
         if there:
-            per = 1 if most_points is None or name.startswith(_ADDED_UP) else -(-2 * len(there) // most_points)
+            per = 1 if most_points is None or name.startswith(_WHOLE) else -(-2 * len(there) // most_points)
             drawn = there if per < 3 else list(_extremes(there, per))
             values = [None if value is None else float(f"{value:.6g}") for _, value in drawn]
             series[name] = [[i for i, _ in drawn], values, *([] if drawn is there else [len(there)])]
@@ -172,10 +162,8 @@ def _extremes(points: Sequence[tuple[int, float | None]], per: int) -> Iterator[
         yield from sorted({part[0], part[-1]})
 
 
-def rows_packet(
-    table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any], **options: int
-) -> bytes:
-    """Return the packet of the responses in ``listed``. ``more``, ``options``: see ``head_packet``."""
+def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
+    """Return the packet of the responses in ``listed``. ``texts``: those in full. ``more``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
         name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
@@ -183,7 +171,7 @@ def rows_packet(
     text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
     columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
     words = {name: table[name].cat.categories.tolist() for name in WORDS}
-    return packet({"words": words, "all": len(table), **more}, columns, **options)
+    return packet({"words": words, "all": len(table), **more}, columns)
 
 
 def text_packets(
@@ -213,14 +201,14 @@ def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None
 _token_texts = lru_cache(4)(TokenTexts)
 
 
-def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = (), command: str = "report") -> str:
+def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
     """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
     title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]
     return Template(_asset("frame.html")).substitute(
-        title=escape(f"or1 {command}: {title}"),
+        title=escape(f"or1 {'report' if embedded else 'watch'}: {title}"),
         connect="" if embedded else "; connect-src 'self'",
         style="\n".join(map(_asset, _STYLES)),
         body=body + "".join(data),

@@ -203,9 +203,27 @@ function summaryTable(page) {
   return el("div", { class: "wide" }, table);
 }
 
+/** Return [when, what] of a run's alarms, an entry per episode. */
+function alarmsOf(run) {
+  const found = [];
+  for (const [name, [places, values]] of Object.entries(run.metrics)) {
+    if (!name.startsWith("alarm/")) continue;
+    for (let at = 0; at < values.length; at++) {
+      const first = at;
+      while (values[at]) at++;
+      const [from, to] = [run.steps[places[first]], run.steps[places[at - 1]]];
+      if (at > first) found.push([from === to ? `step ${from}` : `steps ${from} to ${to}`, `alarm ${name.slice(6)}`, ""]);
+    }
+  }
+  return found;
+}
+
 /** Return a table of alarms, and of processes that died and were replaced. */
 function eventsTable(page) {
-  const events = page.runs.flatMap((run) => run.events.map((event) => (page.runs.length > 1 ? [run.label, ...event] : event)));
+  const events = page.runs.flatMap((run) => {
+    const faults = run.faults.map(([time, kind, who, why]) => [new Date(1000 * time).toLocaleString("sv"), `${kind}: ${who}`, why]);
+    return [...alarmsOf(run), ...faults].map((event) => (page.runs.length > 1 ? [run.label, ...event] : event));
+  });
   const rows = events.map((event) => el("tr", {}, ...event.map((text) => el("td", {}, text))));
   return el("details", { hidden: !events.length, open: events.length <= 5, class: "wide" }, el("summary", {}, `Alarms, failures and restarts: ${count(events.length)}`), el("table", {}, ...rows));
 }

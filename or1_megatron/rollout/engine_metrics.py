@@ -1,0 +1,37 @@
+"""Serves vLLM's own metrics of one engine to Prometheus, from what vLLM's core returns (``track.prometheus_port``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import start_http_server
+
+
+class EngineMetrics:
+    """Feeds vLLM's logger of metrics, as vLLM's output processor, which our engine leaves out, would do."""
+
+    def __init__(self, engine: Any, port: int) -> None:
+        """Serve at ``port``. ``engine``: an LLMEngine with ``log_stats``. A taken port is a warning: it ends no run."""
+        self._engine = engine
+        try:
+            start_http_server(port)
+        except OSError as error:
+            logging.getLogger(__name__).warning("vLLM's metrics are not served at port %d: %s", port, error)
+
+    def record(self, iteration: Any, in_flight: Mapping[str, Any]) -> None:
+        """Count an iteration of vLLM's core. ``in_flight``: the requests by name, with those that it ended."""
+        from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
+
+        counted, loras = IterationStats(), LoRARequestStates()
+        for output in iteration.outputs:
+            if (flying := in_flight.get(output.request_id)) is None:  # of a probe
+                continue
+            request, stats = flying.request, flying.stats or RequestStateStats(arrival_time=flying.started_s)
+            first, flying.stats = flying.stats is None, stats
+            counted.update_from_output(output, iteration.timestamp, first, stats, loras, None)
+            if output.finish_reason is not None:
+                sizes = len(request.prompt.token_ids), request.sampling.max_response_tokens
+                counted.update_from_finished_request(output.finish_reason, output.request_id, *sizes, stats)
+        self._engine.logger_manager.record(iteration.scheduler_stats, counted)
