@@ -22,8 +22,8 @@ async function takeCounts(page) {
   const { header, columns } = await packet("counts");
   take(page, header);
   Object.assign(page, { columns, problems: header.problems });
-  const steps = header.counted.map((counted, i) => `${count(counted)} of ${plural(page.kept[i], "step")}`).join(", ");
-  return el("p", { class: "note" }, `Counted over the responses of ${steps} of which they are kept.`);
+  const steps = header.counted.map((counted, i) => `${page.runs.length > 1 ? `${page.runs[i].label}: ` : ""}${count(counted)} of ${plural(header.kept[i], "step")}`).join("; ");
+  return el("p", { class: "note" }, `Counted when this part was opened, over the responses kept of ${steps}.`);
 }
 
 /** Take a packet's facts of each run that are not empty: what responses alone can tell is empty in the packet of curves. */
