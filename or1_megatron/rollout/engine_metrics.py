@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import start_http_server
@@ -13,12 +13,10 @@ class EngineMetrics:
     """Feeds vLLM's logger of metrics, as vLLM's output processor, which our engine leaves out, would do."""
 
     def __init__(self, engine: Any, port: int) -> None:
-        """Serve at ``port``. ``engine``: an LLMEngine with ``log_stats``. A taken port is a warning: it ends no run."""
+        """Serve at ``port``. ``engine``: an LLMEngine with ``log_stats``."""
         self._engine = engine
-        try:
+        with suppress(OSError):  # the port was free when the run began; one that is taken since ends no run
             start_http_server(port)
-        except OSError as error:
-            logging.getLogger(__name__).warning("vLLM's metrics are not served at port %d: %s", port, error)
 
     def record(self, iteration: Any, in_flight: Mapping[str, Any]) -> None:
         """Count an iteration of vLLM's core. ``in_flight``: the requests by name, with those that it ended."""
@@ -28,7 +26,7 @@ class EngineMetrics:
         for output in iteration.outputs:
             if (flying := in_flight.get(output.request_id)) is None:  # of a probe
                 continue
-            request, stats = flying.request, flying.stats or RequestStateStats(arrival_time=flying.started_s)
+            stats, request = flying.stats or RequestStateStats(arrival_time=flying.started_s), flying.request
             first, flying.stats = flying.stats is None, stats
             counted.update_from_output(output, iteration.timestamp, first, stats, loras, None)
             if output.finish_reason is not None:

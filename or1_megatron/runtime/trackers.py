@@ -161,11 +161,8 @@ class MlflowTracker:
 
 
 def check_port(port: int) -> None:
-    """Check that a server could listen at a port of this machine. Raises UserError."""
-    try:
-        socket.create_server(("", port)).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"port {port} for Prometheus (track.prometheus_port) cannot be used: {error}") from error
+    """Check that a server could listen at a port of this machine. Raises OSError or OverflowError."""
+    socket.create_server(("", port)).close()
 
 
 class PrometheusTracker:
@@ -174,16 +171,15 @@ class PrometheusTracker:
     def __init__(self, port: int, folder: Path, config: Mapping[str, Any]) -> None:
         import prometheus_client
 
-        self._run, self._registry = folder.name, prometheus_client.CollectorRegistry()
-        self._gauge = lru_cache(None)(partial(prometheus_client.Gauge, labelnames=["run"], registry=self._registry))
-        self._server, _ = prometheus_client.start_http_server(port, registry=self._registry)
+        self._run, registry = folder.name, prometheus_client.CollectorRegistry()
+        self._gauge = lru_cache(None)(partial(prometheus_client.Gauge, labelnames=["run"], registry=registry))
+        self._server, _ = prometheus_client.start_http_server(port, registry=registry)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        meanings = {
-            prometheus_name(metric.name): f"{metric.meaning} ({metric.unit or 'no unit'})" for metric in METRICS
-        }
-        for name, value in {prometheus_name(name): value for name, value in {"step": step, **metrics}.items()}.items():
-            self._gauge(name, meanings.get(name, name)).labels(self._run).set(value)
+        meanings = {prometheus_name(known.name): f"{known.meaning} ({known.unit or 'no unit'})" for known in METRICS}
+        for name, value in {"step": step, **metrics}.items():
+            legal = prometheus_name(name)
+            self._gauge(legal, meanings.get(legal, legal)).labels(self._run).set(value)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -17,7 +17,7 @@ from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
 from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
-from or1_megatron.config.schema import Config
+from or1_megatron.config.schema import Config, TrackConfig
 from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.loop_arguments import Begin
@@ -25,7 +25,7 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
-from or1_megatron.runtime.trackers import check_port, check_trackers
+from or1_megatron.runtime.trackers import check_trackers
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
@@ -62,9 +62,9 @@ def check_inputs(config: Config, ranks_here: int, wait_s: float = 2.0) -> None:
         OSError: the folder cannot be made.
     """
     check_trackers(config.track)
-    if config.track.prometheus_port is not None and config.cluster.nodes == 1:
-        for index in range(config.rollout.engines):
-            check_port(config.track.prometheus_port + 1 + index)
+    if (first := config.track.prometheus_port) is not None and config.cluster.nodes == 1:
+        for port in range(first + 1, first + 1 + config.rollout.engines):
+            check_trackers(TrackConfig(prometheus_port=port))
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()

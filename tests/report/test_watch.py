@@ -129,7 +129,9 @@ def test_only_questions_with_the_token_are_answered(run: Path) -> None:
     with serving(run, host="0.0.0.0") as server:
         token = server.url.partition("?token=")[2]
         assert len(token) == 32
-        assert [ask(server, f"/{more}")[0] for more in ("", "?token=", "?token=%C3%A9", f"?token={token[:-1]}")] == [403] * 4
+        assert [ask(server, f"/{more}")[0] for more in ("", "?token=", "?token=%C3%A9", f"?token={token[:-1]}")] == [
+            403
+        ] * 4
         assert ask(server, "/data/head")[0] == 403 and asked(server, f"/data/head?token={token}")["kept"] == [4]
 
 

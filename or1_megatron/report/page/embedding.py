@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LEVEL = 6
 _ALIGNMENT = 8
 
 
-def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return a header and columns as a packet.
+def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], level: int = 6) -> bytes:
+    """Return a header and columns as a packet, compressed at zlib's ``level``.
 
     Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to float16, which compresses to
     half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
@@ -40,4 +39,4 @@ def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> by
     ).encode()
     described += b" " * (-(4 + len(described)) % _ALIGNMENT)
     whole = b"".join([np.uint32(len(described)).tobytes(), described, *parts])
-    return gzip.compress(whole, _LEVEL, mtime=0)
+    return gzip.compress(whole, level, mtime=0)

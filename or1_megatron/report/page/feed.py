@@ -22,8 +22,6 @@ MOST_POINTS: Final = 2000
 COUNTED_ROWS: Final = 20_000
 """About as many responses of a run are counted in histograms and pass rates: those of every n-th step."""
 
-_Files = tuple[tuple[Path, int], ...]  # rollout files with their times of writing
-
 
 class Feed:
     """Answers the page's questions with packets. Threads may ask at once."""
@@ -35,25 +33,25 @@ class Feed:
         self._steps = [GrowingSteps(folder.metrics) for folder in self._folders]
         self._reading = Lock()
         self._rows = lru_cache(2)(self._read)
-
-    def page(self) -> bytes:
-        return html(self._labels, {}).encode()
+        self._read(*((),) * len(runs))  # so that the first page waits for less
 
     def answer(self, name: str, asked: Mapping[str, str]) -> bytes | None:
-        """Return the packet that the page asks for by ``name`` and parameters; None: nothing is new.
+        """Return the page (/), or the packet that it asks for by path and parameters; None: nothing is new.
 
-        head: facts and curves, unless ``version`` is the newest. counts: the same with histograms and pass rates.
-        rows: the responses of ``step``, or of the newest step. text: the response ``row`` of ``step`` in full.
+        /data/head: facts and curves, unless ``version`` is the newest. counts: the same with histograms and pass rates.
+        rows: the responses of ``step``, or of the newest. text: response ``row`` of ``step`` in full.
         Raises FileNotFoundError when a run's folder is gone, LookupError or ValueError for what is not there.
         """
+        if name == "/":
+            return html(self._labels, {}).encode()
         if gone := [str(folder.root) for folder in self._folders if not folder.root.is_dir()]:
             raise FileNotFoundError(f"the run folder {gone[0]} is gone")
         version = "-".join(str(number) for folder in self._folders for number in _stamps(folder))
-        if name == "head" and asked.get("version") == version:
+        if name == "/data/head" and asked.get("version") == version:
             return None
         kept = [rollout_files(folder.rollouts) for folder in self._folders]
-        if name in ("head", "counts"):
-            counted: list[Sequence[Path]] = [[] if name == "head" else _spread(files) for files in kept]
+        if name in ("/data/head", "/data/counts"):
+            counted: list[Sequence[Path]] = [[] if name == "/data/head" else _spread(files) for files in kept]
             recordings, table = self._read(*(tuple((path, 0) for path in files) for files in counted))
             facts = {"version": version, "kept": list(map(len, kept)), "counted": list(map(len, counted))}
             facts |= {"problems": table["problem"].cat.categories.tolist()}
@@ -62,17 +60,17 @@ class Feed:
         step = int(asked["step"]) if "step" in asked else newest
         of_step = [[path for path in files if step_of(path) == step] for files in kept]
         recordings, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in of_step))
-        if name == "text":
+        if name == "/data/text":
             row = int(asked["row"])
             return text_packets(recordings, table.loc[[row]], self._tokenizer, [])[row]
-        if name != "rows":
+        if name != "/data/rows":
             raise LookupError(f"nothing is called {name}")
         notes = [note for recording in recordings for note in recording.notes]
         steps = sorted({step_of(path) for files in kept for path in files} - {None})  # type: ignore[type-var]
         return rows_packet(table, table, table.index.tolist(), {"steps": steps, "step": step, "notes": notes})
 
-    def _read(self, *files: _Files) -> tuple[list[Recording], pd.DataFrame]:
-        """Return the runs' records with the responses of these files of each run."""
+    def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[Recording], pd.DataFrame]:
+        """Return the runs' records with the responses of these files of each run, which have their times of writing."""
         with self._reading:
             metrics = [steps.read() for steps in self._steps]
         told: Any = zip(self._folders, self._labels, metrics, files, strict=True)

@@ -13,7 +13,6 @@ import pandas as pd
 import yaml
 
 from or1_megatron.report.page.rollout_table import read_table
-from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows, read_steps
 from or1_megatron.runtime.rollout_store import rollout_files
@@ -44,8 +43,6 @@ class Recording:
     config: Mapping[str, Any]
     sessions: Sequence[Mapping[str, Any]]
     """Time, host and code version of each session of the run."""
-    faults: Sequence[tuple[float, str, str, str]]
-    """Fields of each ``runtime.faults.Fault``: time_s, kind, who, why."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     notes: list[str] = field(default_factory=list)
@@ -95,7 +92,6 @@ def read_recording(
         rows=rows,
         config=config,
         sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
-        faults=[(fault.time_s, fault.kind, fault.who, fault.why) for fault in FaultRecord(run).read()],
         summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
         model=None if model is None else Path(model),
         notes=notes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
@@ -23,6 +23,7 @@ from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, thinned
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS, Metric
@@ -127,7 +128,7 @@ def head_packet(
                 "notes": recording.notes,
                 "config": recording.config,
                 "sessions": recording.sessions,
-                "faults": recording.faults,
+                "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
                 "metrics": _series(recording, names, most_points),
@@ -138,7 +139,9 @@ def head_packet(
         )
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}, columns)
+    return packet(
+        {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}, columns, 6 if most_points is None else 1
+    )
 
 
 def _series(recording: Recording, names: Sequence[str], most_points: int | None) -> dict[str, Any]:
@@ -146,20 +149,21 @@ def _series(recording: Recording, names: Sequence[str], most_points: int | None)
     that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
     for name in names:
-        there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
-        if there:
-            per = 1 if most_points is None or name.startswith(_WHOLE) else -(-2 * len(there) // most_points)
-            drawn = there if per < 3 else list(_extremes(there, per))
-            values = [None if value is None else float(f"{value:.6g}") for _, value in drawn]
-            series[name] = [[i for i, _ in drawn], values, *([] if drawn is there else [len(there)])]
+        found = np.array([row.get(name, np.inf) for row in recording.metrics.values()], np.float64)  # nan: not finite
+        there = np.flatnonzero(found != np.inf)
+        per = 1 if most_points is None or name.startswith(_WHOLE) else -(-2 * len(there) // most_points)
+        drawn = there if per < 3 else there[_extremes(found[there], per)]
+        values = [None if value != value else float(f"{value:.6g}") for value in found[drawn].tolist()]
+        if values:
+            series[name] = [drawn.tolist(), values, *([] if drawn is there else [len(there)])]
     return series
 
 
-def _extremes(points: Sequence[tuple[int, float | None]], per: int) -> Iterator[tuple[int, float | None]]:
-    """Yield the lowest and the highest of every ``per`` points in a row; a value that is not finite is the lowest."""
-    for first in range(0, len(points), per):
-        part = sorted(points[first : first + per], key=lambda point: -np.inf if point[1] is None else point[1])
-        yield from sorted({part[0], part[-1]})
+def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
+    """Return the indices of the lowest and the highest of every ``per`` values in a row; nan is the lowest."""
+    padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
+    firsts = per * np.arange(len(padded))
+    return np.unique([firsts + padded.argmin(axis=1), firsts + padded.argmax(axis=1)])
 
 
 def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,7 @@ class PageServer(ThreadingMixIn, TCPServer):
     """A thread per request, and no work between requests. At an address other than this machine's own, a request needs
     the token in ``url``."""
 
-    allow_reuse_address = True
-    daemon_threads = True
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, feed: Feed, host: str, port: int) -> None:
         """``port``: 0 for any that is free. Raises UserError if it cannot listen there."""
@@ -33,13 +32,6 @@ class PageServer(ThreadingMixIn, TCPServer):
             raise UserError(f"cannot listen on port {port} of {host}: {error}; choose another with --port") from error
         self.url = f"http://{host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
-    def admits(self, token: str, host: str) -> bool:
-        """Return whether a request has the token or, where none is needed, asks for this machine by its own name, as
-        another site's page, whose name was made to lead here, does not."""
-        if self.token:
-            return secrets.compare_digest(token.encode(), self.token.encode())
-        return urlsplit(f"//{host}").hostname in LOOPBACK
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):  # of a browser that went away
             super().handle_error(request, client_address)
@@ -50,17 +42,17 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30.0  # of a browser that sends or takes nothing
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        url, own = urlsplit(self.path), self.server.token
         asked = dict(parse_qsl(url.query))
-        if not self.server.admits(asked.get("token", ""), self.headers.get("Host", "")):
+        here = own or urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK  # or a foreign name leads here
+        if not here or not secrets.compare_digest(asked.get("token", "").encode(), own.encode()):
             return self._answer(403, b"this page needs the address that `or1 watch` printed, with its token")
-        if url.path == "/":
-            return self._answer(200, self.server.feed.page(), "text/html; charset=utf-8")
         try:
-            packet = self.server.feed.answer(url.path.removeprefix("/data/"), asked)
+            found = self.server.feed.answer(url.path, asked)
         except (OSError, LookupError, ValueError) as error:
             return self._answer(404, str(error).encode(errors="replace"))
-        return self._answer(204 if packet is None else 200, packet or b"", "application/octet-stream")
+        kind = "text/html; charset=utf-8" if url.path == "/" else "application/octet-stream"
+        return self._answer(204 if found is None else 200, found or b"", kind)
 
     def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

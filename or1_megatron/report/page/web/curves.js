@@ -221,7 +221,7 @@ function alarmsOf(run) {
 /** Return a table of alarms, and of processes that died and were replaced. */
 function eventsTable(page) {
   const events = page.runs.flatMap((run) => {
-    const faults = run.faults.map(([time, kind, who, why]) => [new Date(1000 * time).toLocaleString("sv"), `${kind}: ${who}`, why]);
+    const faults = run.faults.map(([kind, who, why, time]) => [new Date(1000 * time).toLocaleString("sv"), `${kind}: ${who}`, why]);
     return [...alarmsOf(run), ...faults].map((event) => (page.runs.length > 1 ? [run.label, ...event] : event));
   });
   const rows = events.map((event) => el("tr", {}, ...event.map((text) => el("td", {}, text))));

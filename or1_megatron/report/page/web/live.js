@@ -19,9 +19,12 @@ function current(page, make) {
 
 /** Take what is counted over responses into the page; return a note that says over which. */
 async function takeCounts(page) {
-  const { header, columns } = await packet("counts");
-  take(page, header);
-  Object.assign(page, { columns, problems: header.problems });
+  page.counts ??= packet("counts").then(({ header, columns }) => {
+    take(page, header);
+    Object.assign(page, { columns, problems: header.problems });
+    return header;
+  });
+  const header = await page.counts;
   const steps = header.counted.map((counted, i) => `${page.runs.length > 1 ? `${page.runs[i].label}: ` : ""}${count(counted)} of ${plural(header.kept[i], "step")}`).join("; ");
   return el("p", { class: "note" }, `Counted when this part was opened, over the responses kept of ${steps}.`);
 }
@@ -51,7 +54,10 @@ function renew(page, { header }) {
     Object.assign(page, { onnew: [], redraws: [] });
     for (const name of ["overview", "metrics", "time", "setup"]) page.renew(name);
   }
-  for (const name of COUNTED) page.renew(name, false);
+  if (responses) {
+    page.counts = null;
+    for (const name of COUNTED) page.renew(name, false);
+  }
   const read = document.querySelector("[data-tab=rollouts]");
   if (responses && page.step === null && !read?.contains(document.activeElement) && !read?.querySelector("#detail:not([hidden])")) {
     page.rows = null;

@@ -42,7 +42,7 @@ function tabs(page) {
     } catch (error) {
       if (!live) throw error;
       panel.failed = true; // so that the next try begins anew
-      page.rows = null;
+      Object.assign(page, { rows: null, counts: null });
       panel.replaceChildren(el("p", { class: "note" }, error.message));
     }
   };
@@ -76,7 +76,7 @@ async function start() {
   const { header, columns } = await packet("head");
   const page = {
     runs: header.runs, metrics: header.metrics, passRates: header.pass_rates, columns,
-    version: header.version, kept: header.kept, step: null, rows: null, onnew: [],
+    version: header.version, kept: header.kept, step: null, rows: null, counts: null, onnew: [],
     shown: new Set(header.runs.keys()), window: Math.max(0, ...header.runs.map((run) => run.steps.length)) > 20 ? 9 : 1,
     axis: "step", log: false, shares: false, redraws: [], onshown: [], topAdvantage: 0,
   };
