@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
+from itertools import repeat
 from pathlib import Path, PurePosixPath
 from string import Template
 from typing import Any
@@ -139,17 +140,16 @@ def head_packet(
         )
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    return packet(
-        {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}, columns, 6 if most_points is None else 1
-    )
+    more = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}
+    return packet(more, columns, 6 if most_points is None else 1)
 
 
 def _series(recording: Recording, names: Sequence[str], most_points: int | None) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
     that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
-    for name in names:
-        found = np.array([row.get(name, np.inf) for row in recording.metrics.values()], np.float64)  # nan: not finite
+    rows = [list(map(row.get, names, repeat(np.inf))) for row in recording.metrics.values()]  # inf: not measured
+    for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
         there = np.flatnonzero(found != np.inf)
         per = 1 if most_points is None or name.startswith(_WHOLE) else -(-2 * len(there) // most_points)
         drawn = there if per < 3 else there[_extremes(found[there], per)]
