@@ -94,8 +94,7 @@ class EngineSettings:
     config: RolloutConfig
     serves_folder: bool = True
     """Whether the engine may serve the folder's weights; False: it serves nothing before a handoff."""
-    metrics_port: int | None = None
-    """Port at which the engine serves vLLM's metrics."""
+    metrics_port: int | None = None  # at which the engine serves vLLM's metrics
 
 
 @dataclass(slots=True)

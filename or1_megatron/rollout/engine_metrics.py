@@ -10,10 +10,9 @@ from prometheus_client import start_http_server
 
 
 class EngineMetrics:
-    """Feeds vLLM's logger of metrics, as vLLM's output processor, which our engine leaves out, would do."""
+    """Feeds the logger of an LLMEngine's metrics, as vLLM's output processor, which we leave out, would do."""
 
     def __init__(self, engine: Any, port: int) -> None:
-        """Serve at ``port``. ``engine``: an LLMEngine with ``log_stats``."""
         self._engine = engine
         with suppress(OSError):  # the port was free when the run began; one that is taken since ends no run
             start_http_server(port)

@@ -99,9 +99,7 @@ class GrowingSteps:
     def read(self) -> dict[int, dict[str, float | None]]:
         """Return the numbers of all rows by step; {} without a file. A torn last line waits for its remainder; lines
         that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
-        if not self._path.is_file():
-            return {}
-        with self._path.open("rb") as file:
+        with open(self._path if self._path.is_file() else os.devnull, "rb") as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._end, self._last, self._steps = file.seek(0), b"", {}

@@ -160,11 +160,6 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
-def check_port(port: int) -> None:
-    """Check that a server could listen at a port of this machine. Raises OSError or OverflowError."""
-    socket.create_server(("", port)).close()
-
-
 class PrometheusTracker:
     """Serves the newest value of each metric to Prometheus; used if ``track.prometheus_port`` is set."""
 
@@ -203,7 +198,13 @@ def find_tracker(path: str) -> Any:
 _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ("W&B", "wandb_project", check_wandb, WandbTracker, "`pip install wandb`, `wandb login` or WANDB_MODE=offline"),
     ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow`, MLFLOW_TRACKING_URI"),
-    ("Prometheus", "prometheus_port", check_port, PrometheusTracker, "a free port"),
+    (
+        "Prometheus",
+        "prometheus_port",
+        lambda p: socket.create_server(("", p)).close(),
+        PrometheusTracker,
+        "a free port",
+    ),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
 """Per tracker: (name, key below ``track``, check of the key's value, class unless the check returns it, needs)."""

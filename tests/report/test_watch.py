@@ -154,7 +154,7 @@ def test_the_live_page(run: Path) -> None:
 
         def reach(found: str) -> None:
             here = f"document.activeElement.matches('{found}')"
-            wait_until(lambda: press("Tab", 9) or browser.evaluate(here), found)
+            wait_until(lambda: (press("Tab", 9), browser.evaluate(here))[1], found)
 
         for button, shown in (("#tab-rollouts", '#step[value="4"]'), ("#earlier", '#step[value="3"]')):
             reach(button)

@@ -15,21 +15,18 @@ from or1_megatron.report.page.rollout_table import join
 from or1_megatron.report.page.run_page import head_packet, html, rows_packet, text_packets
 from or1_megatron.runtime.jsonl import GrowingSteps
 from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
-from or1_megatron.runtime.run_folder import RunFolder, find_run, step_of
+from or1_megatron.runtime.run_folder import find_run, step_of
 
-MOST_POINTS: Final = 2000
-"""Largest number of points of a curve."""
-COUNTED_ROWS: Final = 20_000
-"""About as many responses of a run are counted in histograms and pass rates: those of every n-th step."""
+MOST_POINTS: Final = 2000  # of a curve
+COUNTED_ROWS: Final = 20_000  # about as many responses of a run are counted: those of every n-th step
 
 
 class Feed:
     """Answers the page's questions with packets. Threads may ask at once."""
 
-    def __init__(self, runs: Sequence[Path], tokenizer: Path | None = None) -> None:
-        """``tokenizer``: see ``run_page.write_report``. Raises FileNotFoundError for a path that is no run folder."""
-        self._folders = [find_run(run) for run in runs]
-        self._labels, self._tokenizer = labels(runs), tokenizer
+    def __init__(self, runs: Sequence[Path]) -> None:
+        """Raises FileNotFoundError for a path that is no run folder."""
+        self._folders, self._labels = [find_run(run) for run in runs], labels(runs)
         self._steps = [GrowingSteps(folder.metrics) for folder in self._folders]
         self._reading = Lock()
         self._rows = lru_cache(2)(self._read)
@@ -46,7 +43,11 @@ class Feed:
             return html(self._labels, {}).encode()
         if gone := [str(folder.root) for folder in self._folders if not folder.root.is_dir()]:
             raise FileNotFoundError(f"the run folder {gone[0]} is gone")
-        version = "-".join(str(number) for folder in self._folders for number in _stamps(folder))
+        shown = [
+            (run.metrics, run.rollouts, run.summary, run.sessions, run.root / "faults.jsonl") for run in self._folders
+        ]
+        stats = [path.stat() for paths in shown for path in paths if path.exists()]
+        version = "-".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
         if name == "/data/head" and asked.get("version") == version:
             return None
         kept = [rollout_files(folder.rollouts) for folder in self._folders]
@@ -54,19 +55,18 @@ class Feed:
             counted: list[Sequence[Path]] = [[] if name == "/data/head" else _spread(files) for files in kept]
             recordings, table = self._read(*(tuple((path, 0) for path in files) for files in counted))
             facts = {"version": version, "kept": list(map(len, kept)), "counted": list(map(len, counted))}
-            facts |= {"problems": table["problem"].cat.categories.tolist()}
-            return head_packet(recordings, table, facts, MOST_POINTS)
+            problems = table["problem"].cat.categories.tolist()
+            return head_packet(recordings, table, {**facts, "problems": problems}, MOST_POINTS)
         newest = next((step_of(files[-1]) for files in kept if files), None)
         step = int(asked["step"]) if "step" in asked else newest
         of_step = [[path for path in files if step_of(path) == step] for files in kept]
         recordings, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in of_step))
         if name == "/data/text":
-            row = int(asked["row"])
-            return text_packets(recordings, table.loc[[row]], self._tokenizer, [])[row]
+            return next(iter(text_packets(recordings, table.loc[[int(asked["row"])]], None, []).values()))
         if name != "/data/rows":
             raise LookupError(f"nothing is called {name}")
+        steps = sorted({step_of(path) or 0 for files in kept for path in files})
         notes = [note for recording in recordings for note in recording.notes]
-        steps = sorted({step_of(path) for files in kept for path in files} - {None})  # type: ignore[type-var]
         return rows_packet(table, table, table.index.tolist(), {"steps": steps, "step": step, "notes": notes})
 
     def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[Recording], pd.DataFrame]:
@@ -78,17 +78,7 @@ class Feed:
         return found, join([recording.rows for recording in found])
 
 
-def _stamps(folder: RunFolder) -> list[int]:
-    """Return numbers that change whenever something is written that the page's head shows."""
-    paths = (folder.metrics, folder.rollouts, folder.summary, folder.sessions, folder.root / "faults.jsonl")
-    stats = [path.stat() for path in paths if path.exists()]
-    return [number for stat in stats for number in (stat.st_mtime_ns, stat.st_size)]
-
-
 def _spread(files: Sequence[Path]) -> Sequence[Path]:
     """Return every n-th file, the newest among them, so that they have about ``COUNTED_ROWS`` rows."""
-    if not files:
-        return files
-    with open_rollouts(files[-1]) as newest:
-        most = max(1, COUNTED_ROWS // max(1, newest.metadata.num_rows))
-    return files[:: -len(files) // most][::-1]
+    rows = max([1, *(open_rollouts(newest).metadata.num_rows for newest in files[-1:])])
+    return files[:: -len(files) // max(1, COUNTED_ROWS // rows) or 1][::-1]

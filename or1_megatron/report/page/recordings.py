@@ -67,9 +67,7 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
     return recordings
 
 
-def read_recording(
-    run: Path, label: str, metrics: Mapping[int, Any] | None = None, files: Sequence[Path] | None = None
-) -> Recording:
+def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None) -> Recording:
     """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
     not of all. Rollout files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()

@@ -49,8 +49,6 @@ _NUMBERS = {
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
-_WHOLE = ("time/", "alarm/", "rollout/response_tokens")
-"""Beginnings of the names of metrics of which the page needs every step, to add them up."""
 _NAMED_RUNS = 3
 """Largest number of runs whose names the page's title lists."""
 
@@ -106,11 +104,9 @@ def write_report(
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def head_packet(
-    recordings: Sequence[Recording], table: pd.DataFrame, more: Mapping[str, Any], most_points: int | None = None
-) -> bytes:
+def head_packet(recordings: Sequence[Recording], table: pd.DataFrame, more: Mapping[str, Any], most: int = 0) -> bytes:
     """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
-    header. ``most_points``: of a curve, the lowest and highest of neighbouring steps; None: all."""
+    header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -132,7 +128,7 @@ def head_packet(
                 "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "steps": list(recording.metrics),
-                "metrics": _series(recording, names, most_points),
+                "metrics": _series(recording, names, most),
                 "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
                 "migration": moved,
                 "responses": len(rows),
@@ -141,17 +137,18 @@ def head_packet(
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
     more = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}
-    return packet(more, columns, 6 if most_points is None else 1)
+    return packet(more, columns, 1 if most else 6)
 
 
-def _series(recording: Recording, names: Sequence[str], most_points: int | None) -> dict[str, Any]:
+def _series(recording: Recording, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
     that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
     rows = [list(map(row.get, names, repeat(np.inf))) for row in recording.metrics.values()]  # inf: not measured
     for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
         there = np.flatnonzero(found != np.inf)
-        per = 1 if most_points is None or name.startswith(_WHOLE) else -(-2 * len(there) // most_points)
+        whole = not most or name.startswith(("time/", "alarm/", "rollout/response_tokens"))  # the page adds them up
+        per = 1 if whole else -(-2 * len(there) // most)
         drawn = there if per < 3 else there[_extremes(found[there], per)]
         values = [None if value != value else float(f"{value:.6g}") for value in found[drawn].tolist()]
         if values:
@@ -162,8 +159,7 @@ def _series(recording: Recording, names: Sequence[str], most_points: int | None)
 def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
     """Return the indices of the lowest and the highest of every ``per`` values in a row; nan is the lowest."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
-    firsts = per * np.arange(len(padded))
-    return np.unique([firsts + padded.argmin(axis=1), firsts + padded.argmax(axis=1)])
+    return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 
 
 def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
@@ -185,7 +181,7 @@ def text_packets(
     packed: dict[int, bytes] = {}
     for number, rows in chosen.groupby("run"):
         recording = recordings[number]
-        tokens = _tokenizer_of(recording, tokenizer)
+        tokens = _tokenizer_of(recording.path, recording.model, tokenizer)
         if tokens is None:
             notes.append(
                 f"{recording.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
@@ -195,14 +191,12 @@ def text_packets(
     return packed
 
 
-def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None:
+@lru_cache(4)
+def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTexts | None:
     if given is not None:
-        return _token_texts(given)
-    folders = [RunFolder(recording.path).hf, *([] if recording.model is None else [recording.model])]
-    return next((_token_texts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
-
-
-_token_texts = lru_cache(4)(TokenTexts)
+        return TokenTexts(given)
+    folders = [RunFolder(run).hf, *([] if model is None else [model])]
+    return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
