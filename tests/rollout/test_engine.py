@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import ray
-from engine_fixtures import (
-    END,
-    MAX_MODEL_TOKENS,
-    PROMPTS,
-    RUN_ID,
-    WORDS,
-    TinyModel,
-    decode,
-    requests,
-    rollout_config,
-)
-from prometheus_client.parser import text_string_to_metric_families
+from engine_fixtures import END, MAX_MODEL_TOKENS, PROMPTS, WORDS, TinyModel, decode, requests
 from ray.exceptions import RayTaskError
 from rigs import in_engine
 
@@ -300,33 +287,3 @@ def test_trainer_ranks_on_other_nodes_get_an_address_that_they_can_reach(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
         assert group.address == address
     ray.kill(engine)
-
-
-@pytest.mark.slow
-def test_vllm_s_metrics_are_served(tiny_model: TinyModel, ray_cluster: None) -> None:
-    """Counted against the responses themselves; all that the Grafana dashboard asks of vLLM is there."""
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    config = rollout_config(engines=1)
-    pool = EnginePool(
-        config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-served", True, None, metrics_port=port
-    )
-    try:
-        pool.wait_ready()
-        sent = requests(Sampling(1.0, 1.0, 32), each=4)
-        completions = decode(pool.handles[0], sent)
-        with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            samples = [
-                one for family in text_string_to_metric_families(answer.read().decode()) for one in family.samples
-            ]
-    finally:
-        pool.close()
-    values = {sample.name: 0.0 for sample in samples}
-    for sample in samples:
-        values[sample.name] += sample.value
-    assert values["vllm:generation_tokens_total"] == sum(len(made.token_ids) for made in completions)
-    assert values["vllm:prompt_tokens_total"] == sum(len(request.prompt.token_ids) for request in sent)
-    assert values["vllm:request_success_total"] == values["vllm:e2e_request_latency_seconds_count"] == len(sent)
-    assert values["vllm:time_to_first_token_seconds_count"] == len(sent) and values["vllm:num_requests_running"] == 0
-    board = (Path(__file__).parents[2] / "docs" / "grafana" / "or1.json").read_text()
-    assert set(re.findall(r"vllm:\w+", board)) <= values.keys()
