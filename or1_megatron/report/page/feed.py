@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
@@ -17,7 +17,6 @@ from or1_megatron.runtime.jsonl import GrowingSteps
 from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import find_run, step_of
 
-MOST_POINTS: Final = 2000  # of a curve
 COUNTED_ROWS: Final = 20_000  # about as many responses of a run are counted: those of every n-th step
 
 
@@ -56,7 +55,7 @@ class Feed:
             recordings, table = self._read(*(tuple((path, 0) for path in files) for files in counted))
             facts = {"version": version, "kept": list(map(len, kept)), "counted": list(map(len, counted))}
             problems = table["problem"].cat.categories.tolist()
-            return head_packet(recordings, table, {**facts, "problems": problems}, MOST_POINTS)
+            return head_packet(recordings, table, {**facts, "problems": problems}, most=2000)
         newest = next((step_of(files[-1]) for files in kept if files), None)
         step = int(asked["step"]) if "step" in asked else newest
         of_step = [[path for path in files if step_of(path) == step] for files in kept]
@@ -72,8 +71,7 @@ class Feed:
     def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[Recording], pd.DataFrame]:
         """Return the runs' records with the responses of these files of each run, which have their times of writing."""
         with self._reading:
-            metrics = [steps.read() for steps in self._steps]
-        told: Any = zip(self._folders, self._labels, metrics, files, strict=True)
+            told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
         found = [read_recording(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
         return found, join([recording.rows for recording in found])
 
