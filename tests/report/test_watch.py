@@ -136,13 +136,13 @@ def test_the_live_page(tmp_path: Path) -> None:
         browser.wait_for("document.getElementById('facts').textContent.includes('up to step 5')")
         browser.wait_for("document.querySelector('details').textContent.includes('step 5alarm entropy')")
 
-        def press(key: str, code: int, text: str = "") -> None:
+        def press(key: str, code: int, text: str = "", until: str = "true") -> bool:
             for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
                 browser.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
+            return bool(browser.evaluate(until))
 
         def reach(found: str) -> None:
-            here = f"document.activeElement.matches('{found}')"
-            wait_until(lambda: (press("Tab", 9), browser.evaluate(here))[1], found)
+            wait_until(lambda: press("Tab", 9, until=f"document.activeElement.matches('{found}')"), found)
 
         for button, step in (("#tab-rollouts", 4), ("#earlier", 3)):
             reach(button)
