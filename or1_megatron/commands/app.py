@@ -24,6 +24,7 @@ from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.timeline import timeline
 from or1_megatron.commands.train import train
+from or1_megatron.commands.watch import watch
 from or1_verify.command import main as or1_verify_main
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ _PLAIN = (
     rollouts,
     report,
     timeline,
+    watch,
 )
 for command in _PLAIN:
     app.command()(command)

@@ -29,6 +29,7 @@ import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.template import load_tokenizer
+from or1_megatron.rollout.engine_metrics import EngineMetrics
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
@@ -94,6 +95,7 @@ class EngineSettings:
     config: RolloutConfig
     serves_folder: bool = True
     """Whether the engine may serve the folder's weights; False: it serves nothing before a handoff."""
+    metrics_port: int | None = None  # at which the engine serves vLLM's metrics
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class _InFlight:
     table: bytearray = field(default_factory=bytearray)  # of ``worker.SeededSampler``, ``_ROW_BYTES`` per token
     versions: list[VersionSpan] = field(default_factory=list)
     version: str | None = None  # of the weights that made the last token
+    stats: Any = None  # of ``engine_metrics``
 
 
 class VllmEngine:
@@ -138,12 +141,14 @@ class VllmEngine:
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
+            disable_log_stats=settings.metrics_port is None,
             weight_transfer_config={"backend": "slices"},  # as ``handoff.vllm.receiver`` is known to vLLM
             worker_extension_cls=ROUTING_EXTENSION if settings.config.router_replay else WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
             **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
         self._engine = self._llm.llm_engine
+        self._metrics = EngineMetrics(self._engine, settings.metrics_port) if settings.metrics_port else None
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("sample_by_seeds")
         self._tokenizer = load_tokenizer(Path(settings.model))
@@ -266,6 +271,8 @@ class VllmEngine:
         with span("decode", requests=len(self._pending)) as seen:
             iteration = self._engine.engine_core.get_output()
             seen.update(batch=len(iteration.outputs), tokens=sum(len(each.new_token_ids) for each in iteration.outputs))
+        if self._metrics is not None:
+            self._metrics.record(iteration, self._pending)
         version, now_s = iteration.weight_version, time.time()
         ended: dict[str, Any] = {}
         for output in iteration.outputs:

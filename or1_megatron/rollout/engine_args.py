@@ -46,6 +46,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "weight_transfer_config": "take it out: the handoff sets it",
     "load_format": "an engine reads the safetensors of model.hf, and a handoff brings whole tensors for its loaders",
     "logprobs_mode": "recorded log-probs are those of the distribution that was sampled, temperature applied",
+    "disable_log_stats": "set track.prometheus_port",
     "max_logprobs": "a response needs the log-prob of its sampled token alone",
     "kv_sharing_fast_prefill": "it leaves out the log-probs of prompts, which a handoff's probe asks for",
     "enable_prefix_caching": "it is on: a handoff's probe finds out whether stale keys and values are still there",

@@ -113,6 +113,7 @@ class EnginePool:
         on_cpu: bool,
         places: Sequence[EnginePlace] | None = None,
         on_restart: Callable[[int, str], None] = lambda index, reason: None,
+        metrics_port: int | None = None,
     ) -> None:
         """
         Args:
@@ -121,6 +122,7 @@ class EnginePool:
             on_cpu: whether the engines' nodes have no GPU.
             places: the node and GPUs of each engine. None lets Ray choose, which knows nothing of trainer ranks.
             on_restart: called with (engine, why) when an engine is replaced.
+            metrics_port: at which engine 0 serves vLLM's metrics, engine 1 at the next; None: nowhere.
 
         Raises:
             EngineError: engines on CPU have no ``kv_cache_bytes``, or ``engine_args`` has a refused argument.
@@ -139,7 +141,8 @@ class EnginePool:
         self._started_s = time.monotonic()
         self._deadline = start_deadline(config, model)
         self._settings = [
-            EngineSettings(index, model, dtype, max_model_tokens, config) for index in range(config.engines)
+            EngineSettings(index, model, dtype, max_model_tokens, config, True, metrics_port and metrics_port + index)
+            for index in range(config.engines)
         ]
         self.restarts = [0] * config.engines
         """How often each engine was restarted."""

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,32 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     for row in read_rows(path):
         steps.setdefault(int(row["step"]), {}).update(row)
     return dict(sorted(steps.items()))
+
+
+class GrowingSteps:
+    """``read_steps`` of a file that grows: each call reads what was appended since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._end, self._last = path, 0, b""  # end of the last whole line that was read, and the line
+        self._steps: dict[int, dict[str, float | None]] = {}
+
+    def read(self) -> dict[int, dict[str, float | None]]:
+        """Return the numbers of all rows by step; {} without a file. A torn last line waits for its remainder; lines
+        that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
+        with open(self._path if self._path.is_file() else os.devnull, "rb") as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._end, self._last, self._steps = file.seek(0), b"", {}
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end, self._last, row = self._end + len(line), line, _parse(line) or {}
+                if isinstance(step := row.get("step"), int):
+                    numbers = {
+                        sys.intern(name): x for name, x in row.items() if x is None or isinstance(x, (int, float))
+                    }
+                    self._steps[step] = self._steps.get(step, {}) | numbers
+        return dict(sorted(self._steps.items()))
 
 
 def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Trackers write each step's metrics for other programs: TensorBoard, Weights & Biases, MLflow, or a user's class."""
+"""Trackers give each step's metrics to other programs: TensorBoard, W&B, MLflow, Prometheus, or a user's class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from or1_megatron.config.resume import leaves
 from or1_megatron.runtime.files import append_whole, naming_disk_full
+from or1_megatron.schemas.metrics import METRICS
 from or1_verify.custom_process import by_path
 from or1_verify.errors import UserError
 
@@ -159,6 +160,32 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
+class PrometheusTracker:
+    """Serves the newest value of each metric to Prometheus; used if ``track.prometheus_port`` is set."""
+
+    def __init__(self, port: int, folder: Path, config: Mapping[str, Any]) -> None:
+        import prometheus_client
+
+        self._run, registry = folder.name, prometheus_client.CollectorRegistry()
+        self._gauge = lru_cache(None)(partial(prometheus_client.Gauge, labelnames=["run"], registry=registry))
+        self._server, _ = prometheus_client.start_http_server(port, registry=registry)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        meanings = {prometheus_name(known.name): f"{known.meaning} ({known.unit or 'no unit'})" for known in METRICS}
+        for name, value in {"step": step, **metrics}.items():
+            legal = prometheus_name(name)
+            self._gauge(legal, meanings.get(legal, legal)).labels(self._run).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def prometheus_name(metric: str) -> str:
+    """Return a metric's name for Prometheus: ``or1_entropy_sampled`` of ``entropy/sampled``."""
+    return "or1_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
 def find_tracker(path: str) -> Any:
     """Return the class that ``track.tracker`` names. Raises its module's errors, and TypeError for wrong parameters."""
     kind = by_path(path)
@@ -171,6 +198,13 @@ def find_tracker(path: str) -> Any:
 _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ("W&B", "wandb_project", check_wandb, WandbTracker, "`pip install wandb`, `wandb login` or WANDB_MODE=offline"),
     ("MLflow", "mlflow_experiment", check_mlflow, MlflowTracker, "`pip install mlflow`, MLFLOW_TRACKING_URI"),
+    (
+        "Prometheus",
+        "prometheus_port",
+        lambda p: socket.create_server(("", p)).close(),
+        PrometheusTracker,
+        "a free port",
+    ),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
 """Per tracker: (name, key below ``track``, check of the key's value, class unless the check returns it, needs)."""

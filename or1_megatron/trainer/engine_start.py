@@ -30,6 +30,7 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
         not torch.cuda.is_available(),
         engine_places(config),
         lambda index, reason: faults.write(Fault("engine", f"engine {index}", reason)),
+        config.track.prometheus_port and config.track.prometheus_port + 1,
     )
     stack.callback(engines.close)
     return engines

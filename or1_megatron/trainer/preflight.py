@@ -17,7 +17,7 @@ from or1_megatron.checkpoint.keeper import CheckpointKeeper
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
 from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
-from or1_megatron.config.schema import Config
+from or1_megatron.config.schema import Config, TrackConfig
 from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.loop_arguments import Begin
@@ -63,6 +63,9 @@ def check_inputs(config: Config, ranks_here: int) -> None:
         OSError: the folder cannot be made.
     """
     check_trackers(config.track)
+    if (first := config.track.prometheus_port) is not None and config.cluster.nodes == 1:
+        for port in range(first + 1, first + 1 + config.rollout.engines):
+            check_trackers(TrackConfig(prometheus_port=port))
     folder = RunFolder(config.run.folder)
     begin_of(config, folder)  # before anything is made on the disk
     folder.create()

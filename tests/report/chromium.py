@@ -115,11 +115,11 @@ class Chromium:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
 
-    def open(self, page: Path, fragment: str = "") -> None:
-        """Load a file; returns when it and its scripts are done (``load``)."""
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Load a file or an address; returns when it and its scripts are done (``load``)."""
         self._events.clear()
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=page.resolve().as_uri() + fragment)
+        self.call("Page.navigate", url=(page if isinstance(page, str) else page.resolve().as_uri()) + fragment)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, expression: str) -> Any:

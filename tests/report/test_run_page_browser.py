@@ -205,7 +205,10 @@ def test_prompts_gained_and_lost_and_the_marks_of_alarms(browser: Chromium, own:
     entropy = '[data-metric="behaviour/entropy/tenth/0"]'
     point(browser, entropy, 0.66)  # steps 1 to 4 are on the axis
     browser.wait_for(f"document.getElementById('tip').textContent.endsWith({f'▼ {sentence}'!r})")
-    assert browser.evaluate("document.querySelectorAll('.chart .alarm').length") == 2
+    marked = (
+        "[...document.querySelectorAll('.chart .alarm')].map((mark) => mark.closest('[data-metric]').dataset.metric)"
+    )
+    assert browser.evaluate(marked) == ["entropy/sampled", "behaviour/entropy/tenth/0", "behaviour/entropy/kind/space"]
     key = "new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true})"
     sides = "[...document.querySelectorAll('.sides .tokens')].map(one => one.textContent).join()"
     browser.wait_for(f"{sides} === '0 h1 0<eos>,4 h1 0<eos>'")  # it has changed most

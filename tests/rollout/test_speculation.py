@@ -1,5 +1,5 @@
 """Drafted tokens change nothing in what is sampled: real vLLM engines on CPU, fp32, against transformers and engines
-that draft nothing, and the sampler alone against an exact distribution.
+that draft nothing, and the sampler alone against an exact distribution; and the metrics that such an engine serves.
 
 The drafts are vLLM's n-grams. Not proven: anything about time, other methods, or GPUs.
 """
@@ -7,21 +7,29 @@ The drafts are vLLM's n-grams. Not proven: anything about time, other methods, o
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, requests, rollout_config
+from prometheus_client.parser import text_string_to_metric_families
 from rigs import in_engine
 
 from or1_megatron.rollout.engine import _accepted as of_response
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.speculation import check_drafts
 from or1_megatron.rollout.worker import SeededSampler
+from or1_megatron.runtime.trackers import prometheus_name
+from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import Completion, Sampling
 
 TINY_P = 1e-4  # seeds are fixed: a test that passes once passes always
@@ -35,7 +43,10 @@ def drafting(tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
     """
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     config = rollout_config(engines=1, engine_args={"speculative_config": drafts, "max_num_batched_tokens": 136})
-    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-drafts", on_cpu=True)
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    where = f"{RUN_ID}-drafts"
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, where, on_cpu=True, metrics_port=port)
     pool.wait_ready()
     yield pool
     pool.close()
@@ -78,6 +89,29 @@ def test_an_argument_of_the_run_is_in_the_place_of_the_engines_own(drafting: Eng
         return int(engine._engine.vllm_config.scheduler_config.max_num_batched_tokens)
 
     assert in_engine(drafting.handles[0], budget) == 136
+
+
+def served(pool: EnginePool) -> Counter[str]:
+    """Return what Prometheus reads of the engine: sums over labels, by name."""
+    found = Counter[str]()
+    with urlopen(f"http://127.0.0.1:{pool._settings[0].metrics_port}/metrics") as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            found.update({name: sum(s.value for s in family.samples if s.name == name) for name, *_ in family.samples})
+    return found
+
+
+def test_vllm_s_metrics_are_those_of_the_responses(drafting: EnginePool) -> None:
+    """All that the Grafana dashboard asks for exists, here or on rank 0. Not proven: how it looks."""
+    before, sent = served(drafting), requests(Sampling(1.0, 1.0, 32), each=4, seed=70_000)
+    made, after = decode(drafting.handles[0], sent), served(drafting)
+    board = (Path(__file__).parents[2] / "docs" / "grafana" / "or1.json").read_text()
+    asked = {query for panel in json.loads(board)["panels"] for query in re.findall(r"\b(?:vllm:|or1_)\w+", str(panel))}
+    assert len(asked) > 40 and asked <= after.keys() | {"or1_step", *(prometheus_name(each.name) for each in METRICS)}
+    grown = {name.removeprefix("vllm:"): after[name] - before[name] for name in after}
+    assert grown["generation_tokens_total"] == sum(len(each.token_ids) for each in made)
+    assert grown["prompt_tokens_total"] == sum(len(each.prompt.token_ids) for each in sent)
+    assert grown["request_success_total"] == grown["e2e_request_latency_seconds_count"] == len(sent)
+    assert grown["time_to_first_token_seconds_count"] == len(sent) and after["vllm:num_requests_running"] == 0
 
 
 def drafted_tokens(completion: Completion) -> int:

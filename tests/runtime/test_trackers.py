@@ -6,11 +6,14 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from or1_megatron.config.schema import TrackConfig
 from or1_megatron.runtime import trackers
@@ -289,3 +292,22 @@ def test_what_is_no_tracker_is_refused_at_the_door_with_all_else(
         mlflow, own = refused(tracker=path, mlflow_experiment="magic").splitlines()
         assert own.startswith(f"track.tracker: '{path}' cannot be used: ") and why in own
         assert mlflow.startswith("track.mlflow_experiment: 'magic' cannot be used: ConnectionRefusedError")
+
+
+def test_prometheus_reads_the_newest_values() -> None:
+    """By its own parser. A metric that a step lacks keeps its value; two names that Prometheus writes alike are one."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for wrong in (port, 70_000):
+            with pytest.raises(UserError, match=f"prometheus_port: '{wrong}' cannot be used: .*needs a free port"):
+                check_trackers(TrackConfig(prometheus_port=wrong))
+    tracker = check_trackers(TrackConfig(prometheus_port=port))["Prometheus"](Path("runs/one"), {})
+    tracker.log(1, {"entropy/sampled": 0.5, "evaluation/pass@16": 0.75, "a b": 1.0})
+    tracker.log(2, {"entropy/sampled": 0.25, "a/b": 2.0})
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    tracker.close()
+    values = {name: [(sample.value, sample.labels["run"]) for sample in families[name].samples] for name in families}
+    wanted = {"step": 2.0, "entropy_sampled": 0.25, "evaluation_pass_16": 0.75, "a_b": 2.0}
+    assert values == {f"or1_{name}": [(value, "one")] for name, value in wanted.items()}
+    assert families["or1_entropy_sampled"].documentation.endswith("(nats/token)")

@@ -1,4 +1,4 @@
-"""Encodes data for the HTML page: columns and JSON, compressed and in base64, so that no content ends its element.
+"""Encodes data for the HTML page: columns and JSON, compressed.
 
 A packet is the gzip of the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
 length]), and the columns, little endian, the widest numbers first. ``web/data.js`` reads it.
@@ -6,7 +6,6 @@ length]), and the columns, little endian, the widest numbers first. ``web/data.j
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 from collections.abc import Mapping
@@ -15,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LEVEL = 6
 _ALIGNMENT = 8
 
 
-def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> str:
-    """Return a header and columns as a packet in base64.
+def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], level: int = 6) -> bytes:
+    """Return a header and columns as a packet, compressed at zlib's ``level``.
 
     Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to float16, which compresses to
     half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
@@ -41,4 +39,4 @@ def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> st
     ).encode()
     described += b" " * (-(4 + len(described)) % _ALIGNMENT)
     whole = b"".join([np.uint32(len(described)).tobytes(), described, *parts])
-    return base64.b64encode(gzip.compress(whole, _LEVEL, mtime=0)).decode()
+    return gzip.compress(whole, level, mtime=0)

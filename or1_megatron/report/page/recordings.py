@@ -68,16 +68,18 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
     return recordings
 
 
-def read_recording(run: Path, label: str) -> Recording:
-    """Return the records of a run folder. Rollout files that cannot be read are left out, and named in its notes."""
+def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None) -> Recording:
+    """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
+    not of all. Rollout files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
     config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
-    metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
-    files = [*rollout_files(folder.rollouts), *rollout_files(folder.evaluations)]
-    rows = read_table(files, notes)
-    if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
+    if metrics is None:
+        metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
+    found = [*rollout_files(folder.rollouts), *rollout_files(folder.evaluations)] if files is None else files
+    rows = read_table(found, notes)
+    if files is None and (partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}"))):
         notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
-    if rows.empty:
+    if files is None and rows.empty:
         notes.append("no rollouts are kept or could be read: there is nothing to browse, and no histogram")
     model = config.get("model", {}).get("hf")
     return Recording(
@@ -85,7 +87,7 @@ def read_recording(run: Path, label: str) -> Recording:
         path=run,
         metrics=metrics,
         stages=_stages(config, metrics),
-        files=files,
+        files=found,
         rows=rows,
         config=config,
         alarms=list(read_rows(folder.alarms, bad_lines=[])) if folder.alarms.is_file() else [],

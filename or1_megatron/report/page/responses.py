@@ -39,6 +39,7 @@ class TokenTexts:
         except Exception as error:  # the library raises the bare class
             raise ValueError(f"{path}: not a tokenizer: {error}") from error
         self._decode = lru_cache(1 << 16)(lambda *ids: tokenizer.decode(ids, skip_special_tokens=False))
+        self._after = lru_cache(1 << 16)(lambda before, *ids: self._decode(*before, *ids)[len(self._decode(*before)) :])
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, NDArray[np.uint16]]:
         """Return (text of a response, lengths [n] of its tokens' texts in UTF-16 units, which browsers count).
@@ -49,8 +50,8 @@ class TokenTexts:
         texts: list[str] = []
         first = 0  # index of the first token without text
         for place in range(len(token_ids)):
-            before = token_ids[max(first - 1, 0) : first]  # some tokenizers drop a space at the beginning of a text
-            text = self._decode(*before, *token_ids[first : place + 1])[len(self._decode(*before)) :]
+            before = tuple(token_ids[max(first - 1, 0) : first])  # some drop a space at the beginning of a text
+            text = self._after(before, *token_ids[first : place + 1])
             if text.endswith(_BROKEN) and place + 1 < min(first + _LONGEST, len(token_ids)):
                 texts.append("")
                 continue
@@ -59,10 +60,10 @@ class TokenTexts:
         return "".join(texts), np.array([len(text.encode("utf-16-le")) // 2 for text in texts], dtype=np.uint16)
 
 
-def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None) -> dict[int, str]:
+def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None) -> dict[int, bytes]:
     """Return the packet of each response in ``rows``, by the row's index, as ``web/response.js`` reads it."""
     columns = [*_TEXTS, "response_token_ids", *_TOKENS]
-    packed: dict[int, str] = {}
+    packed: dict[int, bytes] = {}
     for number, of_file in rows.groupby("file"):
         first = 0
         with open_rollouts(files[number]) as file:
@@ -76,7 +77,7 @@ def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None
     return packed
 
 
-def _packed(record: dict[str, Any], tokens: TokenTexts | None) -> str:
+def _packed(record: dict[str, Any], tokens: TokenTexts | None) -> bytes:
     header = {name: record[name] for name in _TEXTS}
     columns: dict[str, NDArray[Any]] = {}
     if tokens is not None:

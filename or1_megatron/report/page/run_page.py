@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
+from itertools import repeat
 from pathlib import Path, PurePosixPath
 from string import Template
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
@@ -21,6 +25,7 @@ from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
 from or1_megatron.report.page.selection import choose, named, pairs, thinned
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_megatron.runtime.run_folder import RunFolder
@@ -35,7 +40,8 @@ _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
-    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "behaviour.js", "setup.js", "main.js"),
+    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "behaviour.js", "setup.js", "live.js"),
+    "main.js",
 )
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
@@ -93,17 +99,25 @@ def write_report(
         )
     others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
-    packed = _text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = _head_packet(recordings, table, tokenizer), _rows_packet(table, listed, chosen, notes)
-    page = _page(recordings, head, rows, [packed[row] for row in chosen]).encode()
+    packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
+    head, rows = head_packet(recordings, table, {}, tokenizer), rows_packet(table, listed, chosen, {"notes": notes})
+    named_runs = [recording.label for recording in recordings]
+    page = html(named_runs, {"head": head, "rows": rows}, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> str:
-    """Return the packet of all data but the responses, which the browser needs first."""
+def head_packet(
+    recordings: Sequence[Recording],
+    table: pd.DataFrame,
+    more: Mapping[str, Any],
+    tokenizer: Path | None = None,
+    most: int = 0,
+) -> bytes:
+    """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
+    header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -112,6 +126,7 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer
     for number, recording in enumerate(recordings):
         rows = table[table["run"] == number]
         trained = [recording.files[file] for file in rows.loc[rows["stage"] != HELD_OUT, "file"].unique()]
+        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if trained else None
         moved = migration(rows)
         if moved is not None:
             columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
@@ -123,11 +138,12 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer
                 "notes": recording.notes,
                 "config": recording.config,
                 "sessions": recording.sessions,
+                "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
                 "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
                 "alarms": recording.alarms,
-                "behaviour": measure(trained, _tokenizer_of(recording, tokenizer)),
+                "behaviour": measure(trained, tokens) or None,
                 "steps": list(recording.metrics),
-                "metrics": _series(recording, names),
+                "metrics": _series(recording, names, most),
                 "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
                 "migration": moved,
                 "responses": len(rows),
@@ -135,22 +151,34 @@ def _head_packet(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer
         )
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES}, columns)
+    more = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}
+    return packet(more, columns, 1 if most else 6)
 
 
-def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
+def _series(recording: Recording, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
-    that are not finite."""
+    that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
-    for name in names:
-        there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
-        if there:
-            values = [None if value is None else float(f"{value:.6g}") for _, value in there]
-            series[name] = [[i for i, _ in there], values]
+    rows = [list(map(row.get, names, repeat(np.inf))) for row in recording.metrics.values()]  # inf: not measured
+    for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
+        there = np.flatnonzero(found != np.inf)
+        whole = not most or name.startswith(("time/", "alarm/", "rollout/response_tokens"))  # the page adds them up
+        per = 1 if whole else -(-2 * len(there) // most)
+        drawn = there if per < 3 else there[_extremes(found[there], per)]
+        values = [None if value != value else float(f"{value:.6g}") for value in found[drawn].tolist()]
+        if values:
+            series[name] = [drawn.tolist(), values, *([] if drawn is there else [len(there)])]
     return series
 
 
-def _rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], notes: Sequence[str]) -> str:
+def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
+    """Return the indices of the lowest and the highest of every ``per`` values in a row; nan is the lowest."""
+    padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
+    return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
+
+
+def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
+    """Return the packet of the responses in ``listed``. ``texts``: those in full. ``more``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
         name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
@@ -158,16 +186,17 @@ def _rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int]
     text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
     columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
     words = {name: table[name].cat.categories.tolist() for name in WORDS}
-    return packet({"words": words, "notes": list(notes), "all": len(table)}, columns)
+    return packet({"words": words, "all": len(table), **more}, columns)
 
 
-def _text_packets(
+def text_packets(
     recordings: Sequence[Recording], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
-) -> dict[int, str]:
-    packed: dict[int, str] = {}
+) -> dict[int, bytes]:
+    """Return the packets of the responses in ``chosen`` in full, by index."""
+    packed: dict[int, bytes] = {}
     for number, rows in chosen.groupby("run"):
         recording = recordings[number]
-        tokens = _tokenizer_of(recording, tokenizer)
+        tokens = _tokenizer_of(recording.path, recording.model, tokenizer)
         if tokens is None:
             notes.append(
                 f"{recording.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
@@ -177,21 +206,23 @@ def _text_packets(
     return packed
 
 
-def _tokenizer_of(recording: Recording, given: Path | None) -> TokenTexts | None:
+@lru_cache(4)
+def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTexts | None:
     if given is not None:
         return TokenTexts(given)
-    folders = [RunFolder(recording.path).hf, *([] if recording.model is None else [recording.model])]
+    folders = [RunFolder(run).hf, *([] if model is None else [model])]
     return next((TokenTexts(folder) for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
-def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Sequence[str]) -> str:
-    named = [recording.label for recording in recordings]
+def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
+    """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
     title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
     body = _asset("report.html").replace("{{title}}", escape(title))
-    data = [_held("head", head), _held("rows", rows)]
+    data = [_held(name, content) for name, content in embedded.items()]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]
     return Template(_asset("frame.html")).substitute(
-        title=escape(f"or1 report: {title}"),
+        title=escape(f"or1 {'report' if embedded else 'watch'}: {title}"),
+        connect="" if embedded else "; connect-src 'self'",
         style="\n".join(map(_asset, _STYLES)),
         body=body + "".join(data),
         script="\n".join(map(_asset, _SCRIPTS)),
@@ -208,5 +239,5 @@ def _asset(name: str) -> str:
     return f"/*!\n{license_text}\n*/\n{text}"
 
 
-def _held(name: str, content: str) -> str:
-    return f'<script type="text/plain" id="data-{name}">{content}</script>\n'
+def _held(name: str, content: bytes) -> str:
+    return f'<script type="text/plain" id="data-{name}">{base64.b64encode(content).decode()}</script>\n'

@@ -35,13 +35,17 @@ function alarmMarks(page, names) {
 
 /** Add what each step's responses are like to the runs' metrics, as behaviour/<name>. */
 function addBehaviour(page) {
-  for (const run of page.runs) run.steps.forEach((step, at) => {
-    for (const [name, value] of Object.entries(run.behaviour[step] ?? {})) {
-      const [places, values] = run.metrics[`behaviour/${name}`] ??= [[], []];
-      places.push(at);
-      values.push(value);
-    }
-  });
+  for (const run of page.runs) {
+    const found = {};
+    run.steps.forEach((step, at) => {
+      for (const [name, value] of Object.entries(run.behaviour?.[step] ?? {})) {
+        const [places, values] = found[`behaviour/${name}`] ??= [[], []];
+        places.push(at);
+        values.push(value);
+      }
+    });
+    Object.assign(run.metrics, found);
+  }
 }
 
 function behaviourCharts(page) {
@@ -155,5 +159,6 @@ function comparison(page, data) {
 
 async function behaviourTab(page) {
   addBehaviour(page);
-  return [...behaviourCharts(page), ...alarmList(page), ...comparison(page, await page.rows)];
+  const compared = live ? [el("p", { class: "note" }, "or1 report compares the responses of two steps.")] : comparison(page, await page.rows);
+  return [...behaviourCharts(page), ...alarmList(page), ...compared];
 }

@@ -15,6 +15,7 @@ const OVERVIEW = [
   ["response length, tokens", ["length/mean", "length/p95"], "line: mean, dashed: 95th percentile"],
   ["truncated responses", ["truncation/ratio"]],
   ["engine against policy, nats per token", ["mismatch/mean_abs"]],
+  ["engines' use, share of the step", ["engine/utilization", "engine/balance"], "line: decoding, dashed: balance"],
   ["memory in use, bytes", ["memory/host", "memory/gpu"], "line: host, dashed: GPU"],
 ];
 
@@ -48,7 +49,7 @@ function curvesOf(page, names) {
       const series = run.metrics[name];
       if (!series || !run.axes[page.axis]) return;
       const steps = series[0].map((at) => run.steps[at]);
-      const marked = steps.length < MARKED_SHARE * run.steps.length;
+      const marked = (series[2] ?? steps.length) < MARKED_SHARE * run.steps.length;
       const apart = names.apart && page.runs.length === 1;
       found.push({ run, index, name, steps, values: series[1], places: series[0].map((at) => run.axes[page.axis][at]), colour: names.colours?.[place] ?? colourOf(apart ? place : index), secondary: names.colours ? index > 0 : place > 0 && !apart, marked });
     });
@@ -188,7 +189,7 @@ function overviewTab(page) {
     grid.append(curveChart(page, title, keys, there.join(", "), there, 240, level));
   }
   if (!grid.children.length) return [el("p", { class: "note" }, "No metrics are recorded: there is nothing to draw.")];
-  return [curveControls(page), summaryTable(page), grid];
+  return [curveControls(page), current(page, () => summaryTable(page)), current(page, () => eventsTable(page)), grid];
 }
 
 /** Return a table of the runs' outcomes. */
@@ -201,6 +202,17 @@ function summaryTable(page) {
     table.append(el("tr", {}, el("td", {}, run.label), ...cells.map((text) => el("td", { class: "n" }, text))));
   }
   return el("div", { class: "wide" }, table);
+}
+
+/** Return a table of alarms, and of processes that died and were replaced. */
+function eventsTable(page) {
+  const events = page.runs.flatMap((run) => {
+    const faults = run.faults.map(([kind, who, why, time]) => [new Date(1000 * time).toLocaleString("sv"), `${kind}: ${who}`, why]);
+    const alarms = alarmsOf(page, run).map(({ step, text }) => [`step ${step}`, text, ""]);
+    return [...alarms, ...faults].map((event) => (page.runs.length > 1 ? [run.label, ...event] : event));
+  });
+  const rows = events.map((event) => el("tr", {}, ...event.map((text) => el("td", {}, text))));
+  return el("details", { hidden: !events.length, open: events.length <= 5, class: "wide" }, el("summary", {}, `Alarms, failures and restarts: ${count(events.length)}`), el("table", {}, ...rows));
 }
 
 /** Return [title, metrics] of each section; small neighbouring groups share one. */

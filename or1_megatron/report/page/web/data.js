@@ -1,18 +1,36 @@
-// The page's data: packets of gzip in base64, written by embedding.py.
+// The page's data: packets written by embedding.py, embedded as gzip in base64, or of the server of `or1 watch`.
+
+/** Whether a server feeds the page. */
+const live = !document.getElementById("data-head");
 
 const ARRAYS = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, uint32: Uint32Array, float32: Float32Array };
 
 /** Resolves when the whole page is parsed. Texts follow this script, so that the rest is drawn before them. */
 const parsed = new Promise((done) => (document.readyState === "loading" ? document.addEventListener("DOMContentLoaded", done) : done()));
 
-/** Return {header, columns} of a packet in this page. */
-async function packet(name) {
+/** Return the bytes of a packet in this page. */
+async function embedded(name) {
   if (!document.getElementById(`data-${name}`)) await parsed;
   const element = document.getElementById(`data-${name}`);
   if (!element) throw new Error(`the page has no data '${name}': it is not whole`);
   const text = atob(element.textContent);
-  const bytes = Uint8Array.from(text, (char) => char.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return Uint8Array.from(text, (char) => char.charCodeAt(0));
+}
+
+/** Return the server's packet; null when it says that nothing is new. Throws with what the server says. */
+async function asked(name, parameters) {
+  const known = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined);
+  const query = new URLSearchParams([...new URLSearchParams(location.search), ...known]);
+  const answer = await fetch(`data/${name}?${query}`).catch(() => { throw new Error("or1 watch has ended, or cannot be reached"); });
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.status === 204 ? null : answer.blob();
+}
+
+/** Return {header, columns} of a packet; `parameters` are for the server. */
+async function packet(name, parameters = {}) {
+  const content = await (live ? asked(name, parameters) : embedded(name));
+  if (content === null) return null;
+  const stream = new Blob([content]).stream().pipeThrough(new DecompressionStream("gzip"));
   const buffer = await new Response(stream).arrayBuffer();
   const length = new Uint32Array(buffer, 0, 1)[0];
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
@@ -24,4 +42,7 @@ async function packet(name) {
 }
 
 /** Return the text of a row of the responses, or null if it is not in the page. */
-const textOf = (columns, row) => (columns.text[row] < 0 ? null : packet(`text-${columns.text[row]}`));
+function textOf(columns, row) {
+  if (columns.text[row] < 0) return null;
+  return live ? packet("text", { step: columns.step[row], row: columns.text[row] }) : packet(`text-${columns.text[row]}`);
+}

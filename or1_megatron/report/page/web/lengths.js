@@ -36,5 +36,5 @@ function lengthsTab(page) {
         el("div", { class: "chart" }, el("header", {}, "groups by truncated responses", el("span", {}, `of ${stage.truncated.length - 1}`)), lazily(el("div", { class: "plot" }), (host, width) => drawTruncated(stage.truncated, host, width)))));
   }));
   if (!sections.length) return [el("p", { class: "note" }, "No rollouts are kept: there are no lengths to count.")];
-  return [el("p", { class: "note" }, "Over all steps whose rollouts are kept."), legend, ...sections];
+  return [...(live ? [] : [el("p", { class: "note" }, "Over all steps whose rollouts are kept.")]), legend, ...sections];
 }

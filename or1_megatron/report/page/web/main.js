@@ -3,11 +3,11 @@
 const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["behaviour", "Behaviour", behaviourTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab], ["setup", "Setup", setupTab]];
 const OF_ROWS = ["behaviour", "rollouts"]; // these tabs wait for the table of responses
 
-function describe(page, rows) {
+function describe(page, noted) {
   const responses = page.runs.reduce((sum, run) => sum + run.responses, 0);
   const steps = Math.max(0, ...page.runs.map((run) => (run.steps.length ? run.steps[run.steps.length - 1] : 0)));
-  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${plural(responses, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
-  const notes = [...rows.header.notes, ...page.runs.flatMap((run) => run.notes.map((note) => (page.runs.length > 1 ? `${run.label}: ${note}` : note)))];
+  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${live ? `responses of ${plural(page.kept.reduce((sum, files) => sum + files, 0), "step")}` : plural(responses, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
+  const notes = [...noted, ...page.runs.flatMap((run) => run.notes.map((note) => (page.runs.length > 1 ? `${run.label}: ${note}` : note)))];
   if (!notes.length) return;
   document.getElementById("notes").replaceChildren(el("details", { open: notes.length <= 3 }, el("summary", {}, notes.length === 1 ? "A note" : `${notes.length} notes`), el("ul", {}, ...notes.map((note) => el("li", {}, note)))));
 }
@@ -34,6 +34,27 @@ function tabs(page) {
   const panels = new Map();
   const buttons = TABS.map(([name, title]) => el("button", { type: "button", role: "tab", id: `tab-${name}`, onclick: () => page.open(name) }, title));
   document.getElementById("tabs").append(...buttons);
+  const fill = async (panel, name) => {
+    const [, , make] = TABS.find(([each]) => each === name);
+    try {
+      panel.failed = false;
+      const counted = live && COUNTED.has(name) ? [await takeCounts(page)] : [];
+      panel.replaceChildren(...counted, ...(await make(page)));
+    } catch (error) {
+      if (!live) throw error;
+      panel.failed = true; // so that the next try begins anew
+      Object.assign(page, { rows: null, counts: null });
+      panel.replaceChildren(el("p", { class: "note" }, error.message));
+    }
+  };
+  /** Draw a tab anew: now if it is in view and `now`, else when it is opened. */
+  page.renew = async (name, now = true) => {
+    const panel = panels.get(name);
+    if (panel && !panel.hidden && now) await fill(panel, name);
+    if (!panel?.hidden) return;
+    panels.delete(name);
+    panel.remove();
+  };
   page.open = async (name) => {
     tip.hide();
     TABS.forEach(([each], i) => buttons[i].setAttribute("aria-selected", each === name));
@@ -41,9 +62,8 @@ function tabs(page) {
       const panel = el("div", { role: "tabpanel", "data-tab": name });
       panels.set(name, panel);
       main.append(panel);
-      const [, , make] = TABS.find(([each]) => each === name);
-      panel.append(...(await make(page)));
-    }
+      await fill(panel, name);
+    } else if (panels.get(name).failed) await fill(panels.get(name), name);
     for (const [each, panel] of panels) panel.hidden = each !== name;
     if (!location.hash.startsWith(`#${name}`)) history.replaceState(null, "", `#${name}`);
   };
@@ -57,6 +77,7 @@ async function start() {
   const { header, columns } = await packet("head");
   const page = {
     runs: header.runs, metrics: header.metrics, passRates: header.pass_rates, columns,
+    version: header.version, kept: header.kept, step: null, rows: null, counts: null, onnew: [],
     shown: new Set(header.runs.keys()), window: Math.max(0, ...header.runs.map((run) => run.steps.length)) > 20 ? 9 : 1,
     axis: "step", log: false, shares: false, redraws: [], onshown: [], topAdvantage: 0,
   };
@@ -64,17 +85,17 @@ async function start() {
   runButtons(page);
   tabs(page);
   const [wanted, run, ...id] = location.hash.slice(1).split("/");
+  if (id.length) page.step = Number(id[1]);
   await page.open(TABS.some(([name]) => name === wanted) && !OF_ROWS.includes(wanted) ? wanted : "overview");
   performance.mark("curves");
-  page.rows = packet("rows");
-  const rows = await page.rows;
-  page.topAdvantage = rows.columns.advantage.reduce((top, value) => (Math.abs(value) > top ? Math.abs(value) : top), 0);
-  describe(page, rows);
+  if (!live) page.rows = packet("rows").then((data) => rated(page, data));
+  describe(page, live ? [] : (await page.rows).header.notes);
   if (OF_ROWS.includes(wanted)) {
     await page.open(wanted);
     if (wanted === "rollouts" && id.length) page.find?.(Number(run), id.join("/"));
   }
   document.documentElement.dataset.ready = "yes";
+  if (live) follow(page);
 }
 
 function failed(error) {

@@ -22,7 +22,7 @@ function problemsIn(page, index, from, to, i, j) {
   const [before, after] = [page.columns[`bins/${index}/${from}`], page.columns[`bins/${index}/${to}`]];
   const found = new Set();
   before.forEach((bin, problem) => {
-    if (bin === i && after[problem] === j) found.add(problem);
+    if (bin === i && after[problem] === j) found.add(page.problems ? page.problems[problem] : problem);
   });
   return found;
 }

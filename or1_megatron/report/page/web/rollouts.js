@@ -1,7 +1,13 @@
 // The browser of responses: filters, the table of all responses, and one of them in full.
 
+/** Note the largest advantage of the responses, which the view of a response takes as the end of its scale. */
+function rated(page, data) {
+  page.topAdvantage = data.columns.advantage.reduce((top, value) => (Math.abs(value) > top ? Math.abs(value) : top), 0);
+  return data;
+}
+
 async function rolloutsTab(page) {
-  const { header, columns } = await page.rows;
+  const { header, columns } = await (page.rows ??= packet("rows", { step: page.step }).then((data) => rated(page, data)));
   if (!columns.step.length) return [el("p", { class: "note" }, "No rollouts are kept: there is nothing to browse.")];
   const words = header.words;
   const place = el("div", { id: "detail", hidden: true });
@@ -9,6 +15,8 @@ async function rolloutsTab(page) {
   const table = virtualTable(tableColumns(page, columns, words), (row) => open(row));
   const told = el("p", { class: "note", role: "status" });
   const filters = filterControls(page, columns, words, () => filter());
+  if (live) filters.root.prepend(stepControl(page, header));
+  let chosen = -1;
   let only = null; // {run, problems, title} of a cell of the migration table
 
   function filter() {
@@ -17,7 +25,7 @@ async function rolloutsTab(page) {
     let [size, rewards, texts] = [0, 0, 0];
     for (let row = 0; row < columns.step.length; row++) {
       if (!page.shown.has(columns.run[row]) || !fits(row)) continue;
-      if (only && (columns.run[row] !== only.run || !only.problems.has(columns.problem[row]))) continue;
+      if (only && (columns.run[row] !== only.run || !only.problems.has(page.problems ? words.problem[columns.problem[row]] : columns.problem[row]))) continue;
       found[size++] = row;
       rewards += columns.reward[row];
       texts += columns.text[row] >= 0;
@@ -35,7 +43,10 @@ async function rolloutsTab(page) {
     browser.classList.add("open");
     const facts = factsOf(page, columns, words, row);
     const head = [el("h3", {}, `step ${columns.step[row]}, sample ${columns.sample[row]} of problem `, el("code", {}, words.problem[columns.problem[row]]))];
-    const text = await textOf(columns, row);
+    chosen = row;
+    const text = await Promise.resolve(textOf(columns, row)).catch((error) => ({ error }));
+    if (chosen !== row) return; // another was chosen meanwhile
+    if (text?.error) return place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, text.error.message));
     if (!text) {
       place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, "Its text is not in this page. To include it, write the page again with"), el("p", {}, el("code", {}, `--ids ${id}`)));
       return;
@@ -54,7 +65,7 @@ async function rolloutsTab(page) {
     page.open("rollouts");
     filter();
   };
-  page.onshown.push(filter);
+  page.onshown = [...page.onshown.filter((told) => told.name !== "filter"), filter];
   page.find = (run, id) => {
     const [problem, step, sample] = id.split("/");
     const code = words.problem.indexOf(problem);
@@ -112,6 +123,7 @@ function filterControls(page, columns, words, changed) {
   full.after("in full only");
   const reset = el("button", { type: "button", onclick: () => { for (const node of [from, to, reward, cut, source, status, problem]) node.value = ""; full.checked = false; changed(); } }, "reset");
   root.append(reset);
+  if (live) for (const node of [from, to, full]) node.closest("label").hidden = true; // it lists one step, and any text can be had
   return {
     root,
     /** Return the current filters as a function of the row. */

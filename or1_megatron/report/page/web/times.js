@@ -65,14 +65,15 @@ function timesTab(page) {
   if (!timed.length) return [el("p", { class: "note" }, "No times are recorded.")];
   const apart = verbsApart(page);
   const legend = el("div", { class: "legend" }, ...[...apart, "the rest"].map((verb, i) => el("span", {}, el("i", { style: `background:${partColour(apart, i)}` }), verb.replaceAll("_", " "))));
-  const shares = el("input", { type: "checkbox", onchange: (event) => { page.shares = event.target.checked; plots.forEach((plot) => plot.redraw()); } });
+  const shares = el("input", { type: "checkbox", checked: page.shares, onchange: (event) => { page.shares = event.target.checked; plots.forEach((plot) => plot.redraw()); } });
   const plots = [];
   const charts = timed.map(({ run, index }) => {
     const plot = lazily(el("div", { class: "plot" }), (host, width) => drawTimes(page, run, apart, host, width));
     plots.push(plot);
+    page.redraws.push(plot);
     return el("section", { "data-run": index }, el("h3", {}, run.label, el("span", { class: "note" }, "  seconds per step")), plot);
   });
-  return [el("div", { class: "controls" }, el("label", {}, shares, "as shares")), legend, ...charts, el("h2", {}, "All steps"), timesTable(timed)];
+  return [el("div", { class: "controls" }, el("label", {}, shares, "as shares")), legend, ...charts, el("h2", {}, "All steps"), current(page, () => timesTable(timed))];
 }
 
 function timesTable(timed) {
