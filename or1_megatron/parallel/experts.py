@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -21,10 +22,15 @@ from or1_megatron.parallel.weight_gradient import add_weight_gradient
 class GroupedExperts(SequentialMLP):
     """The experts of one layer on one rank."""
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        for expert in self.local_experts if self.config.add_bias_linear else ():
+            expert.linear_fc2.bias.sequence_parallel = self.config.sequence_parallel  # its gradient is on one rank only
+
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Map [T, H] tokens, sorted by expert, to [T, H]; there is no bias.
+        """Map [T, H] tokens, sorted by expert, to [T, H], biases added.
 
         Args:
             tokens_per_expert: [E] counts of the rank's experts; their sum is T.
@@ -35,8 +41,21 @@ class GroupedExperts(SequentialMLP):
             [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
         gate_and_up = _through(first, permuted_local_hidden_states, counts)
-        hidden = weighted_bias_swiglu_impl(gate_and_up, None, permuted_probs.unsqueeze(-1))
-        return _through(second, hidden, counts), None
+        probs = permuted_probs.unsqueeze(-1)
+        if not self.config.add_bias_linear:
+            return _through(second, weighted_bias_swiglu_impl(gate_and_up, None, probs), counts), None
+        offset, clamp = self.config.glu_linear_offset, self.config.activation_func_clamp_value
+        gate_and_up = gate_and_up + _biases(first, tokens_per_expert)
+        hidden = weighted_bias_quick_geglu_impl(gate_and_up, None, probs, False, offset, clamp)
+        # Tensor parallelism sums the ranks' outputs.
+        biases = _biases(second, tokens_per_expert) * probs * (self.tp_group.rank() == 0)
+        return _through(second, hidden, counts) + biases.to(hidden.dtype), None
+
+
+def _biases(linears: Sequence[Any], counts: Tensor) -> Tensor:
+    """Return each token's bias [T, out], that of its expert."""
+    biases = torch.stack([linear.bias for linear in linears])
+    return biases.repeat_interleave(counts.to(biases.device), dim=0)
 
 
 def _through(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:

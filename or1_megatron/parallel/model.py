@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -47,14 +48,15 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate an HF config.json to Megatron's configuration."""
     use_own_weight_gradient()
-    params_dtype, latents = TORCH_DTYPE[dtype], has_latents(hf)
+    params_dtype, latents, experts = TORCH_DTYPE[dtype], has_latents(hf), family.experts(hf)
+    clamp = experts.clamp if experts else 0.0
     _, sharper = rope_frequencies(hf)
     kind_of_config: type[TransformerConfig] = TransformerConfig
     if latents:
         kind_of_config = MLATransformerConfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return kind_of_config(
+        config = kind_of_config(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             ffn_hidden_size=hf["intermediate_size"],
@@ -67,7 +69,9 @@ def transformer_config(
             layernorm_zero_centered_gamma=family.zero_centred,
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
+            activation_func=torch.nn.functional.silu if not clamp else quick_gelu,
+            glu_linear_offset=1.0 if clamp else 0.0,
+            activation_func_clamp_value=clamp or None,
             add_bias_linear=False,
             add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
             qk_layernorm=latents or family.has(hf, "self_attention.q_layernorm.weight"),
@@ -102,7 +106,11 @@ def transformer_config(
             **_experts_config(hf, family, parallel),
             **_delta_net_config(hf, family),
             **_latents_config(hf),
+            **_sinks_config(hf, family),
         )
+    # Megatron refuses experts with biases under tensor parallelism; ``experts`` computes them.
+    config.add_bias_linear = family.has(hf, "self_attention.linear_proj.bias")
+    return config
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
@@ -159,6 +167,15 @@ def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
     }
+
+
+def _sinks_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the settings of attention with sinks, and of its windows; empty without sinks."""
+    if not family.has(hf, "core_attention.softmax_offset"):
+        return {}
+    windowed = [int(kind == "sliding_attention") for kind in hf["layer_types"]]
+    left_and_right = (hf["sliding_window"] - 1, 0)  # beside the token itself
+    return {"softmax_type": "learnable", "window_size": left_and_right, "window_attn_skip_freq": windowed}
 
 
 def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:

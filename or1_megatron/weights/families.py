@@ -11,6 +11,7 @@ from typing import Any
 from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
+from or1_megatron.weights.gpt_oss import GPT_OSS
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
@@ -19,7 +20,10 @@ from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
-    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+    for family in (
+        *(QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS),
+    )
 }
 
 _NEEDED = (
@@ -99,13 +103,19 @@ def _named(hf: HFConfig) -> ModelFamily:
     return FAMILIES[architecture]
 
 
+_BF16_COPY = (
+    "; to make such a copy with transformers: GptOssForCausalLM.from_pretrained(FOLDER, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(COPY), and copy the tokenizer's files"
+)
+
+
 def _quantised(hf: HFConfig) -> Iterator[str]:
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if settings := hf.get(key):
             method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
             yield (
                 f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
-                "without that key"
+                f"without that key{_BF16_COPY if method == 'mxfp4' else ''}"
             )
 
 

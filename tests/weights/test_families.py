@@ -25,6 +25,7 @@ from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import context_tokens, rope_frequencies
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.slicing import Cut, cut, join
+from or1_megatron.weights.stacked import file_shapes, joined, split
 
 ALL = list(TINY)
 BASE = {
@@ -46,10 +47,10 @@ def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny:
     folder = tiny(name, tie_word_embeddings=tied) if tied else tiny(name)
     hf = read_hf_config(folder)
     saved = {at: tuple(tensor.shape) for at, tensor in trained(folder, hf).items()}
-    assert family_of(hf).shapes(hf) == saved
+    assert file_shapes(family_of(hf).shapes(hf)) == saved
     adapted = [at.replace("lora_A.", "") for at in AdapterTable(family_of(hf), hf, 3, ()).names if ".lora_A." in at]
     assert {len(saved[at]) for at in adapted} == {2}  # a matrix: no convolution
-    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.005  # biases, norms of heads
+    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.02  # biases, norms of heads
     check_weight_files(folder, hf)
 
 
@@ -59,7 +60,8 @@ def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callabl
     """Also with fewer key/value heads than ranks: the cut then goes through a group, and nothing is held twice."""
     folder = tiny(name)
     hf = read_hf_config(folder)
-    tensors = trained(folder, hf)
+    saved = trained(folder, hf)
+    tensors = split(saved)
     rows = list(family_of(hf).rows(hf))
     assert len({row.megatron for row in rows}) == len(rows)
     back: dict[str, torch.Tensor] = {}
@@ -70,7 +72,9 @@ def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callabl
             assert sum(part.numel() for part in parts) == whole.numel()
         back.update(zip(row.hf, row.layout.split(join(parts, row.cut), hf), strict=True))
     assert back.keys() == tensors.keys()
-    assert all(back[at].equal(tensor) for at, tensor in tensors.items())
+    files = dict(joined(back.items(), file_shapes(family_of(hf).shapes(hf))))
+    assert files.keys() == saved.keys()
+    assert all(files[at].equal(tensor) for at, tensor in saved.items())  # type: ignore[union-attr]
 
 
 def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:

@@ -1,0 +1,107 @@
+"""Names and views of the parts of a tensor that holds all experts of a layer, as gpt-oss's files store them.
+
+The weight table names one matrix of one expert ``NAME[e, p::n]``: entry e of the tensor NAME [experts, in, n * out],
+of which every n-th column from p on, transposed to [out, in]. NAME of biases is [experts, n * out], their part [out].
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PART = re.compile(r"(.+)\[(\d+), (\d+)::(\d+)\]")
+
+
+class Part(NamedTuple):
+    """A part of a stack of experts' tensors."""
+
+    stack: str
+    expert: int
+    first: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.stack}[{self.expert}, {self.first}::{self.step}]"
+
+    def of(self, entry: Tensor) -> Tensor:
+        """Return the view [out, in] or [out] of the expert's entry [in, step * out] or [step * out]."""
+        return entry[..., self.first :: self.step].t()
+
+    @property
+    def entry(self) -> str:
+        """Name of the expert's entry, under which vLLM loads it by itself."""
+        return self.stack.replace(".experts.", f".experts.{self.expert}.")
+
+    @property
+    def siblings(self) -> list[str]:
+        """Names of all parts of the entry."""
+        return [str(self._replace(first=first)) for first in range(self.step)]
+
+
+def part_of(name: str) -> Part | None:
+    """Return the part that a name means; None for the name of a whole tensor."""
+    match = _PART.fullmatch(name)
+    return Part(match[1], *map(int, match.groups()[1:])) if match else None
+
+
+def in_files(name: str) -> str:
+    """Return the name of the tensor in a file that holds this one."""
+    part = part_of(name)
+    return name if part is None else part.stack
+
+
+def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in files by name, in their order, given the shapes of the table's tensors."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        part = part_of(name)
+        if part is None:
+            found[name] = shape
+        else:
+            found[part.stack] = (part.expert + 1, *shape[1:], part.step * shape[0])
+    return found
+
+
+def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of files or of transformers under the table's names: gpt-oss's stacks, which have biases, in parts."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:
+            found[name] = tensor
+            continue
+        step = 2 if "gate_up" in name else 1
+        parts = [Part(name, expert, first, step) for expert in range(len(tensor)) for first in range(step)]
+        found |= {str(part): part.of(tensor[part.expert]) for part in parts}
+    return found
+
+
+def joined(
+    tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Put parts together: yield (name, tensor) as files hold them, a stack in host memory when its last part came.
+
+    Args:
+        tensors: the table's tensors, in any order; None stays None.
+        shapes: those of ``file_shapes``.
+    """
+    made: dict[str, Tensor] = {}
+    missing = Counter[str]()
+    for name, tensor in tensors:
+        part = part_of(name)
+        if part is None:
+            yield name, tensor
+            continue
+        shape = shapes[part.stack]
+        if tensor is not None:
+            stack = made.setdefault(part.stack, torch.empty(0))
+            if not stack.numel():
+                made[part.stack] = stack = torch.empty(shape, dtype=tensor.dtype)
+            part.of(stack[part.expert]).copy_(tensor)
+        missing[part.stack] += 1
+        if missing[part.stack] == shape[0] * part.step:
+            yield part.stack, made.pop(part.stack, None)
