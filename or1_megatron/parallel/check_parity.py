@@ -125,7 +125,7 @@ def _times(share: float, deviation: Deviation) -> Deviation:
 
 
 def by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name and split tensors as the weight table does, where experts are separate; in memory transformers stacks them."""
+    """Name and split tensors as the weight table does, experts separately; in memory transformers stacks them."""
     named = {}
     for name, tensor in split(tensors).items():
         prefix, joined, last = name.partition(".experts.")

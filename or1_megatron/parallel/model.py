@@ -240,7 +240,7 @@ class PolicyModel(HybridModel):
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
-        self.alike = experts is None and net is None
+        self.alike = net is None and (experts is None or len(experts.layers) == config.num_layers)
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:

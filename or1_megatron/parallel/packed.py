@@ -119,14 +119,19 @@ class PackedCausalAttention(torch.nn.Module):
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with queries [l, N, D], the last tokens of keys and values [m, G, D]: [l, N, D]."""
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, D]
         mask = None
         if len(query) != len(key):
             from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 
             mask = causal_lower_right(len(query), len(key))
-        causal, grouped = mask is None, len(q[0]) != len(k[0])
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
-        )
-        return out[0].transpose(0, 1)
+        return attention(query, key, value, self.softmax_scale, mask)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Attend with queries [l, N, D] to keys and values [m, G, D], causally if there is no mask: [l, N, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, D]
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out[0].transpose(0, 1)

@@ -103,10 +103,7 @@ def _named(hf: HFConfig) -> ModelFamily:
     return FAMILIES[architecture]
 
 
-_BF16_COPY = (
-    "; to make such a copy with transformers: GptOssForCausalLM.from_pretrained(FOLDER, dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(COPY), and copy the tokenizer's files"
-)
+_DEQUANTIZE = "; docs/adding_a_model.md says how transformers makes such a copy"
 
 
 def _quantised(hf: HFConfig) -> Iterator[str]:
@@ -115,7 +112,7 @@ def _quantised(hf: HFConfig) -> Iterator[str]:
             method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
             yield (
                 f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
-                f"without that key{_BF16_COPY if method == 'mxfp4' else ''}"
+                f"without that key{_DEQUANTIZE if method == 'mxfp4' else ''}"
             )
 
 

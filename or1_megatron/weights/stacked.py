@@ -37,11 +37,6 @@ class Part(NamedTuple):
         """Name of the expert's entry, under which vLLM loads it by itself."""
         return self.stack.replace(".experts.", f".experts.{self.expert}.")
 
-    @property
-    def siblings(self) -> list[str]:
-        """Names of all parts of the entry."""
-        return [str(self._replace(first=first)) for first in range(self.step)]
-
 
 def part_of(name: str) -> Part | None:
     """Return the part that a name means; None for the name of a whole tensor."""
@@ -57,18 +52,15 @@ def in_files(name: str) -> str:
 
 def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in files by name, in their order, given the shapes of the table's tensors."""
-    found: dict[str, tuple[int, ...]] = {}
+    found = {}
     for name, shape in shapes.items():
         part = part_of(name)
-        if part is None:
-            found[name] = shape
-        else:
-            found[part.stack] = (part.expert + 1, *shape[1:], part.step * shape[0])
+        found[in_files(name)] = shape if part is None else (part.expert + 1, *shape[1:], part.step * shape[0])
     return found
 
 
 def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of files or of transformers under the table's names: gpt-oss's stacks, which have biases, in parts."""
+    """Return tensors of files under the table's names: gpt-oss's stacks, which have biases, in parts."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:
@@ -85,23 +77,18 @@ def joined(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Put parts together: yield (name, tensor) as files hold them, a stack in host memory when its last part came.
 
-    Args:
-        tensors: the table's tensors, in any order; None stays None.
-        shapes: those of ``file_shapes``.
+    A None stays None. ``shapes`` are those of ``file_shapes``.
     """
     made: dict[str, Tensor] = {}
-    missing = Counter[str]()
+    count = Counter[str]()
     for name, tensor in tensors:
-        part = part_of(name)
-        if part is None:
+        if (part := part_of(name)) is None:
             yield name, tensor
             continue
-        shape = shapes[part.stack]
         if tensor is not None:
-            stack = made.setdefault(part.stack, torch.empty(0))
-            if not stack.numel():
-                made[part.stack] = stack = torch.empty(shape, dtype=tensor.dtype)
-            part.of(stack[part.expert]).copy_(tensor)
-        missing[part.stack] += 1
-        if missing[part.stack] == shape[0] * part.step:
+            if part.stack not in made:
+                made[part.stack] = torch.empty(shapes[part.stack], dtype=tensor.dtype)
+            part.of(made[part.stack][part.expert]).copy_(tensor)
+        count[part.stack] += 1
+        if count[part.stack] == shapes[part.stack][0] * part.step:
             yield part.stack, made.pop(part.stack, None)

@@ -8,10 +8,14 @@ parallelism, tied embeddings or experts is needed.
 At a weight update most layers need no loader (``direct_copy``). The loaders of all other layers run again on
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
+
+Of gpt-oss's experts (``weights.stacked``) a loader gets one expert's entry [in, n * out]: the transposed view of a
+tensor [n * out, in], in which the rows of the entry's n parts take turns. A copy of it is n copies of parts.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +30,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
 from or1_megatron.handoff.message.shipment import ReceivedSlice
-from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.message.slices import Slice, whole_tensor
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
+from or1_megatron.weights.stacked import part_of
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride) of a view of a placeholder or parameter."""
@@ -71,6 +76,10 @@ class LoaderTrace:
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
+    offered: dict[str, Slice]
+    """The same as loaders get them: entries of experts in place of their parts."""
+    parts: dict[str, list[str]]
+    """By entry, the names of its parts."""
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
     """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -120,6 +129,19 @@ def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
     return SourceBox(tuple(box), tuple(axes))
 
 
+def _as_offered(tensors: Iterable[Slice]) -> LoaderTrace:
+    """Return an empty trace of ``tensors``."""
+    trace = LoaderTrace({}, {}, {})
+    for tensor in tensors:
+        trace.tensors[tensor.name] = tensor
+        if part := part_of(tensor.name):
+            rows, *rest = tensor.shape
+            tensor = whole_tensor(part.entry, tensor.dtype, (part.step * rows, *rest))
+            trace.parts.setdefault(part.entry, []).append(str(part))
+        trace.offered[tensor.name] = tensor
+    return trace
+
+
 def view_of(tensor: Tensor) -> View:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
@@ -127,15 +149,16 @@ def view_of(tensor: Tensor) -> View:
 class _Placeholders(TorchDispatchMode):
     """A dispatch mode that makes placeholders, recognises them by their storage, and sees the operations on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: LoaderTrace) -> None:
         super().__init__()
+        self.trace = trace
         self._names: dict[int, tuple[str, StorageWeakRef]] = {}
 
     def placeholder(self, tensor: Slice) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         storage = made.untyped_storage()
         self._names[storage._cdata] = (tensor.name, StorageWeakRef(storage))
-        return made
+        return made.t() if tensor.name in self.trace.parts else made
 
     def forget_dead(self) -> list[str]:
         """Forget the placeholders that no loader holds any longer, and return their names."""
@@ -151,6 +174,21 @@ class _Placeholders(TorchDispatchMode):
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
         raise NotImplementedError
 
+    def by_part(self, destination: Tensor, name: str, source: Tensor) -> Iterator[tuple[Tensor, str, View]]:
+        """Yield (destination, name, view) of the copies of parts that a copy is; itself if ``name`` has no parts."""
+        if (names := self.trace.parts.get(name)) is None:
+            yield destination, name, view_of(source)
+            return
+        width, step = math.prod(self.trace.offered[name].shape[1:]), len(names)
+        if source.stride(0) != width:
+            self.transformed(name, "a copy of columns")
+            return
+        for taken in (slice(row, None, step) for row in range(step)):
+            offset, size, stride = view_of(source[taken])
+            row = offset // width
+            view = (row // step * width + offset % width, size, (width, *stride[1:]))
+            yield destination[taken], names[row % step], view
+
     def transformed(self, name: str, operation: str) -> None:
         raise NotImplementedError
 
@@ -161,6 +199,8 @@ class _Placeholders(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:
             self.copied(args[0], name, args[1])
             return args[0]
+        if func is torch.ops.aten.clone.default and self._name(args[0]) in self.trace.parts:
+            return args[0]  # made contiguous to be copied
         self.called(func, args)
         name = next((known for arg in args if (known := self._name(arg)) is not None), None)
         result = func(*args, **(kwargs or {}))
@@ -176,8 +216,7 @@ class _TracingMode(_Placeholders):
 
     def __init__(self, tensors: Sequence[Slice], model: torch.nn.Module) -> None:
         """``model``: a model whose layerwise reload has begun."""
-        super().__init__()
-        self.trace = LoaderTrace({tensor.name: tensor for tensor in tensors})
+        super().__init__(_as_offered(tensors))
         self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -186,15 +225,16 @@ class _TracingMode(_Placeholders):
             self.trace.elements[path] = get_layer_size(module)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
-        view = view_of(source)
-        source_box = source_box_of(self.trace.tensors[name].shape, view)
-        if source_box is None:
-            self.trace.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
-        elif destination.shape != source.shape:
-            self.trace.whole.setdefault(name, "its loader broadcasts it")
-        else:
-            self.trace.sources.setdefault(name, {})[view] = source_box
-            self._note_destination(name, view, destination)
+        if destination.shape != source.shape:
+            self.transformed(name, "a broadcast")
+            return
+        for target, part, view in self.by_part(destination, name, source):
+            source_box = source_box_of(self.trace.tensors[part].shape, view)
+            if source_box is None:
+                self.transformed(name, f"a view of size and stride {view[1:]}")
+                return
+            self.trace.sources.setdefault(part, {})[view] = source_box
+            self._note_destination(part, view, target)
 
     def _note_destination(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
@@ -207,7 +247,8 @@ class _TracingMode(_Placeholders):
                 destinations.append(target)
 
     def transformed(self, name: str, operation: str) -> None:
-        self.trace.whole.setdefault(name, f"its loader computes {operation} of it")
+        for part in self.trace.parts.get(name, [name]):
+            self.trace.whole.setdefault(part, f"its loader computes {operation} of it")
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
         if func._schema.is_mutable:
@@ -224,7 +265,7 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
     tracing = _TracingMode(tensors, model)
-    left = list(tensors)
+    left = list(tracing.trace.offered.values())
     try:
         while left:
             taken: list[Slice] = []
@@ -240,7 +281,7 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 if not taken:
                     raise
-                tracing.trace.whole[taken[-1].name] = f"its loader fails on a placeholder: {error}"
+                tracing.transformed(taken[-1].name, f"what fails on a placeholder ({error})")
             left = left[max(1, len(taken)) :]
     finally:
         put_back(model, model_config)
@@ -256,8 +297,7 @@ class SliceLoader(_Placeholders):
 
     def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
         """``expected``: all slices that ``take`` will be given in this update."""
-        super().__init__()
-        self._trace = trace
+        super().__init__(trace)
         self._missing = Counter(part.name for part in expected)
         self._received: dict[str, list[ReceivedSlice]] = defaultdict(list)
         self._complete: list[str] = []
@@ -268,8 +308,10 @@ class SliceLoader(_Placeholders):
         name = received.slice.name
         self._received[name].append(received)
         self._missing[name] -= 1
-        if not self._missing[name]:
-            self._complete.append(name)
+        part = part_of(name)
+        offered = part.entry if part else name
+        if not any(self._missing[other] for other in self.trace.parts.get(offered, [name])):
+            self._complete.append(offered)
 
     def load(self, model: torch.nn.Module) -> None:
         """Load the tensors whose slices have all arrived, and copy slices that are still needed out of their messages.
@@ -282,7 +324,7 @@ class SliceLoader(_Placeholders):
                 model.load_weights((name, self._stand_in(name)) for name in self._complete)  # type: ignore[operator]
             self._complete.clear()
         for name in self.forget_dead():
-            for part in self._received.pop(name):
+            for part in [part for at in self.trace.parts.get(name, [name]) for part in self._received.pop(at)]:
                 part.verify()  # for a slice that nothing has copied
         for slices in self._received.values():
             for part in slices:
@@ -290,15 +332,17 @@ class SliceLoader(_Placeholders):
 
     def _stand_in(self, name: str) -> Tensor:
         """Return the tensor that the loaders get: a placeholder, or the received tensor if they need it whole."""
-        tensor = self._trace.tensors[name]
-        if name not in self._trace.whole:
+        tensor, parts = self.trace.offered[name], self.trace.parts.get(name, [name])
+        if parts[0] not in self.trace.whole:
             return self.placeholder(tensor)
-        slices = self._received.pop(name)
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=slices[0].message.device)
-        for part in slices:
-            part.verify()
-            made[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
-        return made
+        received = [self._received.pop(part) for part in parts]
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=received[0][0].message.device)
+        for row, slices in enumerate(received):
+            whole = made[row :: len(parts)] if name in self.trace.parts else made
+            for part in slices:
+                part.verify()
+                whole[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
+        return made.t() if name in self.trace.parts else made
 
     def check_complete(self) -> None:
         """Raise RuntimeError if a slice was never copied into a parameter."""
@@ -310,16 +354,16 @@ class SliceLoader(_Placeholders):
         if destination.is_meta:
             torch.ops.aten.copy_.default(destination, source)  # vLLM counts what is copied
             return
-        view = view_of(source)
-        source_box = self._trace.sources[name].get(view)
-        if source_box is None:
-            raise RuntimeError(f"the loader of '{name}' asks for another part than when it was traced")
-        for part in self._received[name]:
-            where = offset_in(part.slice.box, source_box)
-            if where is not None:
-                part.verify()
-                destination[where].copy_(part.values.reshape(destination[where].shape))
-        self._due.discard((name, view))
+        for target, tensor, view in self.by_part(destination, name, source):
+            source_box = self.trace.sources[tensor].get(view)
+            if source_box is None:
+                raise RuntimeError(f"the loader of '{tensor}' asks for another part than when it was traced")
+            for part in self._received[tensor]:
+                where = offset_in(part.slice.box, source_box)
+                if where is not None:
+                    part.verify()
+                    target[where].copy_(part.values.reshape(target[where].shape))
+            self._due.discard((tensor, view))
 
     def transformed(self, name: str, operation: str) -> None:
         raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was traced")
