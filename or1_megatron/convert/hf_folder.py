@@ -110,9 +110,6 @@ class HFWeights:
                 self.tensors[name] = stored
                 self._where[name] = (mapped, header.size_bytes + stored.begin)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.tensors[in_files(name)].dtype]
-
     def file_of(self, name: str) -> Path:
         return self._where[in_files(name)][0].path
 

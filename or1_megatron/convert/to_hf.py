@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, groupby
 from pathlib import Path
@@ -42,7 +41,7 @@ from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import is_draft
-from or1_megatron.weights.stacked import Part, file_shapes, in_files, part_of
+from or1_megatron.weights.stacked import file_shapes, in_files, part_of
 
 SHARD_BYTES: Final = 4 << 30
 
@@ -73,9 +72,7 @@ class ToHF:
             self._places.update({source.name: (tensor, source) for source in tensor.sources})
         copies: dict[str, str] = dict(record["copies"]) if record is not None else {}
         self._places.update({name: self._places[original] for name, original in copies.items()})
-        self._stacks = defaultdict[str, list[Part]](list)  # in the order of experts
-        for part in filter(None, map(part_of, self._places)):
-            self._stacks[part.stack].append(part)
+        self._parts = [part for part in map(part_of, self._places) if part]  # of stacks, in the order of experts
         self._shapes = file_shapes({name: source.shape for name, (_, source) in self._places.items()})
         self._as_source = record is not None and dtype is None
         self.files = self._files(dtype, shard_bytes)
@@ -121,12 +118,13 @@ class ToHF:
 
     def _experts(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
         """Yield the entries of a stack of experts' tensors, each put together from its parts."""
-        for expert, parts in groupby(self._stacks[entry.name], lambda part: part.expert):
+        found = [part for part in self._parts if part.stack == entry.name]
+        for expert, parts in groupby(found, lambda part: part.expert):
             made = torch.empty(entry.shape[1:], dtype=DTYPES[entry.dtype])
             for part in parts:
                 tensor, source = self._places[str(part)]
-                rows = [self.checkpoint.rows(tensor, run.row, run.rows) for run in source.runs]
-                part.of(made).copy_(torch.cat(rows))
+                (run,) = source.runs
+                part.of(made).copy_(self.checkpoint.rows(tensor, run.row, run.rows))
             yield Run(expert, expert, 1), made[None]
 
     def write(self, path: Path, advance: Advance) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
 from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.convert.hf_folder import INDEX, HFWeights, carried, carry
+from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
@@ -79,7 +79,7 @@ class ToMegatron:
 
     def _pieces(self) -> Iterator[_Piece]:
         for tensor in self.tensors:
-            if len({self.weights.dtype(source.name) for source in tensor.sources}) > 1 and self._dtype is None:
+            if len({self._dtype_of(source) for source in tensor.sources}) > 1:
                 raise ConvertError(
                     f"{self.folder}: {', '.join(source.name for source in tensor.sources)} are of several dtypes, and "
                     "Megatron holds them as one tensor; choose one with --dtype"
@@ -89,7 +89,7 @@ class ToMegatron:
                     yield _Piece(tensor, source, run)
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
-        return self._dtype or self.weights.dtype(source.name)
+        return self._dtype or DTYPES[self.weights.tensors[in_files(source.name)].dtype]
 
     def _size_bytes(self, piece: _Piece) -> int:
         return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize

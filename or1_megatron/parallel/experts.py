@@ -42,25 +42,23 @@ class GroupedExperts(SequentialMLP):
         )
         gate_and_up = _through(first, permuted_local_hidden_states, counts)
         probs = permuted_probs.unsqueeze(-1)
-        if not self.config.add_bias_linear:
+        if (clamp := self.config.activation_func_clamp_value) is None:
             return _through(second, weighted_bias_swiglu_impl(gate_and_up, None, probs), counts), None
-        offset, clamp = self.config.glu_linear_offset, self.config.activation_func_clamp_value
-        gate_and_up = gate_and_up + _biases(first, tokens_per_expert)
+        offset = self.config.glu_linear_offset
         hidden = weighted_bias_quick_geglu_impl(gate_and_up, None, probs, False, offset, clamp)
-        # Tensor parallelism sums the ranks' outputs.
-        biases = _biases(second, tokens_per_expert) * probs * (self.tp_group.rank() == 0)
-        return _through(second, hidden, counts) + biases.to(hidden.dtype), None
+        # Tensor parallelism sums the ranks' outputs: one of them adds the biases.
+        return _through(second, hidden, counts, probs * (self.tp_group.rank() == 0)), None
 
 
-def _biases(linears: Sequence[Any], counts: Tensor) -> Tensor:
-    """Return each token's bias [T, out], that of its expert."""
-    biases = torch.stack([linear.bias for linear in linears])
-    return biases.repeat_interleave(counts.to(biases.device), dim=0)
+def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
+    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out].
 
-
-def _through(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:
-    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out]."""
+    ``share``: factor of biases, [T, 1].
+    """
     out: Tensor = GroupedProducts.apply(x, counts, *(linear.weight for linear in linears))
+    if linears[0].bias is not None and linears[0].bias.numel():
+        biases = torch.stack([linear.bias for linear in linears])
+        out = out + (biases.repeat_interleave(torch.tensor(counts, device=x.device), dim=0) * share).to(out.dtype)
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter") and linear.adapter.enabled]
     if adapters:
         inner = GroupedProducts.apply(x, counts, *(adapter.lora_A for adapter in adapters)) * adapters[0].scale

@@ -48,8 +48,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate an HF config.json to Megatron's configuration."""
     use_own_weight_gradient()
-    params_dtype, latents, experts = TORCH_DTYPE[dtype], has_latents(hf), family.experts(hf)
-    clamp = experts.clamp if experts else 0.0
+    params_dtype, latents = TORCH_DTYPE[dtype], has_latents(hf)
     _, sharper = rope_frequencies(hf)
     kind_of_config: type[TransformerConfig] = TransformerConfig
     if latents:
@@ -69,9 +68,6 @@ def transformer_config(
             layernorm_zero_centered_gamma=family.zero_centred,
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu if not clamp else quick_gelu,
-            glu_linear_offset=1.0 if clamp else 0.0,
-            activation_func_clamp_value=clamp or None,
             add_bias_linear=False,
             add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
             qk_layernorm=latents or family.has(hf, "self_attention.q_layernorm.weight"),
@@ -106,7 +102,7 @@ def transformer_config(
             **_experts_config(hf, family, parallel),
             **_delta_net_config(hf, family),
             **_latents_config(hf),
-            **_sinks_config(hf, family),
+            **_gpt_oss_config(hf, family),
         )
     # Megatron refuses experts with biases under tensor parallelism; ``experts`` computes them.
     config.add_bias_linear = family.has(hf, "self_attention.linear_proj.bias")
@@ -169,13 +165,18 @@ def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sinks_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return the settings of attention with sinks, and of its windows; empty without sinks."""
+def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the settings of softmax and activation: gpt-oss's sinks, windows and clamped SwiGLU, or the usual ones."""
     if not family.has(hf, "core_attention.softmax_offset"):
-        return {}
-    windowed = [int(kind == "sliding_attention") for kind in hf["layer_types"]]
-    left_and_right = (hf["sliding_window"] - 1, 0)  # beside the token itself
-    return {"softmax_type": "learnable", "window_size": left_and_right, "window_attn_skip_freq": windowed}
+        return {"activation_func": torch.nn.functional.silu}
+    return {
+        "softmax_type": "learnable",
+        "window_size": (hf["sliding_window"] - 1, 0),  # before and after a token
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in hf["layer_types"]],
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": hf["swiglu_limit"],
+    }
 
 
 def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:

@@ -119,16 +119,15 @@ class PackedCausalAttention(torch.nn.Module):
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with queries [l, N, D], the last tokens of keys and values [m, G, D]: [l, N, D]."""
-        mask = None
-        if len(query) != len(key):
-            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
-
-            mask = causal_lower_right(len(query), len(key))
-        return attention(query, key, value, self.softmax_scale, mask)
+        return attention(query, key, value, self.softmax_scale)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-    """Attend with queries [l, N, D] to keys and values [m, G, D], causally if there is no mask: [l, N, D]."""
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """Attend with queries [l, N, D] to keys and values [m, G, D], by the mask or else causally: [l, N, D]."""
+    if mask is None and len(query) != len(key):
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+
+        mask = causal_lower_right(len(query), len(key))
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, D]
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from or1_megatron.parallel.packed import PackedCausalAttention, attention
 
-_BLOCK: Final = 1024
-"""Queries computed at once, so that masks stay small."""
-_WIDENED: Final = 8
-"""Channels that heads get for the sink, which needs one; kernels want multiples of 8."""
+_BLOCK: Final = 1024  # queries computed at once, so that masks stay small
+_WIDENED: Final = 8  # channels that heads get for the sink, which needs one; kernels want multiples of 8
 
 
 class SinkAttention(PackedCausalAttention):
@@ -33,9 +31,8 @@ class SinkAttention(PackedCausalAttention):
         self.config, self.tp_group = config, pg_collection.tp
         heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))  # Megatron's name
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # type: ignore[arg-type]
-        self._window = config.window_size[0] + 1 if windowed and config.window_size else None
-        """How many tokens a token sees, itself among them."""
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if windowed and config.window_size else None  # with the token itself
 
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
@@ -53,6 +50,6 @@ class SinkAttention(PackedCausalAttention):
             begin, end = max(0, first + 1 - window), first + len(queries)
             rows, columns = (torch.arange(*ends, device=key.device) for ends in ((first, end), (begin, end)))
             seen = (columns <= rows[:, None]) & (columns > rows[:, None] - window)
-            kept = (torch.cat((x[:1], x[1 + begin : 1 + end])) if begin else x[: 1 + end] for x in (key, value))
-            outputs.append(attention(queries, *kept, scale, F.pad(seen, (1, 0), value=True)))
+            k, v = (torch.cat((x[:1], x[1 + begin : 1 + end])) if begin else x[: 1 + end] for x in (key, value))
+            outputs.append(attention(queries, k, v, scale, F.pad(seen, (1, 0), value=True)))
         return torch.cat(outputs)[..., :-_WIDENED]

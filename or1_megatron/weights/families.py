@@ -103,16 +103,13 @@ def _named(hf: HFConfig) -> ModelFamily:
     return FAMILIES[architecture]
 
 
-_DEQUANTIZE = "; docs/adding_a_model.md says how transformers makes such a copy"
-
-
 def _quantised(hf: HFConfig) -> Iterator[str]:
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if settings := hf.get(key):
             method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
             yield (
                 f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
-                f"without that key{_DEQUANTIZE if method == 'mxfp4' else ''}"
+                "without that key (docs/adding_a_model.md says how to make them of mxfp4)"
             )
 
 

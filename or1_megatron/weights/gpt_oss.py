@@ -35,14 +35,8 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def _experts(hf: HFConfig) -> Experts:
-    return Experts(
-        count=hf["num_local_experts"],
-        chosen=hf["num_experts_per_tok"],
-        intermediate=hf["intermediate_size"],
-        normalised=True,
-        layers=tuple(range(hf["num_hidden_layers"])),
-        clamp=_ONLY["swiglu_limit"],
-    )
+    layers = tuple(range(hf["num_hidden_layers"]))
+    return Experts(hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"], True, layers)
 
 
 def _bias(row: Row, hf: str, axes: str, cut: Cut = Cut.WHOLE) -> Row:
@@ -70,4 +64,5 @@ GPT_OSS = ModelFamily(
     ),
     conflicts=_conflicts,
     experts=_experts,
+    defaults={"swiglu_limit": 7.0},
 )

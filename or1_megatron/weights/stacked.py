@@ -7,7 +7,6 @@ of which every n-th column from p on, transposed to [out, in]. NAME of biases is
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -32,11 +31,6 @@ class Part(NamedTuple):
         """Return the view [out, in] or [out] of the expert's entry [in, step * out] or [step * out]."""
         return entry[..., self.first :: self.step].t()
 
-    @property
-    def entry(self) -> str:
-        """Name of the expert's entry, under which vLLM loads it by itself."""
-        return self.stack.replace(".experts.", f".experts.{self.expert}.")
-
 
 def part_of(name: str) -> Part | None:
     """Return the part that a name means; None for the name of a whole tensor."""
@@ -46,8 +40,12 @@ def part_of(name: str) -> Part | None:
 
 def in_files(name: str) -> str:
     """Return the name of the tensor in a file that holds this one."""
-    part = part_of(name)
-    return name if part is None else part.stack
+    return name.partition("[")[0]
+
+
+def loaded_as(name: str) -> str:
+    """Return the name of what vLLM loads of this tensor at once: the tensor itself, or an expert's entry in a stack."""
+    return re.sub(r"\.experts\.(\w+)\[(\d+), .*", r".experts.\2.\1", name)
 
 
 def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -75,12 +73,8 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def joined(
     tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Put parts together: yield (name, tensor) as files hold them, a stack in host memory when its last part came.
-
-    A None stays None. ``shapes`` are those of ``file_shapes``.
-    """
+    """Yield tensors as files hold them, given the table's in its order; ``shapes`` are those of ``file_shapes``."""
     made: dict[str, Tensor] = {}
-    count = Counter[str]()
     for name, tensor in tensors:
         if (part := part_of(name)) is None:
             yield name, tensor
@@ -89,6 +83,5 @@ def joined(
             if part.stack not in made:
                 made[part.stack] = torch.empty(shapes[part.stack], dtype=tensor.dtype)
             part.of(made[part.stack][part.expert]).copy_(tensor)
-        count[part.stack] += 1
-        if count[part.stack] == shapes[part.stack][0] * part.step:
+        if (part.expert + 1, part.first + 1) == (shapes[part.stack][0], part.step):
             yield part.stack, made.pop(part.stack, None)

@@ -82,8 +82,6 @@ class Experts:
     groups: int | None = None
     """The groups of experts of which a token uses only the best ``chosen_groups``; None where it may use all."""
     chosen_groups: int | None = None
-    clamp: float = 0.0
-    """Bound of gate and up in gpt-oss's SwiGLU, (up + 1) * gate * sigmoid(1.702 * gate); 0 in the usual one."""
 
 
 DELTA_NET_SIZES: Final = tuple(
@@ -187,9 +185,8 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, M the number of
-    query heads. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
+    V vocabulary, H hidden, F intermediate, Q all query heads, M their number, K all key (or value) heads, D one head. A
+    mixture also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
     latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
     O all heads' values. Beside a delta net (``DeltaNet.axes``) attention has G queries and their gates.
     """

@@ -156,7 +156,7 @@ def test_megatron_loads_it_and_a_runs_checkpoint_converts(hf: Path, megatron: Pa
 def test_mixtures_whose_layers_are_alike(
     family: str, changes: Any, layout: str, make_model: Any, tmp_path: Path
 ) -> None:
-    """Megatron's loader finds each layer by its number; a run's checkpoint converts to the model that it started from."""
+    """Megatron's loader finds each layer by its number; a run's checkpoint converts to the HF model."""
     hf, checkpoint = make_model(tmp_path / "hf", f"{family}ForCausalLM", **changes), tmp_path / "step_000003"
     hf_to_megatron(hf, tmp_path / "megatron", QUIET)
     assert ranks.call(differing, 2, hf, tmp_path / "megatron", MIXTURES[layout], checkpoint) == [[], []]

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, list[str], list[str], list[dict[str, Any]]]] = {
     "experts": ("qwen3_moe", LINEARS, ["1", "TP2 SP", "DP2 EP2", "PP2"], [EXPERTS, SEQUENCE, {"pipeline": 2}]),
     "only experts": ("qwen3_moe", ["gate_proj"], ["PP2"], [{"pipeline": 2}, EXPERTS]),  # on the second stage
     "latents": ("deepseek_v3", [*LATENTS, *LINEARS[3:]], ["TP2 SP"], [SEQUENCE, {"pipeline": 2}]),
+    "gpt_oss": ("gpt_oss", LINEARS[:4], ["TP2 SP"], [SEQUENCE, EXPERTS]),
     "delta net": ("qwen3_5", [*LINEARS, *NET], ["TP2 SP"], [SEQUENCE, {"context": 2}]),
 }
 """Model, targets, layouts compared, layouts that load each other's checkpoints."""

@@ -9,8 +9,8 @@ At a weight update most layers need no loader (``direct_copy``). The loaders of 
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
 
-Of gpt-oss's experts (``weights.stacked``) a loader gets one expert's entry [in, n * out]: the transposed view of a
-tensor [n * out, in], in which the rows of the entry's n parts take turns. A copy of it is n copies of parts.
+Of gpt-oss's experts (``weights.stacked``) loaders get an expert's entry [in, n * out]: the transpose of a contiguous
+tensor in whose rows the entry's n parts take turns. A copy of these rows counts as copies of the parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from or1_megatron.handoff.message.shipment import ReceivedSlice
 from or1_megatron.handoff.message.slices import Slice, whole_tensor
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
-from or1_megatron.weights.stacked import part_of
+from or1_megatron.weights.stacked import loaded_as, part_of
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride) of a view of a placeholder or parameter."""
@@ -76,10 +76,9 @@ class LoaderTrace:
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
-    offered: dict[str, Slice]
-    """The same as loaders get them: entries of experts in place of their parts."""
-    parts: dict[str, list[str]]
-    """By entry, the names of its parts."""
+    offered: dict[str, Slice] = field(default_factory=dict)
+    """What loaders get: the tensors, but entries of experts in place of parts, whose names ``parts`` has."""
+    parts: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
     """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -92,6 +91,15 @@ class LoaderTrace:
     """(module, parameter) of parameters that are also written by other operations than copies, such as padding."""
     elements: dict[str, int] = field(default_factory=dict)
     """By module, the number of elements for which vLLM's layerwise reload waits."""
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            self.offered[entry := loaded_as(name)] = tensor
+            if part := part_of(name):
+                self.parts.setdefault(entry, []).append(name)
+                self.offered[entry] = whole_tensor(
+                    entry, tensor.dtype, (*tensor.shape[1:], part.step * tensor.shape[0])
+                )
 
     def wants(self) -> list[Slice]:
         """Return the slices that this rank needs."""
@@ -129,19 +137,6 @@ def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
     return SourceBox(tuple(box), tuple(axes))
 
 
-def _as_offered(tensors: Iterable[Slice]) -> LoaderTrace:
-    """Return an empty trace of ``tensors``."""
-    trace = LoaderTrace({}, {}, {})
-    for tensor in tensors:
-        trace.tensors[tensor.name] = tensor
-        if part := part_of(tensor.name):
-            rows, *rest = tensor.shape
-            tensor = whole_tensor(part.entry, tensor.dtype, (part.step * rows, *rest))
-            trace.parts.setdefault(part.entry, []).append(str(part))
-        trace.offered[tensor.name] = tensor
-    return trace
-
-
 def view_of(tensor: Tensor) -> View:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
@@ -156,9 +151,11 @@ class _Placeholders(TorchDispatchMode):
 
     def placeholder(self, tensor: Slice) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor.name in self.trace.parts:
+            made = made.t().contiguous().t()
         storage = made.untyped_storage()
         self._names[storage._cdata] = (tensor.name, StorageWeakRef(storage))
-        return made.t() if tensor.name in self.trace.parts else made
+        return made
 
     def forget_dead(self) -> list[str]:
         """Forget the placeholders that no loader holds any longer, and return their names."""
@@ -179,10 +176,9 @@ class _Placeholders(TorchDispatchMode):
         if (names := self.trace.parts.get(name)) is None:
             yield destination, name, view_of(source)
             return
-        width, step = math.prod(self.trace.offered[name].shape[1:]), len(names)
+        width, step = math.prod(self.trace.offered[name].shape[:-1]), len(names)
         if source.stride(0) != width:
-            self.transformed(name, "a copy of columns")
-            return
+            self.transformed(name, "a copy of other rows")
         for taken in (slice(row, None, step) for row in range(step)):
             offset, size, stride = view_of(source[taken])
             row = offset // width
@@ -200,7 +196,7 @@ class _Placeholders(TorchDispatchMode):
             self.copied(args[0], name, args[1])
             return args[0]
         if func is torch.ops.aten.clone.default and self._name(args[0]) in self.trace.parts:
-            return args[0]  # made contiguous to be copied
+            return args[0]  # made contiguous only to be copied
         self.called(func, args)
         name = next((known for arg in args if (known := self._name(arg)) is not None), None)
         result = func(*args, **(kwargs or {}))
@@ -216,7 +212,7 @@ class _TracingMode(_Placeholders):
 
     def __init__(self, tensors: Sequence[Slice], model: torch.nn.Module) -> None:
         """``model``: a model whose layerwise reload has begun."""
-        super().__init__(_as_offered(tensors))
+        super().__init__(LoaderTrace({tensor.name: tensor for tensor in tensors}))
         self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -225,16 +221,15 @@ class _TracingMode(_Placeholders):
             self.trace.elements[path] = get_layer_size(module)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
-        if destination.shape != source.shape:
-            self.transformed(name, "a broadcast")
-            return
         for target, part, view in self.by_part(destination, name, source):
             source_box = source_box_of(self.trace.tensors[part].shape, view)
             if source_box is None:
                 self.transformed(name, f"a view of size and stride {view[1:]}")
-                return
-            self.trace.sources.setdefault(part, {})[view] = source_box
-            self._note_destination(part, view, target)
+            elif destination.shape != source.shape:
+                self.transformed(name, "a broadcast")
+            else:
+                self.trace.sources.setdefault(part, {})[view] = source_box
+                self._note_destination(part, view, target)
 
     def _note_destination(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
@@ -298,20 +293,19 @@ class SliceLoader(_Placeholders):
     def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
         """``expected``: all slices that ``take`` will be given in this update."""
         super().__init__(trace)
-        self._missing = Counter(part.name for part in expected)
+        names = [part.name for part in expected]
+        self._missing = Counter(map(loaded_as, names))
         self._received: dict[str, list[ReceivedSlice]] = defaultdict(list)
         self._complete: list[str] = []
-        by_view = self._missing.keys() & trace.sources.keys() - trace.whole.keys()
+        by_view = set(names) & trace.sources.keys() - trace.whole.keys()
         self._due = {(name, view) for name in by_view for view in trace.sources[name]}
 
     def take(self, received: ReceivedSlice) -> None:
-        name = received.slice.name
+        name = loaded_as(received.slice.name)
         self._received[name].append(received)
         self._missing[name] -= 1
-        part = part_of(name)
-        offered = part.entry if part else name
-        if not any(self._missing[other] for other in self.trace.parts.get(offered, [name])):
-            self._complete.append(offered)
+        if not self._missing[name]:
+            self._complete.append(name)
 
     def load(self, model: torch.nn.Module) -> None:
         """Load the tensors whose slices have all arrived, and copy slices that are still needed out of their messages.
@@ -324,7 +318,7 @@ class SliceLoader(_Placeholders):
                 model.load_weights((name, self._stand_in(name)) for name in self._complete)  # type: ignore[operator]
             self._complete.clear()
         for name in self.forget_dead():
-            for part in [part for at in self.trace.parts.get(name, [name]) for part in self._received.pop(at)]:
+            for part in self._received.pop(name):
                 part.verify()  # for a slice that nothing has copied
         for slices in self._received.values():
             for part in slices:
@@ -335,14 +329,14 @@ class SliceLoader(_Placeholders):
         tensor, parts = self.trace.offered[name], self.trace.parts.get(name, [name])
         if parts[0] not in self.trace.whole:
             return self.placeholder(tensor)
-        received = [self._received.pop(part) for part in parts]
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=received[0][0].message.device)
-        for row, slices in enumerate(received):
-            whole = made[row :: len(parts)] if name in self.trace.parts else made
-            for part in slices:
-                part.verify()
-                whole[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
-        return made.t() if name in self.trace.parts else made
+        slices = self._received.pop(name)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=slices[0].message.device)
+        for part in slices:
+            part.verify()
+            of_entry = part_of(part.slice.name)
+            whole = of_entry.of(made) if of_entry else made
+            whole[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
+        return made
 
     def check_complete(self) -> None:
         """Raise RuntimeError if a slice was never copied into a parameter."""
@@ -358,8 +352,8 @@ class SliceLoader(_Placeholders):
             source_box = self.trace.sources[tensor].get(view)
             if source_box is None:
                 raise RuntimeError(f"the loader of '{tensor}' asks for another part than when it was traced")
-            for part in self._received[tensor]:
-                where = offset_in(part.slice.box, source_box)
+            for part in self._received[name]:
+                where = offset_in(part.slice.box, source_box) if part.slice.name == tensor else None
                 if where is not None:
                     part.verify()
                     target[where].copy_(part.values.reshape(target[where].shape))
