@@ -168,7 +168,6 @@ def test_llama3_bands_by_hand() -> None:
 
 HYBRID = {f"linear_{key}": 4 for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 HYBRID["linear_conv_kernel_dim"] = 4
-ROPE = GPT_OSS["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected"),
     ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq"),
@@ -188,14 +187,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GptOssForCausalLM", {"layer_types": ["full_attention"] * 24}, "layer_types is not supported"),
     ("GptOssForCausalLM", {"attention_bias": False}, "attention_bias = False is not supported; expected True"),
     ("GptOssForCausalLM", {"swiglu_limit": 10.0}, "swiglu_limit = 10.0 is not supported; expected 7.0"),
-    ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported"),
     (
         "GptOssForCausalLM",
         {"sliding_window": None, "num_local_experts": None},
         "lacks num_local_experts, sliding_window",
     ),
     ("GptOssForCausalLM", {"rope_scaling": None}, "rope_type = default is not supported; expected yarn"),
-    ("GptOssForCausalLM", {"rope_scaling": {**ROPE, "attention_factor": 1.5}}, "attention_factor = 1.5 is not"),
+    ("GptOssForCausalLM", {"rope_scaling": {**GPT_OSS["rope_scaling"], "mscale": 0.7}}, "mscale = 0.7 is not"),
     ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "says how to make them of mxfp4"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
 ]
