@@ -57,8 +57,9 @@ LINEAR_ATTENTION = {
     "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": 24,
 }
-PUBLISHED = json.loads(
-    (Path(or1_megatron.__file__).parent / "configs/models/qwen3_next_80b_a3b/config.json").read_text()
+PUBLISHED, GPT_OSS = (
+    json.loads((Path(or1_megatron.__file__).parent / f"configs/models/{name}/config.json").read_text())
+    for name in ("qwen3_next_80b_a3b", "gpt_oss_20b")
 )
 NEXT = {key: PUBLISHED[key] for key in PUBLISHED.keys() - SIZES.keys() - LINEAR_ATTENTION.keys()} | {
     "mlp_only_layers": [2]
@@ -137,6 +138,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", {**LINEAR_ATTENTION, "rope_theta": THETA}),
     "qwen3_next": ("Qwen3Next", {**LINEAR_ATTENTION, **NEXT}),
+    "gpt_oss": (  # as published, with a window shorter than the sequences
+        "GptOss",
+        {
+            **{key: GPT_OSS[key] for key in GPT_OSS.keys() - SIZES.keys() - {"layer_types"}},
+            "eos_token_id": None,
+            "head_dim": 16,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "pad_token_id": None,
+            "rope_scaling": {**GPT_OSS["rope_scaling"], "original_max_position_embeddings": 32},
+            "sliding_window": 6,
+        },
+    ),
 }
 """Tiny models by name: transformers' class prefix, and the config values beside ``SIZES``."""
 
@@ -172,7 +186,8 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
     for at, parameter in (*model.named_parameters(), *biases):
         # norms away from 1 (or, zero-centred, from 0) and biases away from 0, so that a misplaced row of a weight shows
         mean = 1.0 if "norm" in at and ("linear_attn" in at or not hasattr(config, "linear_conv_kernel_dim")) else 0.0
-        torch.nn.init.normal_(parameter, mean=mean, std=0.15)
+        wide = at.endswith(("gate_up_proj_bias", "sinks"))  # gates beyond the limit of gpt-oss, sinks that matter
+        torch.nn.init.normal_(parameter, mean=mean, std=4.0 if wide else 0.15)
     model.save_pretrained(folder, max_shard_size=file_size)
     if "num_nextn_predict_layers" in own:
         add_draft(folder, f"model.layers.{config.num_hidden_layers}.eh_proj.weight")

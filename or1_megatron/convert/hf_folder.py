@@ -21,6 +21,7 @@ from torch import Tensor
 
 from or1_megatron.weights.families import ModelError
 from or1_megatron.weights.files import DTYPES, INDEX, Header, StoredTensor, read_header, weight_files
+from or1_megatron.weights.stacked import in_files, part_of
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h
@@ -110,10 +111,12 @@ class HFWeights:
                 self._where[name] = (mapped, header.size_bytes + stored.begin)
 
     def file_of(self, name: str) -> Path:
-        return self._where[name][0].path
+        return self._where[in_files(name)][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Return rows ``first`` to ``first + count`` of the tensor ``name``, [count, ...], without a copy."""
+        if part := part_of(name):
+            return part.of(self.rows(part.stack, part.expert, 1)[0])[first : first + count].contiguous()
         (mapped, begin), stored = self._where[name], self.tensors[name]
         dtype, numbers = DTYPES[stored.dtype], math.prod(stored.shape[1:])
         rows = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import is_draft
+from or1_megatron.weights.stacked import file_shapes, in_files, part_of
 
 SHARD_BYTES: Final = 4 << 30
 
@@ -71,16 +72,19 @@ class ToHF:
             self._places.update({source.name: (tensor, source) for source in tensor.sources})
         copies: dict[str, str] = dict(record["copies"]) if record is not None else {}
         self._places.update({name: self._places[original] for name, original in copies.items()})
+        self._parts = [part for part in map(part_of, self._places) if part]  # of stacks, in the order of experts
+        self._shapes = file_shapes({name: source.shape for name, (_, source) in self._places.items()})
         self._as_source = record is not None and dtype is None
         self.files = self._files(dtype, shard_bytes)
-        if unmatched := sorted({e.name for file in self.files for e in file.entries} ^ self._places.keys()):
+        if unmatched := sorted({e.name for file in self.files for e in file.entries} ^ self._shapes.keys()):
             raise ConvertError(f"{checkpoint.folder / RECORD} and the model's config disagree about {unmatched[0]}")
         self._by_name = {file.name: file for file in self.files}
         self.sizes = {file.name: file.size_bytes for file in self.files}
 
     def _files(self, dtype: torch.dtype | None, shard_bytes: int) -> list[WeightFile]:
         if self._record is None:
-            entries = [self._entry(name, dtype or self._dtype(name)) for name in self._places]
+            dtypes = {in_files(name): dtype or self._dtype(name) for name in self._places}
+            entries = [self._entry(name, of_name) for name, of_name in dtypes.items()]
             return packed(entries, shard_bytes)
         return [
             WeightFile(
@@ -101,13 +105,27 @@ class ToHF:
         return dtype
 
     def _entry(self, name: str, dtype: torch.dtype) -> TensorInfo:
-        return TensorInfo(name, NAMES[dtype], self._places[name][1].shape)
+        return TensorInfo(name, NAMES[dtype], self._shapes[name])
 
     def _rows(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
         """Yield a tensor's rows in order, piece by piece, in the dtype to be written."""
+        if entry.name not in self._places:
+            yield from self._experts(entry)
+            return
         tensor, source = self._places[entry.name]
         for run in source.pieces(self.checkpoint.dtype(tensor).itemsize):
             yield run, self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
+
+    def _experts(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
+        """Yield the entries of a stack of experts' tensors, each put together from its parts."""
+        found = [part for part in self._parts if part.stack == entry.name]
+        for expert, parts in groupby(found, lambda part: part.expert):
+            made = torch.empty(entry.shape[1:], dtype=DTYPES[entry.dtype])
+            for part in parts:
+                tensor, source = self._places[str(part)]
+                (run,) = source.runs
+                part.of(made).copy_(self.checkpoint.rows(tensor, run.row, run.rows))
+            yield Run(expert, expert, 1), made[None]
 
     def write(self, path: Path, advance: Advance) -> None:
         file = self._by_name[path.name]
@@ -144,8 +162,7 @@ class ToHF:
                         tensor = file.get_slice(entry.name)
                         for run, expected in self._rows(entry):
                             if not identical(tensor[run.hf_row : run.hf_row + run.rows], expected):
-                                key = self._places[entry.name][0].keys[0]
-                                raise ConvertError(f"{path}: {entry.name} differs from the checkpoint's {key}")
+                                raise ConvertError(f"{path}: {entry.name} differs from the checkpoint")
                             advance(expected.nbytes)
             except (SafetensorError, OSError) as error:
                 raise ConvertError(f"{path} cannot be read again ({error})") from error

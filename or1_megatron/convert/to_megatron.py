@@ -26,6 +26,7 @@ from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files, is_draft
+from or1_megatron.weights.stacked import in_files
 from or1_megatron.weights.table import tied
 
 RECORD: Final = "conversion_record.json"
@@ -64,7 +65,7 @@ class ToMegatron:
         # The files of a model with tied embeddings may hold the output layer, too.
         self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}
-        self.dropped = sorted(self.weights.tensors.keys() - named - self.copies.keys())
+        self.dropped = sorted(self.weights.tensors.keys() - set(map(in_files, named)) - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
         held = file_bytes
         for piece in self._pieces():
@@ -78,7 +79,7 @@ class ToMegatron:
 
     def _pieces(self) -> Iterator[_Piece]:
         for tensor in self.tensors:
-            if len({self.weights.tensors[source.name].dtype for source in tensor.sources}) > 1 and self._dtype is None:
+            if len({self._dtype_of(source) for source in tensor.sources}) > 1:
                 raise ConvertError(
                     f"{self.folder}: {', '.join(source.name for source in tensor.sources)} are of several dtypes, and "
                     "Megatron holds them as one tensor; choose one with --dtype"
@@ -88,7 +89,7 @@ class ToMegatron:
                     yield _Piece(tensor, source, run)
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
-        return self._dtype or DTYPES[self.weights.tensors[source.name].dtype]
+        return self._dtype or DTYPES[self.weights.tensors[in_files(source.name)].dtype]
 
     def _size_bytes(self, piece: _Piece) -> int:
         return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize

@@ -25,6 +25,7 @@ from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
 from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.stacked import part_of, split
 
 _RANK_WAIT_S: Final = 1800.0
 _FLOAT64_BYTES: Final = 48
@@ -124,11 +125,11 @@ def _times(share: float, deviation: Deviation) -> Deviation:
 
 
 def by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name and split tensors as HF's files do, where experts are separate; in memory transformers stacks them."""
+    """Name and split tensors as the weight table does, experts separately; in memory transformers stacks them."""
     named = {}
-    for name, tensor in tensors.items():
+    for name, tensor in split(tensors).items():
         prefix, joined, last = name.partition(".experts.")
-        if not joined:
+        if not joined or part_of(name):
             named[name] = tensor
             continue
         for expert, of_expert in enumerate(tensor):

@@ -10,11 +10,10 @@ Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -73,26 +72,18 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
     return ContextShard(held.to(device), to_row_order.to(device), tuple(chunks))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, chunked: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
     """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D (a value may have fewer)].
 
     Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
 
     Args:
-        scale: factor of q . k; 1 / sqrt(D) when None.
+        chunked: computes the attention of a chunk's queries, the last of its tokens, from its queries, keys and values.
     """
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
-
     mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
     together = gathered.index_select(0, shard.to_row_order)
     keys, values = together.split((key.shape[-1], value.shape[-1]), dim=-1)  # [T, G, D] each
-    outputs = []
-    for chunk in shard.chunks:
-        q, k, v = query[chunk.query], keys[chunk.key], values[chunk.key]
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat([chunked(query[chunk.query], keys[chunk.key], values[chunk.key]) for chunk in shard.chunks])

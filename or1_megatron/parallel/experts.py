@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -21,10 +22,15 @@ from or1_megatron.parallel.weight_gradient import add_weight_gradient
 class GroupedExperts(SequentialMLP):
     """The experts of one layer on one rank."""
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        for expert in self.local_experts if self.config.add_bias_linear else ():
+            expert.linear_fc2.bias.sequence_parallel = self.config.sequence_parallel  # its gradient is on one rank only
+
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Map [T, H] tokens, sorted by expert, to [T, H]; there is no bias.
+        """Map [T, H] tokens, sorted by expert, to [T, H], biases added.
 
         Args:
             tokens_per_expert: [E] counts of the rank's experts; their sum is T.
@@ -35,13 +41,24 @@ class GroupedExperts(SequentialMLP):
             [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
         gate_and_up = _through(first, permuted_local_hidden_states, counts)
-        hidden = weighted_bias_swiglu_impl(gate_and_up, None, permuted_probs.unsqueeze(-1))
-        return _through(second, hidden, counts), None
+        probs = permuted_probs.unsqueeze(-1)
+        if (clamp := self.config.activation_func_clamp_value) is None:
+            return _through(second, weighted_bias_swiglu_impl(gate_and_up, None, probs), counts), None
+        offset = self.config.glu_linear_offset
+        hidden = weighted_bias_quick_geglu_impl(gate_and_up, None, probs, False, offset, clamp)
+        # Tensor parallelism sums the ranks' outputs: one of them adds the biases.
+        return _through(second, hidden, counts, probs * (self.tp_group.rank() == 0)), None
 
 
-def _through(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:
-    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out]."""
+def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
+    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out].
+
+    ``share``: factor of biases, [T, 1].
+    """
     out: Tensor = GroupedProducts.apply(x, counts, *(linear.weight for linear in linears))
+    if linears[0].bias is not None and linears[0].bias.numel():
+        biases = torch.stack([linear.bias for linear in linears])
+        out = out + (biases.repeat_interleave(torch.tensor(counts, device=x.device), dim=0) * share).to(out.dtype)
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter") and linear.adapter.enabled]
     if adapters:
         inner = GroupedProducts.apply(x, counts, *(adapter.lora_A for adapter in adapters)) * adapters[0].scale

@@ -30,6 +30,7 @@ from or1_megatron.parallel.delta_net import PackedDeltaNet
 from or1_megatron.parallel.experts import GroupedExperts
 from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
+from or1_megatron.parallel.sinks import SinkAttention
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
 
@@ -117,6 +118,7 @@ def _own_layer(config: TransformerConfig, experts: bool, linear: bool) -> Module
 
 
 def _attention(config: TransformerConfig, column: Any, row: Any, core: Any, norm: Any) -> ModuleSpec:
+    core = SinkAttention if config.softmax_type == "learnable" else core
     if isinstance(config, MLATransformerConfig):
         linears = {f"linear_{name}_proj": column for name in ("q", "q_down", "q_up", "kv_down", "kv_up")}
         submodules: Any = MLASelfAttentionSubmodules(

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -54,7 +55,7 @@ def transformer_config(
         kind_of_config = MLATransformerConfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return kind_of_config(
+        config = kind_of_config(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             ffn_hidden_size=hf["intermediate_size"],
@@ -67,7 +68,6 @@ def transformer_config(
             layernorm_zero_centered_gamma=family.zero_centred,
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
             add_qkv_bias=family.has(hf, "self_attention.linear_qkv.bias"),
             qk_layernorm=latents or family.has(hf, "self_attention.q_layernorm.weight"),
@@ -102,7 +102,11 @@ def transformer_config(
             **_experts_config(hf, family, parallel),
             **_delta_net_config(hf, family),
             **_latents_config(hf),
+            **_gpt_oss_config(hf, family),
         )
+    # Megatron refuses experts with biases under tensor parallelism; ``experts`` computes them.
+    config.add_bias_linear = family.has(hf, "self_attention.linear_proj.bias")
+    return config
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
@@ -158,6 +162,20 @@ def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         # These two sharpen attention.
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+    }
+
+
+def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the settings of softmax and activation: gpt-oss's sinks, windows and clamped SwiGLU, or the usual ones."""
+    if not family.has(hf, "core_attention.softmax_offset"):
+        return {"activation_func": torch.nn.functional.silu}
+    return {
+        "softmax_type": "learnable",
+        "window_size": (hf["sliding_window"] - 1, 0),  # before and after a token
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in hf["layer_types"]],
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": hf["swiglu_limit"],
     }
 
 
@@ -223,7 +241,7 @@ class PolicyModel(HybridModel):
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
-        self.alike = experts is None and net is None
+        self.alike = net is None and (experts is None or len(experts.layers) == config.num_layers)
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:

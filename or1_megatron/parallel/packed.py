@@ -111,15 +111,26 @@ class PackedCausalAttention(torch.nn.Module):
         # Values are copied: as a view they would keep queries and keys from before RoPE for the backward pass.
         q, k, v = query[:, 0], key[:, 0], value[:, 0].contiguous()
         if packed_seq_params.shard is not None:
-            out = attend(q, k, v, packed_seq_params.shard, self.softmax_scale)
+            out = attend(q, k, v, packed_seq_params.shard, self.chunk)
         else:
-            out = self._within_sequences(q, k, v, packed_seq_params.lengths)
+            sequences = zip(*(x.split(packed_seq_params.lengths) for x in (q, k, v)), strict=True)
+            out = torch.cat([self.chunk(*parts) for parts in sequences])
         return out.reshape(query.shape[0], 1, -1)
 
-    def _within_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        grouped, outputs = key.shape[1] != query.shape[1], []
-        for parts in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
-            q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, tokens, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
+    def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with queries [l, N, D], the last tokens of keys and values [m, G, D]: [l, N, D]."""
+        return attention(query, key, value, self.softmax_scale)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """Attend with queries [l, N, D] to keys and values [m, G, D], by the mask or else causally: [l, N, D]."""
+    if mask is None and len(query) != len(key):
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+
+        mask = causal_lower_right(len(query), len(key))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, D]
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out[0].transpose(0, 1)

@@ -30,6 +30,7 @@ from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.stacked import file_shapes, joined
 
 
 class MegatronPolicy:
@@ -262,7 +263,8 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     adapters = None if policy.adapters is None else policy.adapters.writer()
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
-    for name, tensor in policy.weights:  # also after a failure: the other ranks send all tensors
+    shapes = file_shapes({name: shape for name, _, shape in policy.weights.metadata()})
+    for name, tensor in joined(policy.weights, shapes):  # also after a failure: the other ranks send all tensors
         if writer is not None and problem is None:
             assert tensor is not None
             try:

@@ -25,6 +25,7 @@ from or1_megatron.weights.families import ModelError
 from or1_megatron.weights.files import check_weight_files, weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
+from or1_megatron.weights.stacked import part_of
 from or1_megatron.weights.table import ModelFamily, Row
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class HFTensors:
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def get(self, name: str) -> Tensor:
+        if part := part_of(name):
+            return part.of(self._files[part.stack].get_slice(part.stack)[part.expert])
         return self._files[name].get_tensor(name)
 
 

@@ -101,7 +101,7 @@ def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
             yield f"{key} = true is not supported: its biases have no rows in the weight table; expected false"
     if rotary_share(hf) != 1.0 and "partial_rotary_factor" not in computed:
         yield f"partial_rotary_factor = {rotary_share(hf)} is not supported; expected 1.0: the whole head is rotated"
-    if "sliding_attention" in (hf.get("layer_types") or ()):
+    if "sliding_attention" in (hf.get("layer_types") or ()) and "layer_types" not in computed:
         yield "layer_types holds 'sliding_attention', which is not supported; expected full attention in all layers"
 
 

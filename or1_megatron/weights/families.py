@@ -11,6 +11,7 @@ from typing import Any
 from or1_megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from or1_megatron.weights.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from or1_megatron.weights.glm4_moe import GLM4_MOE
+from or1_megatron.weights.gpt_oss import GPT_OSS
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
@@ -19,7 +20,10 @@ from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
-    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+    for family in (
+        *(QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS),
+    )
 }
 
 _NEEDED = (
@@ -105,7 +109,7 @@ def _quantised(hf: HFConfig) -> Iterator[str]:
             method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
             yield (
                 f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
-                "without that key"
+                "without that key (docs/adding_a_model.md says how to make them of mxfp4)"
             )
 
 

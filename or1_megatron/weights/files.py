@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError, family_of, what_holds
+from or1_megatron.weights.stacked import file_shapes
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 _LENGTH_BYTES = 8
@@ -62,7 +63,7 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
             architecture also raises it.
     """
     family = family_of(hf)
-    wanted = family.shapes(hf)
+    wanted = file_shapes(family.shapes(hf))
     stored: dict[str, tuple[Path, StoredTensor]] = {}
     for path in weight_files(folder):
         header = read_header(path)

@@ -185,8 +185,8 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head. A mixture of
-    experts also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
+    V vocabulary, H hidden, F intermediate, Q all query heads, M their number, K all key (or value) heads, D one head. A
+    mixture also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
     latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
     O all heads' values. Beside a delta net (``DeltaNet.axes``) attention has G queries and their gates.
     """
@@ -213,6 +213,7 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
         "G": 2 * hf["num_attention_heads"] * head_dim,
         "K": hf["num_key_value_heads"] * head_dim,
         "D": head_dim,
+        "M": hf["num_attention_heads"],
     }
 
 

@@ -116,6 +116,7 @@ def results(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scrat
         "tied": (tied_qwen2, "float32", TIED),
         "one_kv_head": (one_kv_head, "float32", ONE_KV_HEAD),
         "experts": (experts, "float32", EXPERTS),
+        "gpt_oss": (tiny("gpt_oss"), "float32", EXPERTS),
     }
     return ranks.call(resume_and_travel, 2, tiny_qwen2, plan, scratch)[0]
 
@@ -141,6 +142,7 @@ def test_same_layout_resumes_to_the_bit(results: Any) -> None:
         ("tied", TIED),
         ("one_kv_head", ONE_KV_HEAD),
         ("experts", EXPERTS),
+        ("gpt_oss", EXPERTS),
     ],
 )
 def test_any_layout_loads_any_other(results: Any, name: str, layouts: list[Any]) -> None:

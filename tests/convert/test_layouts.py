@@ -1,7 +1,7 @@
 """Megatron's own loader reads converted checkpoints at any layout; checkpoints of others convert to the HF folder.
 
 Two ranks start anew for each layout: the threads of a mesh end with its processes. Not proven here: Transformer
-Engine's layers, experts, ranks over several machines, checkpoints of real Megatron-LM runs (with optimizer state and
+Engine's layers, ranks over several machines, checkpoints of real Megatron-LM runs (with optimizer state and
 fp8's extra state).
 """
 
@@ -33,6 +33,7 @@ from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.parallel.mesh import build_mesh
 
 QUIET = Console(quiet=True)
+MIXTURES = {"tensor": {"tensor": 2, "sequence": True}, "experts": {"expert": 2}}
 LAYOUTS = {"tensor": {"tensor": 2}, "virtual": {"pipeline": 2, "virtual_pipeline": 2}, "data": {}}
 
 
@@ -148,6 +149,19 @@ def test_megatron_loads_it_and_a_runs_checkpoint_converts(hf: Path, megatron: Pa
     assert (out / "config.json").read_text() == (hf / "config.json").read_text()
     assert (out / "tokenizer.json").read_text() == (hf / "tokenizer.json").read_text()
     assert not (out / "README.md").exists()  # the base model's card does not describe this model
+
+
+@pytest.mark.parametrize("layout", MIXTURES)
+@pytest.mark.parametrize(("family", "changes"), [("Qwen3Moe", {"mlp_only_layers": []}), ("GptOss", {})])
+def test_mixtures_whose_layers_are_alike(
+    family: str, changes: Any, layout: str, make_model: Any, tmp_path: Path
+) -> None:
+    """Megatron's loader finds each layer by its number; a run's checkpoint converts to the HF model."""
+    hf, checkpoint = make_model(tmp_path / "hf", f"{family}ForCausalLM", **changes), tmp_path / "step_000003"
+    hf_to_megatron(hf, tmp_path / "megatron", QUIET)
+    assert ranks.call(differing, 2, hf, tmp_path / "megatron", MIXTURES[layout], checkpoint) == [[], []]
+    megatron_to_hf(checkpoint, tmp_path / "back", QUIET, hf=hf, verify=True)
+    assert_same_tensors(hf, tmp_path / "back")
 
 
 def test_what_megatron_lm_saves(hf: Path, megatron: Path) -> None:

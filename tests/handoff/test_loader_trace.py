@@ -167,6 +167,28 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(traced: Any)
     assert_loaded(toy, wholes)
 
 
+def test_parts_of_an_expert_come_as_slices() -> None:
+    """The second half of an expert's entries, transposed as vLLM's gpt-oss does; test_to_engines loads such slices."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from or1_megatron.handoff.vllm.loader_trace import trace_loaders
+
+    class Expert(nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                half = tensor.chunk(2, dim=1 if name == "mlp.experts.1.gate_up_proj" else 0)[1]
+                self.get_parameter(name.split(".")[-1]).data.copy_(half.t().contiguous())
+
+    model, stacks = Expert(), "mlp.experts."
+    model.register_parameter("gate_up_proj", nn.Parameter(torch.empty(4, 3)))
+    model.register_parameter("down_proj", nn.Parameter(torch.empty(3, 2)))
+    record_metadata_for_reloading(model)
+    parts = {"gate_up_proj[1, 0::2]": (4, 3), "gate_up_proj[1, 1::2]": (4, 3), "down_proj[1, 0::1]": (3, 4)}
+    trace = trace_loaders(model, None, [whole_tensor(stacks + at, torch.float32, shape) for at, shape in parts.items()])
+    wanted = [((2, 4), (0, 3)), ((2, 4), (0, 3)), ((0, 3), (2, 4))]
+    assert [(want.name, want.box) for want in trace.wants()] == list(zip(trace.tensors, wanted, strict=True))
+
+
 def test_slices_are_copied_directly_where_loaders_only_copy(traced: Any) -> None:
     """And the rest goes through its loaders, in the same handoff; twice."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -33,7 +33,8 @@ CONFIG = HandoffConfig(bucket_bytes=200_000, timeout_s=240.0)
 
 MIXTURES: dict[str, dict[str, int]] = {
     "glm4_moe": {},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # what vLLM computes on CPU
+    "gpt_oss": {"head_dim": 32, "intermediate_size": 128},  # what vLLM computes on CPU
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # also
 }
 
 

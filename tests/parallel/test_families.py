@@ -28,6 +28,7 @@ FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "deepseek_v3": ("deepseek_v3", {}, ["TP2 SP", "CP2"], ["TP2 SP", "PP2"]),
     "qwen3_next": ("qwen3_next", {}, ["TP2 SP", "CP2 EP2"], ["TP2 SP", "DP2 EP2"]),
     "qwen3_5": ("qwen3_5", {}, ["TP2"], ["TP2"]),
+    "gpt_oss": ("gpt_oss", {}, ["1", "TP2 SP", "CP2 EP2", "PP2"], ["TP2 SP", "DP2 EP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
 MIXTURE = ["1", "PP2", "CP2 EP2", "TP2 SP DP2 EP2 distopt", "PP2 DP2 EP2", "full", "selective"]
@@ -60,6 +61,7 @@ SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "deepseek_v3": ("deepseek_v3", MOONLIGHT, MIXTURE, ["TP2 SP DP2 EP2"]),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": False, "mlp_only_layers": []}, MIXTURE, ["PP2 DP2 EP2"]),
     "qwen3_5": ("qwen3_5", {"tie_word_embeddings": True}, ["1", "CP2", "TP4 distopt", "PP2 VPP2"], ["TP4", "PP2 VPP2"]),
+    "gpt_oss": ("gpt_oss", {"num_key_value_heads": 1}, [*MIXTURE, "PP2 VPP2"], ["TP2 SP DP2 EP2", "PP2 VPP2"]),
     "qwen3_5_moe": ("qwen3_5_moe", {}, ["TP2 SP CP2 EP2 distopt"], ["TP2 SP DP2 EP2"]),
 }
 

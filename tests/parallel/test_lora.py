@@ -25,6 +25,7 @@ from or1_megatron.parallel.policy import export_hf
 from or1_megatron.selftest.checks.layouts import beyond
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import ModelError, family_of, read_hf_config
+from or1_megatron.weights.stacked import split
 
 RANK, ALPHA = 3, 5.0
 LINEARS = [f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[str, list[str], list[str], list[dict[str, Any]]]] = {
     "experts": ("qwen3_moe", LINEARS, ["1", "TP2 SP", "DP2 EP2", "PP2"], [EXPERTS, SEQUENCE, {"pipeline": 2}]),
     "only experts": ("qwen3_moe", ["gate_proj"], ["PP2"], [{"pipeline": 2}, EXPERTS]),  # on the second stage
     "latents": ("deepseek_v3", [*LATENTS, *LINEARS[3:]], ["TP2 SP"], [SEQUENCE, {"pipeline": 2}]),
+    "gpt_oss": ("gpt_oss", LINEARS[:4], ["TP2 SP"], [SEQUENCE, EXPERTS]),
     "delta net": ("qwen3_5", [*LINEARS, *NET], ["TP2 SP"], [SEQUENCE, {"context": 2}]),
 }
 """Model, targets, layouts compared, layouts that load each other's checkpoints."""
@@ -117,7 +119,7 @@ def use(cases: dict[str, tuple[Path, LoraConfig]], scratch: Path) -> dict[str, A
         scores = [score(at.rows(), 1.0) for score in (at.policy.score, at.policy.score_base, at.policy.score)]
         export_hf(at.policy, scratch / case)
         dist.barrier()
-        merged, read = load_file(scratch / case / "model.safetensors"), at.policy.weights.read
+        merged, read = split(load_file(scratch / case / "model.safetensors")), at.policy.weights.read
         boxes = [(h.name, h.box) for h in at.policy.weights.holdings() if rank in h.ranks]
         misread = [n for n, box in boxes if not close(read(n, box), merged[n][tuple(slice(*ends) for ends in box)])]
         fresh = {**lora.model_dump(), "adapter": None}

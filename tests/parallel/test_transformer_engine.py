@@ -29,6 +29,7 @@ PARITY: dict[str, tuple[list[str], list[str]]] = {
     "glm4_moe": (["TP2 SP"], ["TP2 SP"]),
     "deepseek_v3": (["TP2 SP"], ["TP2 SP"]),
     "qwen3_next": (["TP2 SP"], ["TP2 SP"]),
+    "gpt_oss": (["TP2 SP"], ["TP2 SP"]),
 }
 """Layouts compared, and layouts exported from."""
 TRAVEL: list[dict[str, Any]] = [

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import FAMILIES as TINY
+from tiny_models import GPT_OSS
 
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
@@ -25,6 +26,7 @@ from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import context_tokens, rope_frequencies
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.slicing import Cut, cut, join
+from or1_megatron.weights.stacked import file_shapes, joined, part_of, split
 
 ALL = list(TINY)
 BASE = {
@@ -46,10 +48,10 @@ def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny:
     folder = tiny(name, tie_word_embeddings=tied) if tied else tiny(name)
     hf = read_hf_config(folder)
     saved = {at: tuple(tensor.shape) for at, tensor in trained(folder, hf).items()}
-    assert family_of(hf).shapes(hf) == saved
+    assert file_shapes(family_of(hf).shapes(hf)) == saved
     adapted = [at.replace("lora_A.", "") for at in AdapterTable(family_of(hf), hf, 3, ()).names if ".lora_A." in at]
     assert {len(saved[at]) for at in adapted} == {2}  # a matrix: no convolution
-    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.005  # biases, norms of heads
+    assert 1 <= sum(map(math.prod, saved.values())) / Shape.of(hf).parameters < 1.02  # biases, norms of heads
     check_weight_files(folder, hf)
 
 
@@ -59,7 +61,8 @@ def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callabl
     """Also with fewer key/value heads than ranks: the cut then goes through a group, and nothing is held twice."""
     folder = tiny(name)
     hf = read_hf_config(folder)
-    tensors = trained(folder, hf)
+    saved = trained(folder, hf)
+    tensors = split(saved)
     rows = list(family_of(hf).rows(hf))
     assert len({row.megatron for row in rows}) == len(rows)
     back: dict[str, torch.Tensor] = {}
@@ -70,7 +73,22 @@ def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callabl
             assert sum(part.numel() for part in parts) == whole.numel()
         back.update(zip(row.hf, row.layout.split(join(parts, row.cut), hf), strict=True))
     assert back.keys() == tensors.keys()
-    assert all(back[at].equal(tensor) for at, tensor in tensors.items())
+    files = dict(joined(back.items(), file_shapes(family_of(hf).shapes(hf))))
+    assert files.keys() == saved.keys()
+    assert all(files[at].equal(tensor) for at, tensor in saved.items())  # type: ignore[union-attr]
+
+
+def test_parts_of_a_stack_by_hand(tiny: Callable[..., Path]) -> None:
+    """Columns of gate and up take turns in an expert's entry, which can have no adapters."""
+    hf = read_hf_config(tiny("gpt_oss"))
+    stack = load_file(tiny("gpt_oss") / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]  # [4, 64, 192]
+    row = next(
+        row for row in family_of(hf).rows(hf) if "layers.1.mlp.experts.local_experts.3.linear_fc1.w" in row.megatron
+    )
+    gate, up = (part.of(stack[3]) for part in map(part_of, row.hf) if part is not None)
+    assert torch.equal(gate[5], stack[3, :, 10]) and torch.equal(up[5], stack[3, :, 11])
+    with pytest.raises(ModelError, match=r"no linear of a GptOssForCausalLM ends in gate_up_proj; It has k_proj, o_p"):
+        AdapterTable(family_of(hf), hf, 3, ("gate_up_proj",))
 
 
 def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:
@@ -166,13 +184,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3NextForCausalLM", {}, "lacks linear_num_key_heads, linear_num_value_heads, linear_key_head_dim"),
     ("Qwen3NextForCausalLM", {**HYBRID, "attention_bias": True}, "attention_bias = true"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "attn_output_gate": False}, "attn_output_gate = False is not supported"),
+    ("GptOssForCausalLM", {"layer_types": ["full_attention"] * 24}, "layer_types is not supported"),
+    ("GptOssForCausalLM", {"attention_bias": False}, "attention_bias = False is not supported; expected True"),
+    ("GptOssForCausalLM", {"swiglu_limit": 10.0}, "swiglu_limit = 10.0 is not supported; expected 7.0"),
+    (
+        "GptOssForCausalLM",
+        {"sliding_window": None, "num_local_experts": None},
+        "lacks num_local_experts, sliding_window",
+    ),
+    ("GptOssForCausalLM", {"rope_scaling": None}, "rope_type = default is not supported; expected yarn"),
+    ("GptOssForCausalLM", {"rope_scaling": {**GPT_OSS["rope_scaling"], "mscale": 0.7}}, "mscale = 0.7 is not"),
+    ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "says how to make them of mxfp4"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
 ]
 
 
 @pytest.mark.parametrize(("architecture", "change", "expected"), REFUSED)
 def test_what_is_not_computed_is_refused(architecture: str, change: dict[str, Any], expected: str) -> None:
-    hf = {**BASE, "max_position_embeddings": 32768, **change, "architectures": [architecture]}
+    base = GPT_OSS if architecture == "GptOssForCausalLM" else BASE
+    hf = {**base, "max_position_embeddings": 32768, **change, "architectures": [architecture]}
     with pytest.raises(ModelError, match=re.escape(expected)) as raised:
         family_of(hf)
     assert architecture in str(raised.value)

@@ -8,10 +8,14 @@ parallelism, tied embeddings or experts is needed.
 At a weight update most layers need no loader (``direct_copy``). The loaders of all other layers run again on
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
+
+Of gpt-oss's experts (``weights.stacked``) loaders get an expert's entry [in, n * out]: the transpose of a contiguous
+tensor in whose rows the entry's n parts take turns. A copy of these rows counts as copies of the parts.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +30,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
 from or1_megatron.handoff.message.shipment import ReceivedSlice
-from or1_megatron.handoff.message.slices import Slice
+from or1_megatron.handoff.message.slices import Slice, whole_tensor
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
+from or1_megatron.weights.stacked import loaded_as, part_of
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride) of a view of a placeholder or parameter."""
@@ -71,6 +76,9 @@ class LoaderTrace:
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
+    offered: dict[str, Slice] = field(default_factory=dict)
+    """What loaders get: the tensors, but entries of experts in place of parts, whose names ``parts`` has."""
+    parts: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
     """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -83,6 +91,15 @@ class LoaderTrace:
     """(module, parameter) of parameters that are also written by other operations than copies, such as padding."""
     elements: dict[str, int] = field(default_factory=dict)
     """By module, the number of elements for which vLLM's layerwise reload waits."""
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            self.offered[entry := loaded_as(name)] = tensor
+            if part := part_of(name):
+                self.parts.setdefault(entry, []).append(name)
+                self.offered[entry] = whole_tensor(
+                    entry, tensor.dtype, (*tensor.shape[1:], part.step * tensor.shape[0])
+                )
 
     def wants(self) -> list[Slice]:
         """Return the slices that this rank needs."""
@@ -127,12 +144,15 @@ def view_of(tensor: Tensor) -> View:
 class _Placeholders(TorchDispatchMode):
     """A dispatch mode that makes placeholders, recognises them by their storage, and sees the operations on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: LoaderTrace) -> None:
         super().__init__()
+        self.trace = trace
         self._names: dict[int, tuple[str, StorageWeakRef]] = {}
 
     def placeholder(self, tensor: Slice) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor.name in self.trace.parts:
+            made = made.t().contiguous().t()
         storage = made.untyped_storage()
         self._names[storage._cdata] = (tensor.name, StorageWeakRef(storage))
         return made
@@ -151,6 +171,20 @@ class _Placeholders(TorchDispatchMode):
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
         raise NotImplementedError
 
+    def by_part(self, destination: Tensor, name: str, source: Tensor) -> Iterator[tuple[Tensor, str, View]]:
+        """Yield (destination, name, view) of the copies of parts that a copy is; itself if ``name`` has no parts."""
+        if (names := self.trace.parts.get(name)) is None:
+            yield destination, name, view_of(source)
+            return
+        width, step = math.prod(self.trace.offered[name].shape[:-1]), len(names)
+        if source.stride(0) != width:
+            self.transformed(name, "a copy of other rows")
+        for taken in (slice(row, None, step) for row in range(step)):
+            offset, size, stride = view_of(source[taken])
+            row = offset // width
+            view = (row // step * width + offset % width, size, (width, *stride[1:]))
+            yield destination[taken], names[row % step], view
+
     def transformed(self, name: str, operation: str) -> None:
         raise NotImplementedError
 
@@ -161,6 +195,8 @@ class _Placeholders(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:
             self.copied(args[0], name, args[1])
             return args[0]
+        if func is torch.ops.aten.clone.default and self._name(args[0]) in self.trace.parts:
+            return args[0]  # made contiguous only to be copied
         self.called(func, args)
         name = next((known for arg in args if (known := self._name(arg)) is not None), None)
         result = func(*args, **(kwargs or {}))
@@ -176,8 +212,7 @@ class _TracingMode(_Placeholders):
 
     def __init__(self, tensors: Sequence[Slice], model: torch.nn.Module) -> None:
         """``model``: a model whose layerwise reload has begun."""
-        super().__init__()
-        self.trace = LoaderTrace({tensor.name: tensor for tensor in tensors})
+        super().__init__(LoaderTrace({tensor.name: tensor for tensor in tensors}))
         self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -186,15 +221,15 @@ class _TracingMode(_Placeholders):
             self.trace.elements[path] = get_layer_size(module)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
-        view = view_of(source)
-        source_box = source_box_of(self.trace.tensors[name].shape, view)
-        if source_box is None:
-            self.trace.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
-        elif destination.shape != source.shape:
-            self.trace.whole.setdefault(name, "its loader broadcasts it")
-        else:
-            self.trace.sources.setdefault(name, {})[view] = source_box
-            self._note_destination(name, view, destination)
+        for target, part, view in self.by_part(destination, name, source):
+            source_box = source_box_of(self.trace.tensors[part].shape, view)
+            if source_box is None:
+                self.transformed(name, f"a view of size and stride {view[1:]}")
+            elif destination.shape != source.shape:
+                self.transformed(name, "a broadcast")
+            else:
+                self.trace.sources.setdefault(part, {})[view] = source_box
+                self._note_destination(part, view, target)
 
     def _note_destination(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
@@ -207,7 +242,8 @@ class _TracingMode(_Placeholders):
                 destinations.append(target)
 
     def transformed(self, name: str, operation: str) -> None:
-        self.trace.whole.setdefault(name, f"its loader computes {operation} of it")
+        for part in self.trace.parts.get(name, [name]):
+            self.trace.whole.setdefault(part, f"its loader computes {operation} of it")
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
         if func._schema.is_mutable:
@@ -224,7 +260,7 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
     tracing = _TracingMode(tensors, model)
-    left = list(tensors)
+    left = list(tracing.trace.offered.values())
     try:
         while left:
             taken: list[Slice] = []
@@ -240,7 +276,7 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 if not taken:
                     raise
-                tracing.trace.whole[taken[-1].name] = f"its loader fails on a placeholder: {error}"
+                tracing.transformed(taken[-1].name, f"what fails on a placeholder ({error})")
             left = left[max(1, len(taken)) :]
     finally:
         put_back(model, model_config)
@@ -256,16 +292,16 @@ class SliceLoader(_Placeholders):
 
     def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
         """``expected``: all slices that ``take`` will be given in this update."""
-        super().__init__()
-        self._trace = trace
-        self._missing = Counter(part.name for part in expected)
+        super().__init__(trace)
+        names = [part.name for part in expected]
+        self._missing = Counter(map(loaded_as, names))
         self._received: dict[str, list[ReceivedSlice]] = defaultdict(list)
         self._complete: list[str] = []
-        by_view = self._missing.keys() & trace.sources.keys() - trace.whole.keys()
+        by_view = set(names) & trace.sources.keys() - trace.whole.keys()
         self._due = {(name, view) for name in by_view for view in trace.sources[name]}
 
     def take(self, received: ReceivedSlice) -> None:
-        name = received.slice.name
+        name = loaded_as(received.slice.name)
         self._received[name].append(received)
         self._missing[name] -= 1
         if not self._missing[name]:
@@ -290,14 +326,16 @@ class SliceLoader(_Placeholders):
 
     def _stand_in(self, name: str) -> Tensor:
         """Return the tensor that the loaders get: a placeholder, or the received tensor if they need it whole."""
-        tensor = self._trace.tensors[name]
-        if name not in self._trace.whole:
+        tensor, parts = self.trace.offered[name], self.trace.parts.get(name, [name])
+        if parts[0] not in self.trace.whole:
             return self.placeholder(tensor)
         slices = self._received.pop(name)
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=slices[0].message.device)
         for part in slices:
             part.verify()
-            made[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
+            of_entry = part_of(part.slice.name)
+            whole = of_entry.of(made) if of_entry else made
+            whole[tuple(slice(*bounds) for bounds in part.slice.box)] = part.values
         return made
 
     def check_complete(self) -> None:
@@ -310,16 +348,16 @@ class SliceLoader(_Placeholders):
         if destination.is_meta:
             torch.ops.aten.copy_.default(destination, source)  # vLLM counts what is copied
             return
-        view = view_of(source)
-        source_box = self._trace.sources[name].get(view)
-        if source_box is None:
-            raise RuntimeError(f"the loader of '{name}' asks for another part than when it was traced")
-        for part in self._received[name]:
-            where = offset_in(part.slice.box, source_box)
-            if where is not None:
-                part.verify()
-                destination[where].copy_(part.values.reshape(destination[where].shape))
-        self._due.discard((name, view))
+        for target, tensor, view in self.by_part(destination, name, source):
+            source_box = self.trace.sources[tensor].get(view)
+            if source_box is None:
+                raise RuntimeError(f"the loader of '{tensor}' asks for another part than when it was traced")
+            for part in self._received[name]:
+                where = offset_in(part.slice.box, source_box) if part.slice.name == tensor else None
+                if where is not None:
+                    part.verify()
+                    target[where].copy_(part.values.reshape(target[where].shape))
+            self._due.discard((tensor, view))
 
     def transformed(self, name: str, operation: str) -> None:
         raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was traced")

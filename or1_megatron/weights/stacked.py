@@ -1,0 +1,87 @@
+"""Names and views of the parts of a tensor that holds all experts of a layer, as gpt-oss's files store them.
+
+The weight table names one matrix of one expert ``NAME[e, p::n]``: entry e of the tensor NAME [experts, in, n * out],
+of which every n-th column from p on, transposed to [out, in]. NAME of biases is [experts, n * out], their part [out].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PART = re.compile(r"(.+)\[(\d+), (\d+)::(\d+)\]")
+
+
+class Part(NamedTuple):
+    """A part of a stack of experts' tensors."""
+
+    stack: str
+    expert: int
+    first: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.stack}[{self.expert}, {self.first}::{self.step}]"
+
+    def of(self, entry: Tensor) -> Tensor:
+        """Return the view [out, in] or [out] of the expert's entry [in, step * out] or [step * out]."""
+        return entry[..., self.first :: self.step].t()
+
+
+def part_of(name: str) -> Part | None:
+    """Return the part that a name means; None for the name of a whole tensor."""
+    match = _PART.fullmatch(name)
+    return Part(match[1], *map(int, match.groups()[1:])) if match else None
+
+
+def in_files(name: str) -> str:
+    """Return the name of the tensor in a file that holds this one."""
+    return name.partition("[")[0]
+
+
+def loaded_as(name: str) -> str:
+    """Return the name of what vLLM loads of this tensor at once: the tensor itself, or an expert's entry in a stack."""
+    return re.sub(r"\.experts\.(\w+)\[(\d+), .*", r".experts.\2.\1", name)
+
+
+def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in files by name, in their order, given the shapes of the table's tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        part = part_of(name)
+        found[in_files(name)] = shape if part is None else (part.expert + 1, *shape[1:], part.step * shape[0])
+    return found
+
+
+def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of files under the table's names: gpt-oss's stacks, which have biases, in parts."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:
+            found[name] = tensor
+            continue
+        step = 2 if "gate_up" in name else 1
+        parts = [Part(name, expert, first, step) for expert in range(len(tensor)) for first in range(step)]
+        found |= {str(part): part.of(tensor[part.expert]) for part in parts}
+    return found
+
+
+def joined(
+    tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield tensors as files hold them, given the table's in its order; ``shapes`` are those of ``file_shapes``."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if (part := part_of(name)) is None:
+            yield name, tensor
+            continue
+        if tensor is not None:
+            if part.stack not in made:
+                made[part.stack] = torch.empty(shapes[part.stack], dtype=tensor.dtype)
+            part.of(made[part.stack][part.expert]).copy_(tensor)
+        if (part.expert + 1, part.first + 1) == (shapes[part.stack][0], part.step):
+            yield part.stack, made.pop(part.stack, None)
