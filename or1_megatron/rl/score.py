@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
+from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Sample, TokenScores, UpdateReport
+from or1_verify.errors import UserError
+
+JUDGED: Final = 16
+"""Most responses that ``check_mismatch`` scores."""
+
+
+class MismatchTooLarge(UserError, RuntimeError):
+    """Engine and policy differ by more than rounding explains (``safety.mismatch_limit: stop``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,40 @@ def score(
         samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], of_kept)
+
+
+def check_mismatch(
+    policy: Policy,
+    kept: Sequence[AdvantagedGroup],
+    stage: StageConfig,
+    layout: BatchLayout,
+    version: int,
+    limit: float,
+) -> None:
+    """Score up to JUDGED kept responses, which the engines sampled with the policy's weights, ``version``.
+
+    Responses of older weights are not judged: they differ for another reason.
+
+    Raises:
+        MismatchTooLarge: |engine - policy| log-prob is above ``limit`` on average, in nats, or not finite.
+    """
+    fresh = [
+        sample
+        for group in kept
+        for sample, completion in zip(to_samples(group), group.group.completions, strict=True)
+        if all(span.version == version for span in completion.versions)
+    ][:JUDGED]
+    if not fresh:
+        return
+    own = policy.score(pack(fresh, layout), stage.temperature).log_probs
+    theirs = [sample.engine_log_probs for sample in fresh if sample.engine_log_probs is not None]
+    mean = mismatch_metrics(theirs, own).get("mismatch/mean_abs", np.nan)
+    if not mean <= limit:
+        raise MismatchTooLarge(
+            f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average over {len(fresh)} "
+            f"responses; up to {limit:.3g} is rounding (safety.mismatch_mean, or 3 times the handoff's probe), and "
+            "safety.mismatch_limit is stop: nothing was trained on them. `or1 doctor mismatch RUN` looks for the cause"
+        )
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:

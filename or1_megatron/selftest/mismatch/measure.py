@@ -1,0 +1,227 @@
+"""Scores the same tokens with engine, policy and transformers in several ways, and compares the parts of each.
+
+transformers in float32, with weights rounded to the run's dtype, is the reference. Its own difference in bfloat16 is
+the model's noise; for float32 the noise is 2^-16 of that, as in ``check_parity``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import ray
+import torch
+
+from or1_megatron.config.schema import HandoffConfig, ModelConfig, ParallelConfig
+from or1_megatron.handoff.sender import WeightSender
+from or1_megatron.parallel.check_parity import load_network
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.network import build_network, score_rows
+from or1_megatron.parallel.policy import unpack_scores
+from or1_megatron.rl.batch import pack
+from or1_megatron.rollout.engine_group import EngineGroup, result_of
+from or1_megatron.runtime import message
+from or1_megatron.selftest.mismatch.parts import outputs, parts_of_engine, parts_of_policy
+from or1_megatron.sizing.parallel_layouts import batch_layout
+from or1_megatron.types import Completion, Float32Array, Int32Array, Prompt, Request, Sample, Sampling
+from or1_verify.types import Problem
+
+_TIMES: Final = 5.0
+_LEAST: Final = {"float32": (2e-6, 1e-5), "bfloat16": (1e-3, 2e-2)}
+"""(log-probs in nats, relative outputs): a difference is more than noise above this and ``_TIMES`` the noise."""
+_MODULES: Final = ("embed_tokens", "norm", "self_attn.o_proj", "linear_attn", "mlp.gate", "mlp")
+
+Scored = tuple[Int32Array, Int32Array, Float32Array]
+"""(prompt [p], response [n], its log-probs [n])."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is examined: weights, prompts, and how the run samples."""
+
+    folders: Mapping[int, Path]
+    """HF folders by version of their weights. The engine starts with the oldest, and gets the newest in a handoff."""
+    dtype: Any
+    prompts: Sequence[Int32Array]
+    sampling: Sampling
+    recorded: Sequence[Scored] = ()
+    """What the run's engines sampled with the newest weights."""
+    retokenised: Sequence[tuple[str, Int32Array, Int32Array]] = ()
+    """(problem, tokens of its prompt in the run, tokens that the model's tokenizer and template make of it)."""
+    bos: int | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Log-probs of ``side`` minus the reference's over all tokens, with the model's noise and positions there, [N]."""
+
+    side: str
+    name: str
+    values: Any
+    noise: Any
+    places: Any
+    least: float
+    ways: Mapping[str, float]
+    """Mean |difference| from the reference in another way of sampling, by that way in words."""
+
+    @property
+    def mean(self) -> float:
+        return float(np.abs(self.values).mean())
+
+    @property
+    def limit(self) -> float:
+        return max(_TIMES * float(self.noise.mean()), self.least)
+
+    @property
+    def wrong(self) -> bool:
+        return not self.mean <= self.limit
+
+
+class Bench:
+    """An engine, a policy on one rank, and transformers. ``examine`` sets all but the arguments."""
+
+    rows: dict[str, Difference]
+    parts: dict[str, dict[str, list[str]]]
+    """What is wrong with the parts of "engine" and "policy" ("dtype": the dtype)."""
+    strayed: str
+    """The engine's first module whose output is not the reference's, in words."""
+    head: tuple[float, float, float]
+    """The engine's logits against fp32 products of its last hidden states: factor, error, share that bf16 expresses."""
+
+    def __init__(self, case: Case, handle: Any, mesh: Mesh, parallel: ParallelConfig) -> None:
+        """``handle``: an ``EngineActor`` of one device, on the oldest folder."""
+        self.case, self.handle, self.mesh, self.parallel = case, handle, mesh, parallel
+        self.version, heat = max(case.folders), case.sampling.temperature or 1.0
+        model = ModelConfig(hf=case.folders[self.version], dtype=case.dtype)
+        self.reference = load_network(model).eval()
+        self.network = build_network(model, parallel, mesh)
+        self.control = EngineGroup([handle], 1, HandoffConfig().timeout_s)
+        self.sender = WeightSender(self.network.weights, mesh.rank, HandoffConfig(), self.control)
+        self.long = np.concatenate(case.prompts)[: max(map(len, case.prompts)) + case.sampling.max_response_tokens - 1]
+        ways = {"temperature is applied twice": (heat * heat, 1.0), "temperature is not applied": (1.0, 1.0)}
+        ways["top-p is applied"] = heat, case.sampling.top_p
+        self.ways = {"": (heat, 1.0)} | {words: way for words, way in ways.items() if way != (heat, 1.0)}
+
+    def hand_off(self) -> None:
+        """Give the engine the policy's weights, as a run does. What it has cached before must not outlive that."""
+        self.control.score_prompts([self.long])
+        self.sender.send(self.version)
+        self.control.certify(self.version)
+
+    def sample(self, together: bool) -> list[Scored]:
+        """Have the engine answer each prompt, all in one batch or one after another."""
+        problem = Problem("0", "mismatch", "math", (), "", {}, "mismatch")
+        asked = [Request(Prompt(problem, ids), 0, self.case.sampling, n) for n, ids in enumerate(self.case.prompts)]
+        done: dict[int, Completion] = {}
+        for batch in [asked] if together else [[request] for request in asked]:
+            result_of(self.handle.submit.remote(message.pack(batch)), 0, "take requests")
+            while any(request.seed not in done for request in batch):
+                harvest = message.unpack(result_of(self.handle.harvest.remote(1.0), 0, "sample"))
+                done |= {completion.seed: completion for completion in harvest.completions}
+        return [(ids, done[n].token_ids, done[n].log_probs) for n, ids in enumerate(self.case.prompts)]
+
+    def by_policy(self, sequences: Sequence[Scored]) -> list[Scored]:
+        samples = [Sample(prompt, made, 0.0, np.ones(made.size, np.bool_)) for prompt, made, _ in sequences]
+        batch = pack(samples, batch_layout(self.parallel, self.network.hf))
+        scored = score_rows(self.mesh, self.network.chunks, batch.ranks[0], self.case.sampling.temperature)
+        scores = unpack_scores(batch.ranks, scored or [], batch.sample_count).log_probs
+        return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
+
+    def as_prompt(self, end: int, first: int) -> Scored:
+        """Score tokens from ``first`` to ``end`` of a long prompt at temperature 1, the last with the prefix cache."""
+        own = self.control.score_prompts([self.long[:end]])[0][0]
+        return self.long[:first], self.long[first:end], own[first - 1 :]
+
+    def examine(self) -> None:
+        """Measure everything once."""
+        last, sampled = len(self.long), self.sample(together=True)
+        cached = [self.as_prompt(end, end - 1) for end in np.linspace(last // 2, last, 8).astype(int)]
+        self.rows = {
+            "sampled": self.row("engine", "engine, as it samples", sampled),
+            "alone": self.row("engine", "engine, each request alone", self.sample(together=False)),
+            "prompt": self.row("engine", "engine, scoring a prompt", [self.as_prompt(last, 1)], heat=1.0),
+            "cached": self.row("engine", "engine, on its prefix cache", cached, heat=1.0),
+            "policy": self.row("policy", "policy", self.by_policy(sampled)),
+        }
+        if self.case.recorded:
+            self.rows["recorded"] = self.row("run", "the run's engines, as recorded", self.case.recorded)
+        gap = self.rows["sampled"].values - self.rows["policy"].values
+        self.rows["gap"] = replace(self.rows["policy"], side="", name="engine minus policy", values=gap)
+        names = [name for name, _ in self.reference.named_modules() if name.endswith(_MODULES)]
+        folders, given = (self.case.folders, self.version), (self.long, [*names, "logits_processor"])
+        call = self.handle.__ray_call__.remote(partial(_on_thread, partial(parts_of_engine, *folders, *given)))
+        of_engine, outcomes = ray.get(call)
+        self.parts = {"engine": of_engine, "policy": parts_of_policy(self.network, *folders)}
+        self.strayed, self.head = self.layers(outcomes, names)
+
+    @torch.no_grad()
+    def logits(self, tokens: Int32Array) -> torch.Tensor:
+        """Return the reference's logits [p - 1, V] for tokens 1.. of a sequence."""
+        ids = torch.from_numpy(tokens.astype(np.int64))[None].to(self.reference.device)
+        logits: torch.Tensor = self.reference(ids).logits[0, :-1]
+        return logits.double().cpu()
+
+    def with_noise(self, run: Callable[[], Any]) -> tuple[Any, Any, float]:
+        """Return what ``run`` returns in float32 and in bfloat16, and the share of their difference that is noise."""
+        right, exact = run(), {name: tensor.clone() for name, tensor in self.reference.state_dict().items()}
+        self.reference.bfloat16()
+        rounded = run()
+        self.reference.float().load_state_dict(exact)
+        return right, rounded, 2.0**-16 if self.case.dtype == "float32" else 1.0
+
+    def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
+        """Return the difference of log-probs from the reference's at the run's temperature, or at ``heat``."""
+        ways = self.ways if heat is None else {"": (heat, 1.0)}
+
+        def score() -> dict[str, Any]:
+            parts: dict[str, list[Any]] = {words: [] for words in ways}
+            for prompt, made, _ in scored:
+                logits = self.logits(np.concatenate((prompt, made)))[len(prompt) - 1 :]
+                for words, way in ways.items():
+                    parts[words].append(_of_tokens(logits, made, *way))
+            return {words: np.concatenate(part) for words, part in parts.items()}
+
+        right, rounded, share = self.with_noise(score)
+        mine = np.concatenate([one[2] for one in scored]).astype(np.float64)
+        apart = {words: float(np.abs(mine - right[words]).mean()) for words in ways if words}
+        places = np.concatenate([len(prompt) + np.arange(len(made)) for prompt, made, _ in scored])
+        noise = np.abs(rounded[""] - right[""]) * share
+        return Difference(side, name, mine - right[""], noise, places, _LEAST[self.case.dtype][0], apart)
+
+    def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
+        """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
+        trace = partial(outputs, self.reference, lambda: self.logits(self.long), names)
+        right, rounded, share = self.with_noise(trace)
+        strayed = hidden = ""
+        for name in (name for name in right if name in mine and mine[name].shape == right[name].shape):
+            hidden = name if name.endswith("norm") else hidden
+            size = np.linalg.norm(right[name]) / len(self.long) ** 0.5
+            noise = np.linalg.norm(rounded[name] - right[name], axis=1).mean() * share / size
+            apart = np.linalg.norm(mine[name] - right[name], axis=1) / size
+            limit = max(_TIMES * noise, _LEAST[self.case.dtype][1])
+            if not (strayed or apart.mean() <= limit):
+                first = int((~(apart <= limit)).argmax())
+                strayed = f"{name} differs from token {first} on: {apart.mean():.2g} of its size, noise {noise:.1g}"
+        weight = self.reference.get_output_embeddings().weight.detach().cpu().numpy()
+        logits = mine["logits_processor"][:, : len(weight)]
+        product = mine[hidden][: len(logits)] @ weight.T
+        scale = float((logits * product).sum() / (product**2).sum())
+        error = float(np.linalg.norm(logits - scale * product) / np.linalg.norm(product))
+        coarse = torch.from_numpy(logits)
+        return strayed, (scale, error, float((coarse == coarse.bfloat16().float()).float().mean()))
+
+
+def _of_tokens(logits: torch.Tensor, targets: Int32Array, temperature: float, top_p: float) -> Any:
+    """Return log-probs [n] of ``targets`` from ``logits`` [n, V]; with ``top_p``, renormalised in the nucleus."""
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    ranked = log_p.exp().sort(dim=-1, descending=True).values
+    kept = (ranked * ((ranked.cumsum(-1) - ranked) < top_p)).sum(-1) if top_p < 1 else torch.ones(())
+    return (log_p.gather(1, torch.from_numpy(targets.astype(np.int64))[:, None])[:, 0] - kept.log()).numpy()
+
+
+def _on_thread(function: Callable[[Any], Any], actor: Any) -> Any:
+    return actor._thread.call(function)

@@ -1,0 +1,257 @@
+"""``or1 doctor mismatch`` on a real engine, a real policy and transformers: faults injected one by one are each named.
+
+Not proven here: sleep and wake (vLLM's CPU engines cannot sleep; the rotary table is zeroed instead), several devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_fixtures import RUN_ID, rollout_config
+from rigs import fault, perturbed, stale_prefix_cache
+from tiny_models import make_tiny
+
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.parallel.mesh import stop_process_group
+from or1_megatron.parallel.network import build_network
+from or1_megatron.parallel.packed import PackedRotary
+from or1_megatron.rollout.engine_pool import EnginePool
+from or1_megatron.selftest.mismatch.causes import verdict
+from or1_megatron.selftest.mismatch.measure import Bench, Case
+from or1_megatron.selftest.models import add_tokenizer, one_rank
+from or1_megatron.types import Sampling
+from or1_verify.types import Message
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+DOWN = "model.layers.1.mlp.down_proj"
+HEAD = 32
+
+
+@contextmanager
+def bench_of(family: str, dtype: Any, folder: Path) -> Iterator[Bench]:
+    """An engine that starts with version 10 of a random model, and a policy with version 11, before their handoff."""
+    folders = {10: folder / "v10", 11: folder / "v11"}
+    for each in folders.values():
+        each.mkdir(parents=True)
+    perturbed(make_tiny(folders[10], family, dtype=dtype, head_dim=HEAD), 3).save_pretrained(folders[11])
+    for each in folders.values():
+        add_tokenizer(each)
+    prompts = [np.random.default_rng(n).integers(2, 61, n, dtype=np.int32) for n in (5, 9, 17, 40)]
+    case = Case(folders, dtype, prompts, Sampling(0.7, 0.8, 64))
+    pool = EnginePool(rollout_config(engines=1), folders[10], dtype, 128, RUN_ID, on_cpu=True)
+    pool.wait_ready()
+    yield Bench(case, pool.handles[0], one_rank(), ParallelConfig(layers="own"))
+    pool.close()
+    stop_process_group()
+
+
+@pytest.fixture(scope="module")
+def bench(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench_of("qwen3", "float32", tmp_path_factory.mktemp("qwen3")) as made:
+        made.hand_off()
+        yield made
+
+
+def in_linear(name: str, apply: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
+    """Replace y = f(x) of a packed linear of the engine by y = apply(f)(x)."""
+
+    def bring(engine: Any) -> None:
+        module = engine._engine.model_executor.driver_worker.worker.model_runner.model.get_submodule(name)
+        true = module.cpu_linear
+        new = apply(lambda x: true(x, module.weight, None))
+        module.cpu_linear = lambda x, weight, bias: new(x)
+        engine.undo = lambda: setattr(module, "cpu_linear", true)
+
+    return bring
+
+
+def in_tensor(module: str, tensor: str, change: Callable[[Any, Any], None]) -> Callable[[Any], None]:
+    """Change a tensor of the engine: change(module, tensor)."""
+
+    def bring(engine: Any) -> None:
+        model = engine._engine.model_executor.driver_worker.worker.model_runner.model
+        owner = model.get_submodule(module)
+        held = getattr(owner, tensor).data
+        kept = held.clone()
+        change(owner, held)
+        engine.undo = lambda: held.copy_(kept)
+
+    return bring
+
+
+def in_attribute(path: str, name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Change an attribute of an object of the engine's worker."""
+
+    def bring(engine: Any) -> None:
+        owner = engine._engine.model_executor.driver_worker.worker.model_runner
+        for part in path.split("."):
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        true = getattr(owner, name)
+        setattr(owner, name, value(true))
+        engine.undo = lambda: setattr(owner, name, true)
+
+    return bring
+
+
+def in_sampler(log_probs: Callable[[Any, Any], Any]) -> Callable[[Any], None]:
+    """Report log_probs(logits [R, V], sampled tokens [R]) instead of the sampled distribution's."""
+
+    def of(true: Any) -> Any:
+        def draw(logits: Any, *given: Any) -> Any:
+            out = true(logits, *given)
+            out.logprobs_tensors.logprobs[:, 1] = log_probs(logits, out.sampled_token_ids[:, 0].long())
+            return out
+
+        return draw
+
+    return in_attribute("sampler", "draw", of)
+
+
+def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], str]]:
+    """Faults in the engine, each with a part of its verdict. All is nested: the engine's process gets it by value."""
+    import safetensors.torch
+
+    stale = safetensors.torch.load_file(folders[10] / "model.safetensors")[f"{DOWN}.weight"]
+
+    def at(temperature: float, top_p: float = 1.0) -> Callable[[Any, Any], Any]:
+        def log_probs(logits: Any, tokens: Any) -> Any:
+            values = (logits.float() / temperature).log_softmax(-1)
+            ranked = values.exp().sort(descending=True).values
+            kept = (ranked * (ranked.cumsum(-1) - ranked < top_p)).sum(-1)
+            return values.gather(1, tokens[:, None])[:, 0] - kept.log()
+
+        return log_probs
+
+    def crowded(logits: Any, tokens: Any) -> Any:
+        return at(0.7)(logits + 0.3 * torch.randn(logits.shape) * (len(logits) > 1), tokens)
+
+    def swapped(true: Any) -> Any:
+        order = [*range(HEAD, 2 * HEAD), *range(HEAD), *range(2 * HEAD, 4 * HEAD)]
+        return lambda x: true(x[:, order].contiguous())
+
+    def rebased(rotary: Any, table: Any) -> None:
+        base, rotary.base = rotary.base, 700.0
+        table.copy_(rotary._compute_inv_freq(700.0).new_tensor(rotary._compute_cos_sin_cache()))
+        rotary.base = base
+
+    def damaged(engine: Any) -> None:
+        true, caches = engine._score_last, engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
+
+        def score_last(tokens: Any) -> float:
+            for cache in caches:
+                cache.mul_(1.5)
+            return float(true(tokens))
+
+        engine._score_last = score_last
+        engine.undo = lambda: delattr(engine, "_score_last")
+
+    rotary, norm = "model.layers.0.self_attn.rotary_emb", "model.layers.0.post_attention_layernorm"
+    bf16 = torch.bfloat16
+    return {
+        "stale layer": (in_linear(DOWN, lambda true: lambda x: x @ stale.t()), f"{DOWN}.weight is of version 10, not 11"),
+        "scaled layer": (in_linear(DOWN, lambda true: lambda x: 1.1 * true(x)), f"{DOWN}.weight is 1.1 times"),
+        "swapped heads": (in_linear("model.layers.2.self_attn.o_proj", swapped), "o_proj.weight has its heads 0, 1 in"),
+        "dropped norm": (in_tensor(norm, "weight", lambda m, w: w.fill_(1.0)), f"{norm}.weight is 1 everywhere"),
+        "rotary base": (in_tensor(rotary, "cos_sin_cache", rebased), "as with a base of 700, not 500"),
+        "rotary zeroed": (in_tensor(rotary, "cos_sin_cache", lambda m, w: w.zero_()), "rotates with zeros"),
+        "bf16 head": (in_linear("lm_head", lambda true: lambda x: true(x.to(bf16).float()).to(bf16).float()), "head: the engine's logits are rounded to bfloat16"),
+        "scaled logits": (in_attribute("model.logits_processor", "scale", lambda true: 0.5), "logits are 0.5 times"),
+        "attention scale": (in_attribute("model.model.layers.1.self_attn.attn.impl", "scale", lambda true: 1.5 * true), "model.layers.1.self_attn.o_proj gives other values"),
+        "damaged cache": (damaged, "KV cache: the engine's log-probs are"),
+        "no temperature": (in_sampler(at(1.0)), "temperature is not applied in the log-probs of engine, as it samples"),
+        "temperature twice": (in_sampler(at(0.49)), "temperature is applied twice in the log-probs of engine"),
+        "top-p in log-probs": (in_sampler(at(0.7, 0.8)), "top-p is applied to log-probs"),
+        "batch": (in_sampler(crowded), "batch: "),
+    }  # fmt: skip
+
+
+def test_each_fault_of_the_engine_is_named_and_nothing_in_a_healthy_run(bench: Bench) -> None:
+    (healthy,) = verdict(bench.examine())
+    assert healthy.startswith("noise of float32")
+    said = {}
+    for name, (bring, _) in faults(bench.case.folders).items():
+        with fault(bench.handle, bring):
+            said[name] = verdict(bench.examine())
+    assert {
+        name: each for name, each in said.items() if faults(bench.case.folders)[name][1] not in " ".join(each)
+    } == {}
+    assert {name: each for name, each in said.items() if len(each) != 1} == {}  # and nothing is said of the policy
+    assert verdict(bench.examine())[0].startswith("noise")
+
+
+def test_a_prefix_cache_that_outlives_a_handoff_is_named(bench: Bench) -> None:
+    old = Bench(replace(bench.case, folders={10: bench.case.folders[10]}), bench.handle, bench.mesh, bench.parallel)
+    bench.sender.close()
+    old.hand_off()
+    old.sender.close()
+    with stale_prefix_cache(bench.handle):
+        bench.hand_off()
+        (said,) = verdict(bench.examine())
+    assert said.startswith("KV cache: ")
+    bench.hand_off()
+
+
+def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
+    true, said = bench.network, {}
+    model = ModelConfig(hf=bench.case.folders[11], dtype="bfloat16")
+    bench.network = build_network(model, bench.parallel, bench.mesh)
+    said["dtype: the policy computes in torch.bfloat16, and model.dtype is float32"] = verdict(bench.examine())
+    bench.network = build_network(ModelConfig(hf=bench.case.folders[10]), bench.parallel, bench.mesh)
+    said["weights: the policy's model.embed_tokens.weight is of version 10, not 11"] = verdict(bench.examine())
+    bench.network = true
+    rotary = next(m for m in true.chunks[0].modules() if isinstance(m, PackedRotary))
+    kept = rotary.inverse_frequency.clone()
+    rotary.inverse_frequency.mul_((500 / 900) ** (torch.arange(len(kept)) / len(kept)))
+    said["positions: the policy's rotation is as with a base of 900, not 500"] = verdict(bench.examine())
+    rotary.inverse_frequency.copy_(kept)
+    bench.case = replace(bench.case, sampling=replace(bench.case.sampling, temperature=1.0))
+    unheated, bench.case = bench.by_policy, replace(bench.case, sampling=Sampling(0.7, 0.8, 64))
+    del unheated
+    for expected, found in said.items():
+        assert [sentence.startswith(expected) for sentence in found] == [True], found
+
+
+def test_other_prompt_tokens_and_recorded_log_probs_are_named(bench: Bench) -> None:
+    """The tokens are a real tokenizer's: of another template, and with a second BOS."""
+    folder = bench.case.folders[11]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}w7 ")
+    template, said = ChatTemplate(load_tokenizer(folder)), [Message("user", "w9 w8 ")]
+    now = template.token_ids(said)
+    (folder / "chat_template.jinja").write_text("w5 {% for m in messages %}{{ m.content }}{% endfor %}w7 ")
+    before = ChatTemplate(load_tokenizer(folder)).token_ids(said)
+    (prompt, made, log_probs), *_ = bench.sample(together=True)
+    shifted = replace(bench.case, recorded=[(prompt, made, log_probs / 0.7)], retokenised=[("p1", before, now)])
+    true, bench.case = bench.case, shifted
+    sentences = verdict(bench.examine())
+    bench.case = replace(true, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
+    doubled = verdict(bench.examine())
+    bench.case = true
+    assert sentences[0].startswith("the prompt of problem p1 has ") and sentences[1].startswith(
+        "unknown: the run's eng"
+    )
+    assert doubled == ["a prompt begins with two BOS (token 3): template and tokenizer both add one"]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
+def test_a_healthy_run_in_bf16_and_of_a_mixture_and_its_router(
+    ray_cluster: None, family: str, dtype: str, tmp_path: Path
+) -> None:
+    """The mixture's router is replaced by another one."""
+    with bench_of(family, dtype, tmp_path) as bench:
+        bench.hand_off()
+        (healthy,) = verdict(bench.examine())
+        assert healthy.startswith(f"noise of {dtype}: ")
+        if family == "qwen3_moe":
+            gate = torch.randn(4, 64)
+            with fault(bench.handle, in_linear("model.layers.0.mlp.gate", lambda true: lambda x: x @ gate.t())):
+                (said,) = verdict(bench.examine())
+            assert said.startswith("router: the engine's model.layers.0.mlp.gate.weight differs by")
