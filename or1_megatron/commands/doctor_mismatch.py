@@ -37,26 +37,24 @@ def mismatch(
 
         own = run / "config.yaml"
         config = load_as(Config, own if own.is_file() else config_file(run), overrides or (), own.is_file())
-        measured = measure(config, case_of(config, run if own.is_file() else None, prompts, tokens, Path(folder)))
-        table = Table(
-            "log-probs minus transformers' in float32, nats", "mean", "largest", "noise up to", "tokens", box=None
-        )
-        for row in measured.rows.values():
-            figures = (row.mean, abs(row.values).max(), row.limit)
-            table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
-        Console().print(table)
-        out.write_text(
-            draw_differences({row.name: (row.places, row.values, row.noise) for row in measured.rows.values()})
-        )
-        sentences = verdict(measured)
-        print(*sentences, f"picture: {out}", sep="\n")
+        bench = measure(config, case_of(config, run if own.is_file() else None, prompts, tokens, Path(folder)))
+    table = Table(
+        "log-probs minus transformers' in float32", "mean, nats", "largest", "noise up to", "tokens", box=None
+    )
+    for row in bench.rows.values():
+        figures = (row.mean, abs(row.values).max(), row.limit)
+        table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
+    Console().print(table)
+    out.write_text(draw_differences({row.name: (row.places, row.values, row.noise) for row in bench.rows.values()}))
+    sentences = verdict(bench)
+    print(*sentences, f"picture: {out}", sep="\n")
     raise typer.Exit(0 if sentences[0].startswith("noise") else 1)
 
 
 def measure(config: Config, case: Case) -> Bench:
-    """Measure a case with an engine of one device and a policy on one rank, which end afterwards."""
+    """Measure a case with an engine of one device and a policy on one rank; both end afterwards."""
     from or1_megatron.commands.asked_model import cpu_kv_cache_bytes
-    from or1_megatron.config.schema import RolloutConfig
+    from or1_megatron.config.schema import ParallelConfig, RolloutConfig
     from or1_megatron.rollout.engine_sampler import own_engines
     from or1_megatron.runtime.host_memory import host_memory
     from or1_megatron.selftest.mismatch.measure import Bench
@@ -64,14 +62,13 @@ def measure(config: Config, case: Case) -> Bench:
     from or1_megatron.weights.families import read_hf_config
     from or1_megatron.weights.shape import Shape
 
-    longest = max(map(len, case.prompts)) + case.sampling.max_response_tokens + 1
-    shape, first = Shape.of(read_hf_config(config.model.hf)), case.folders[min(case.folders)]
+    longest = max(map(len, case.prompts)) + case.sampling.max_response_tokens
     engines = RolloutConfig(max_concurrent=len(case.prompts), engine_args={"enforce_eager": True})
+    shape = Shape.of(read_hf_config(config.model.hf))
     size = cpu_kv_cache_bytes(shape, case.dtype, engines, longest, 2 * len(case.prompts), host_memory().free)
     engines = engines.model_copy(update={"kv_cache_bytes": size})
-    mesh, one = one_rank(), {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "expert": 1, "virtual_pipeline": 1}
-    with own_engines(first, case.dtype, engines, longest) as (engine,):
-        bench = Bench(case, engine, mesh, config.parallel.model_copy(update=one))
+    with own_engines(case.folders[min(case.folders)], case.dtype, engines, longest) as (engine,):
+        bench = Bench(case, engine, one_rank(), ParallelConfig(head=config.parallel.head))
         bench.hand_off()
         bench.examine()
     return bench

@@ -5,11 +5,10 @@ A pass is made only when needed. With the recipe's defaults and N_SGD = 1 a step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
-
-import numpy as np
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
@@ -66,37 +65,24 @@ def score(
 
 
 def check_mismatch(
-    policy: Policy,
-    kept: Sequence[AdvantagedGroup],
-    stage: StageConfig,
-    layout: BatchLayout,
-    version: int,
-    limit: float,
+    policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Score up to JUDGED kept responses, which the engines sampled with the policy's weights, ``version``.
-
-    Responses of older weights are not judged: they differ for another reason.
+    """Score up to JUDGED responses that the engines sampled with the policy's weights, ``version``; others are stale.
 
     Raises:
         MismatchTooLarge: |engine - policy| log-prob is above ``limit`` on average, in nats, or not finite.
     """
-    fresh = [
-        sample
-        for group in kept
-        for sample, completion in zip(to_samples(group), group.group.completions, strict=True)
-        if all(span.version == version for span in completion.versions)
-    ][:JUDGED]
-    if not fresh:
-        return
-    own = policy.score(pack(fresh, layout), stage.temperature).log_probs
-    theirs = [sample.engine_log_probs for sample in fresh if sample.engine_log_probs is not None]
-    mean = mismatch_metrics(theirs, own).get("mismatch/mean_abs", np.nan)
-    if not mean <= limit:
-        raise MismatchTooLarge(
-            f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average over {len(fresh)} "
-            f"responses; up to {limit:.3g} is rounding (safety.mismatch_mean, or 3 times the handoff's probe), and "
-            "safety.mismatch_limit is stop: nothing was trained on them. `or1 doctor mismatch RUN` looks for the cause"
-        )
+    pairs = [(s, c) for group in kept for s, c in zip(to_samples(group), group.group.completions, strict=True)]
+    fresh = [(s, c) for s, c in pairs if all(span.version == version for span in c.versions)][:JUDGED]
+    if fresh:
+        own = policy.score(pack([sample for sample, _ in fresh], layout), stage.temperature).log_probs
+        found = mismatch_metrics([completion.log_probs for _, completion in fresh], own)
+        if not (mean := found.get("mismatch/mean_abs", math.nan)) <= limit:
+            raise MismatchTooLarge(
+                f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average; "
+                f"{limit:.3g} would be rounding (safety.mismatch_mean, or 3 times the handoff's probe). safety.mismatch_limit is "
+                "stop: nothing was trained on these responses. `or1 doctor mismatch RUN` looks for the cause"
+            )
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:

@@ -5,7 +5,7 @@ Not proven here: sleep and wake (vLLM's CPU engines cannot sleep; the rotary tab
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,7 +140,7 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
 
     def rebased(rotary: Any, table: Any) -> None:
         base, rotary.base = rotary.base, 700.0
-        table.copy_(rotary._compute_inv_freq(700.0).new_tensor(rotary._compute_cos_sin_cache()))
+        table.copy_(rotary._compute_cos_sin_cache())
         rotary.base = base
 
     def damaged(engine: Any) -> None:
@@ -154,38 +154,52 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
         engine._score_last = score_last
         engine.undo = lambda: delattr(engine, "_score_last")
 
+    def rounded(true: Any) -> Any:
+        return lambda *given, **named: true(*given, **named).bfloat16().float()
+
     rotary, norm = "model.layers.0.self_attn.rotary_emb", "model.layers.0.post_attention_layernorm"
-    bf16 = torch.bfloat16
+    attention, logits = "model.model.layers.1.self_attn.attn.impl", "model.logits_processor"
+    said = "in the log-probs of engine, as it samples"
     return {
-        "stale layer": (in_linear(DOWN, lambda true: lambda x: x @ stale.t()), f"{DOWN}.weight is of version 10, not 11"),
+        "stale layer": (in_linear(DOWN, lambda true: lambda x: x @ stale.t()), f"{DOWN}.weight is of version 10"),
         "scaled layer": (in_linear(DOWN, lambda true: lambda x: 1.1 * true(x)), f"{DOWN}.weight is 1.1 times"),
         "swapped heads": (in_linear("model.layers.2.self_attn.o_proj", swapped), "o_proj.weight has its heads 0, 1 in"),
-        "dropped norm": (in_tensor(norm, "weight", lambda m, w: w.fill_(1.0)), f"{norm}.weight is 1 everywhere"),
-        "rotary base": (in_tensor(rotary, "cos_sin_cache", rebased), "as with a base of 700, not 500"),
-        "rotary zeroed": (in_tensor(rotary, "cos_sin_cache", lambda m, w: w.zero_()), "rotates with zeros"),
-        "bf16 head": (in_linear("lm_head", lambda true: lambda x: true(x.to(bf16).float()).to(bf16).float()), "head: the engine's logits are rounded to bfloat16"),
-        "scaled logits": (in_attribute("model.logits_processor", "scale", lambda true: 0.5), "logits are 0.5 times"),
-        "attention scale": (in_attribute("model.model.layers.1.self_attn.attn.impl", "scale", lambda true: 1.5 * true), "model.layers.1.self_attn.o_proj gives other values"),
-        "damaged cache": (damaged, "KV cache: the engine's log-probs are"),
-        "no temperature": (in_sampler(at(1.0)), "temperature is not applied in the log-probs of engine, as it samples"),
-        "temperature twice": (in_sampler(at(0.49)), "temperature is applied twice in the log-probs of engine"),
-        "top-p in log-probs": (in_sampler(at(0.7, 0.8)), "top-p is applied to log-probs"),
-        "batch": (in_sampler(crowded), "batch: "),
-    }  # fmt: skip
+        "dropped norm": (in_tensor(norm, "weight", lambda _, w: w.fill_(1.0)), f"{norm}.weight is 1 everywhere"),
+        "rotary base": (in_tensor(rotary, "cos_sin_cache", rebased), "rotation is as with a base of 700, not 500"),
+        "rotary zeroed": (in_tensor(rotary, "cos_sin_cache", lambda _, t: t.zero_()), "rotation is all zero"),
+        "bf16 head": (in_linear("lm_head", rounded), "weights: the engine's lm_head.weight is rounded to bfloat16"),
+        "bf16 logits": (in_attribute(logits, "forward", rounded), "head: the engine's logits are rounded to bfloat16"),
+        "scaled logits": (in_attribute(logits, "scale", lambda true: 0.5), "head: the engine's logits are 0.5 times"),
+        "attention": (
+            in_attribute(attention, "scale", lambda true: 1.5 * true),
+            "model.layers.1.self_attn.o_proj diff",
+        ),
+        "damaged cache": (damaged, "KV cache: the engine is"),
+        "no temperature": (in_sampler(at(1.0)), f"temperature is not applied {said}"),
+        "temperature twice": (in_sampler(at(0.49)), f"temperature is applied twice {said}"),
+        "top-p": (in_sampler(at(0.7, 0.8)), f"top-p is applied {said}"),
+        "batch": (in_sampler(crowded), "batch: the engine is"),
+    }
 
 
-def test_each_fault_of_the_engine_is_named_and_nothing_in_a_healthy_run(bench: Bench) -> None:
-    (healthy,) = verdict(bench.examine())
-    assert healthy.startswith("noise of float32")
-    said = {}
-    for name, (bring, _) in faults(bench.case.folders).items():
+def found(bench: Bench, **changes: Any) -> list[str]:
+    """Return the verdict on the bench, with changes of its attributes that are undone."""
+    kept = {name: getattr(bench, name) for name in changes}
+    vars(bench).update(changes)
+    bench.examine()
+    sentences = verdict(bench)
+    vars(bench).update(kept)
+    return sentences
+
+
+def test_each_fault_of_the_engine_is_named_and_none_in_a_healthy_run(bench: Bench) -> None:
+    assert [each.startswith("noise of float32: ") for each in found(bench)] == [True]
+    expected, said = faults(bench.case.folders), {}
+    for name, (bring, _) in expected.items():
         with fault(bench.handle, bring):
-            said[name] = verdict(bench.examine())
-    assert {
-        name: each for name, each in said.items() if faults(bench.case.folders)[name][1] not in " ".join(each)
-    } == {}
-    assert {name: each for name, each in said.items() if len(each) != 1} == {}  # and nothing is said of the policy
-    assert verdict(bench.examine())[0].startswith("noise")
+            said[name] = found(bench)
+    wrong = {name: each for name, each in said.items() if len(each) != 1 or expected[name][1] not in each[0]}
+    assert wrong == {} and found(bench)[0].startswith("noise")
 
 
 def test_a_prefix_cache_that_outlives_a_handoff_is_named(bench: Bench) -> None:
@@ -195,63 +209,58 @@ def test_a_prefix_cache_that_outlives_a_handoff_is_named(bench: Bench) -> None:
     old.sender.close()
     with stale_prefix_cache(bench.handle):
         bench.hand_off()
-        (said,) = verdict(bench.examine())
-    assert said.startswith("KV cache: ")
+        (said,) = found(bench)
     bench.hand_off()
+    assert said.startswith("KV cache: ")
 
 
 def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
-    true, said = bench.network, {}
-    model = ModelConfig(hf=bench.case.folders[11], dtype="bfloat16")
-    bench.network = build_network(model, bench.parallel, bench.mesh)
-    said["dtype: the policy computes in torch.bfloat16, and model.dtype is float32"] = verdict(bench.examine())
-    bench.network = build_network(ModelConfig(hf=bench.case.folders[10]), bench.parallel, bench.mesh)
-    said["weights: the policy's model.embed_tokens.weight is of version 10, not 11"] = verdict(bench.examine())
-    bench.network = true
-    rotary = next(m for m in true.chunks[0].modules() if isinstance(m, PackedRotary))
-    kept = rotary.inverse_frequency.clone()
-    rotary.inverse_frequency.mul_((500 / 900) ** (torch.arange(len(kept)) / len(kept)))
-    said["positions: the policy's rotation is as with a base of 900, not 500"] = verdict(bench.examine())
-    rotary.inverse_frequency.copy_(kept)
-    bench.case = replace(bench.case, sampling=replace(bench.case.sampling, temperature=1.0))
-    unheated, bench.case = bench.by_policy, replace(bench.case, sampling=Sampling(0.7, 0.8, 64))
-    del unheated
-    for expected, found in said.items():
-        assert [sentence.startswith(expected) for sentence in found] == [True], found
+    def built(version: int, dtype: Any) -> Any:
+        return build_network(ModelConfig(hf=bench.case.folders[version], dtype=dtype), bench.parallel, bench.mesh)
+
+    rotated, unheated = built(11, "float32"), copy.copy(bench)
+    (rotary,) = (module for module in rotated.chunks[0].modules() if isinstance(module, PackedRotary))
+    rotary.inverse_frequency.mul_((500 / 900) ** (torch.arange(HEAD // 2) / (HEAD // 2)))
+    unheated.case = replace(bench.case, sampling=replace(bench.case.sampling, temperature=1.0))
+    said = {
+        "dtype: the policy computes in torch.bfloat16": found(bench, network=built(11, "bfloat16")),
+        "weights: the policy's model.embed_tokens.weight is of version 10": found(bench, network=built(10, "float32")),
+        "positions: the policy's rotation is as with a base of 900": found(bench, network=rotated),
+        "sampling: temperature is not applied in the log-probs of policy": found(bench, by_policy=unheated.by_policy),
+    }
+    assert {
+        expected: each for expected, each in said.items() if [s.startswith(expected) for s in each] != [True]
+    } == {}
 
 
 def test_other_prompt_tokens_and_recorded_log_probs_are_named(bench: Bench) -> None:
-    """The tokens are a real tokenizer's: of another template, and with a second BOS."""
-    folder = bench.case.folders[11]
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}w7 ")
-    template, said = ChatTemplate(load_tokenizer(folder)), [Message("user", "w9 w8 ")]
-    now = template.token_ids(said)
-    (folder / "chat_template.jinja").write_text("w5 {% for m in messages %}{{ m.content }}{% endfor %}w7 ")
-    before = ChatTemplate(load_tokenizer(folder)).token_ids(said)
+    """The tokens are a real tokenizer's: with another chat template, and with a second BOS."""
+    folder, said = bench.case.folders[11], [Message("user", "w9 w8 ")]
+    tokens = {}
+    for begin in ("", "w5 "):
+        template = begin + "{% for m in messages %}{{ m.content }}{% endfor %}w7 "
+        (folder / "chat_template.jinja").write_text(template)
+        tokens[begin] = ChatTemplate(load_tokenizer(folder)).token_ids(said)
     (prompt, made, log_probs), *_ = bench.sample(together=True)
-    shifted = replace(bench.case, recorded=[(prompt, made, log_probs / 0.7)], retokenised=[("p1", before, now)])
-    true, bench.case = bench.case, shifted
-    sentences = verdict(bench.examine())
-    bench.case = replace(true, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
-    doubled = verdict(bench.examine())
-    bench.case = true
-    assert sentences[0].startswith("the prompt of problem p1 has ") and sentences[1].startswith(
-        "unknown: the run's eng"
+    recorded = [(prompt, made, log_probs + 0.1)]
+    other = replace(bench.case, recorded=recorded, retokenised=[("p1", tokens["w5 "], tokens[""])])
+    one, two = found(bench, case=other)
+    assert one.startswith("prompts: that of problem p1 has ") and two.startswith(
+        "unknown: the run's engines, as recorded"
     )
-    assert doubled == ["a prompt begins with two BOS (token 3): template and tokenizer both add one"]
+    doubled = replace(bench.case, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
+    assert found(bench, case=doubled)[0].startswith("prompts: one begins with two BOS (token 3)")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
-def test_a_healthy_run_in_bf16_and_of_a_mixture_and_its_router(
+def test_healthy_in_bf16_and_a_mixture_with_another_router(
     ray_cluster: None, family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """The mixture's router is replaced by another one."""
     with bench_of(family, dtype, tmp_path) as bench:
         bench.hand_off()
-        (healthy,) = verdict(bench.examine())
-        assert healthy.startswith(f"noise of {dtype}: ")
+        assert [each.startswith(f"noise of {dtype}: ") for each in found(bench)] == [True]
         if family == "qwen3_moe":
             gate = torch.randn(4, 64)
             with fault(bench.handle, in_linear("model.layers.0.mlp.gate", lambda true: lambda x: x @ gate.t())):
-                (said,) = verdict(bench.examine())
+                (said,) = found(bench)
             assert said.startswith("router: the engine's model.layers.0.mlp.gate.weight differs by")

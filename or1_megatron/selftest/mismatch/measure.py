@@ -199,12 +199,12 @@ class Bench:
         strayed = hidden = ""
         for name in (name for name in right if name in mine and mine[name].shape == right[name].shape):
             hidden = name if name.endswith("norm") else hidden
-            size = np.linalg.norm(right[name]) / len(self.long) ** 0.5
+            size = np.linalg.norm(right[name]) / len(right[name]) ** 0.5
             noise = np.linalg.norm(rounded[name] - right[name], axis=1).mean() * share / size
             apart = np.linalg.norm(mine[name] - right[name], axis=1) / size
             limit = max(_TIMES * noise, _LEAST[self.case.dtype][1])
             if not (strayed or apart.mean() <= limit):
-                first = int((~(apart <= limit)).argmax())
+                first = int((~(apart <= limit)).argmax()) * len(self.long) // len(apart)
                 strayed = f"{name} differs from token {first} on: {apart.mean():.2g} of its size, noise {noise:.1g}"
         weight = self.reference.get_output_embeddings().weight.detach().cpu().numpy()
         logits = mine["logits_processor"][:, : len(weight)]
