@@ -24,7 +24,7 @@ from typing import Any
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
-from or1_megatron.rl.alarms import Alarms, StepSeen, mismatch_limits
+from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions, frequent_reasons
 from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
@@ -77,7 +77,7 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
-        self._probe_mean = 0.0  # of |engine - policy| log-prob, in the latest handoff with a probe
+        self._probe_mean = 0.0  # |engine - policy| log-prob in the latest probe
         self._staleness = 0  # versions by which the current step's oldest token is behind the policy
         self._seconds: dict[str, float] = {}  # the run's wall time per verb, and of "step" and "other"
 
@@ -236,12 +236,9 @@ class Loop:
 
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
-        """Return the kept groups as training samples, with the log-probs of the forward passes that the step needs.
-
-        Raises MismatchTooLarge.
-        """
+        """Return the kept groups as samples, with the log-probs that the step needs. Raises MismatchTooLarge."""
         if self.config.safety.mismatch_limit == "stop":
-            limit = max(mismatch_limits(self.config.safety, self.config.dtype)[0], 3 * self._probe_mean)
+            limit = max(self.alarms.mismatch_mean, 3 * self._probe_mean)
             check_mismatch(self.ports.policy, kept, stage, self.config.layout, self.steps_done, limit)
         stale = self._staleness > 0
         return score(self.ports.policy, kept, stage, self.config.algorithm, self.config.layout, stale)

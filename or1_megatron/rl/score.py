@@ -79,8 +79,8 @@ def check_mismatch(
         found = mismatch_metrics([completion.log_probs for _, completion in fresh], own)
         if not (mean := found.get("mismatch/mean_abs", math.nan)) <= limit:
             raise MismatchTooLarge(
-                f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average; "
-                f"{limit:.3g} would be rounding (safety.mismatch_mean, or 3 times the handoff's probe). safety.mismatch_limit is "
+                f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average; {limit:.3g} "
+                "would be rounding (safety.mismatch_mean, or 3 times the handoff's probe). safety.mismatch_limit is "
                 "stop: nothing was trained on these responses. `or1 doctor mismatch RUN` looks for the cause"
             )
 

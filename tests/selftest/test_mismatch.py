@@ -228,9 +228,7 @@ def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
         "positions: the policy's rotation is as with a base of 900": found(bench, network=rotated),
         "sampling: temperature is not applied in the log-probs of policy": found(bench, by_policy=unheated.by_policy),
     }
-    assert {
-        expected: each for expected, each in said.items() if [s.startswith(expected) for s in each] != [True]
-    } == {}
+    assert {expected: each for expected, each in said.items() if [s.startswith(expected) for s in each] != [True]} == {}
 
 
 def test_other_prompt_tokens_and_recorded_log_probs_are_named(bench: Bench) -> None:

@@ -29,11 +29,11 @@ def wrong_weights(held: Iterable[tuple[str, Tensor | None]], folders: Mapping[in
             continue
         known = {v: f[name].get_tensor(name).to(tensor.dtype).float() for v, f in files.items() if name in f}
         mine, wanted = tensor.float().cpu(), known.pop(right)
-        if _apart(mine, wanted) > _EQUAL:
-            same = [version for version, other in known.items() if _apart(mine, other) <= _EQUAL]
-            yield f"{name} " + (
-                f"is of version {max(same)}, not {right}" if same else _what(name, mine, wanted, folders[right])
-            )
+        same = [
+            f"is of version {v}, not {right}" for v, other in sorted(known.items()) if _apart(mine, other) <= _EQUAL
+        ]
+        if not _apart(mine, wanted) <= _EQUAL:
+            yield f"{name} {same[-1] if same else _what(name, mine, wanted, folders[right])}"
 
 
 @cache
