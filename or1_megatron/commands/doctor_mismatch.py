@@ -94,12 +94,13 @@ def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: P
 
     folders, rows = {0: config.model.hf}, []
     if run is not None:
-        for checkpoint in CheckpointKeeper(RunFolder(run).checkpoints, 1, False).complete()[-2:]:
-            folders[step_of(checkpoint) or 0] = folder / checkpoint.name
-            megatron_to_hf(checkpoint, folder / checkpoint.name, Console(stderr=True))
-        files = rollout_files(RunFolder(run).rollouts)
-        files = [file for file in files if step_of(file) == max(folders) + 1] or files[-1:]
-        rows = [row for file in files for row in read_rollouts(file).to_pylist()]
+        files = {step_of(file): file for file in rollout_files(RunFolder(run).rollouts)}
+        saved = {step_of(path) or 0: path for path in CheckpointKeeper(RunFolder(run).checkpoints, 1, False).complete()}
+        newest = max((step for step in saved if step + 1 in files), default=max(saved, default=0))
+        for step in [step for step in saved if step <= newest][-2:]:
+            folders[step] = folder / saved[step].name
+            megatron_to_hf(saved[step], folders[step], Console(stderr=True))
+        rows = read_rollouts(files.get(newest + 1) or [*files.values()][-1]).to_pylist() if files else []
     tokenizer, unusable = load_tokenizer(config.model.hf), UnusableRows()
     sets = [load_problems(each.path, each.split, unusable, columns=each.columns) for each in config.data.train]
     problems = {problem.id: problem.messages for problems in sets for problem in problems}

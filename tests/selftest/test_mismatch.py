@@ -152,7 +152,7 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
             return float(true(tokens))
 
         engine._score_last = score_last
-        engine.undo = lambda: delattr(engine, "_score_last")
+        engine.undo = lambda: (delattr(engine, "_score_last"), engine._engine.reset_prefix_cache())
 
     def rounded(true: Any) -> Any:
         return lambda *given, **named: true(*given, **named).bfloat16().float()

@@ -6,6 +6,7 @@ the model's noise; for float32 the noise is 2^-16 of that, as in ``check_parity`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,6 +99,9 @@ class Bench:
         self.version, heat = max(case.folders), case.sampling.temperature or 1.0
         model = ModelConfig(hf=case.folders[self.version], dtype=case.dtype)
         self.reference = load_network(model).eval()
+        self.rounded = copy.deepcopy(self.reference)
+        for parameter in self.rounded.parameters():  # buffers stay: rotary frequencies in bfloat16 would be other ones
+            parameter.data = parameter.data.bfloat16()
         self.network = build_network(model, parallel, mesh)
         self.control = EngineGroup([handle], 1, HandoffConfig().timeout_s)
         self.sender = WeightSender(self.network.weights, mesh.rank, HandoffConfig(), self.control)
@@ -131,19 +135,21 @@ class Bench:
         scores = unpack_scores(batch.ranks, scored or [], batch.sample_count).log_probs
         return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
 
-    def as_prompt(self, end: int, first: int) -> Scored:
-        """Score tokens from ``first`` to ``end`` of a long prompt at temperature 1, the last with the prefix cache."""
+    def as_prompt(self, end: int, tokens: slice) -> Scored:
+        """Score a long prompt up to ``end`` at temperature 1, the last token on the prefix cache; return ``tokens``."""
         own = self.control.score_prompts([self.long[:end]])[0][0]
-        return self.long[:first], self.long[first:end], own[first - 1 :]
+        return self.long[: tokens.start], self.long[tokens], own[tokens.start - 1 : tokens.stop - 1]
 
     def examine(self) -> None:
         """Measure everything once."""
         last, sampled = len(self.long), self.sample(together=True)
-        cached = [self.as_prompt(end, end - 1) for end in np.linspace(last // 2, last, 8).astype(int)]
+        cached = [self.as_prompt(end, slice(end - 1, end)) for end in np.linspace(last // 2, last, 8).astype(int)]
         self.rows = {
             "sampled": self.row("engine", "engine, as it samples", sampled),
             "alone": self.row("engine", "engine, each request alone", self.sample(together=False)),
-            "prompt": self.row("engine", "engine, scoring a prompt", [self.as_prompt(last, 1)], heat=1.0),
+            "prompt": self.row(
+                "engine", "engine, scoring a prompt", [self.as_prompt(last, slice(1, last - 1))], heat=1.0
+            ),
             "cached": self.row("engine", "engine, on its prefix cache", cached, heat=1.0),
             "policy": self.row("policy", "policy", self.by_policy(sampled)),
         }
@@ -159,48 +165,47 @@ class Bench:
         self.strayed, self.head = self.layers(outcomes, names)
 
     @torch.no_grad()
-    def logits(self, tokens: Int32Array) -> torch.Tensor:
-        """Return the reference's logits [p - 1, V] for tokens 1.. of a sequence."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None].to(self.reference.device)
-        logits: torch.Tensor = self.reference(ids).logits[0, :-1]
+    def logits(self, network: Any, tokens: Int32Array) -> torch.Tensor:
+        """Return transformers' logits [p - 1, V] for tokens 1.. of a sequence."""
+        logits: torch.Tensor = network(torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)).logits[
+            0, :-1
+        ]
         return logits.double().cpu()
 
-    def with_noise(self, run: Callable[[], Any]) -> tuple[Any, Any, float]:
-        """Return what ``run`` returns in float32 and in bfloat16, and the share of their difference that is noise."""
-        right, exact = run(), {name: tensor.clone() for name, tensor in self.reference.state_dict().items()}
-        self.reference.bfloat16()
-        rounded = run()
-        self.reference.float().load_state_dict(exact)
-        return right, rounded, 2.0**-16 if self.case.dtype == "float32" else 1.0
+    def noise(self, apart: Any) -> Any:
+        """Return the model's noise, where its log-probs or outputs in bfloat16 are ``apart`` from those in float32."""
+        return apart * (2.0**-16 if self.case.dtype == "float32" else 1.0)
 
     def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
         """Return the difference of log-probs from the reference's at the run's temperature, or at ``heat``."""
         ways = self.ways if heat is None else {"": (heat, 1.0)}
 
-        def score() -> dict[str, Any]:
+        def score(network: Any) -> dict[str, Any]:
             parts: dict[str, list[Any]] = {words: [] for words in ways}
             for prompt, made, _ in scored:
-                logits = self.logits(np.concatenate((prompt, made)))[len(prompt) - 1 :]
+                logits = self.logits(network, np.concatenate((prompt, made)))[len(prompt) - 1 :]
                 for words, way in ways.items():
                     parts[words].append(_of_tokens(logits, made, *way))
             return {words: np.concatenate(part) for words, part in parts.items()}
 
-        right, rounded, share = self.with_noise(score)
+        right, rounded = score(self.reference), score(self.rounded)
         mine = np.concatenate([one[2] for one in scored]).astype(np.float64)
         apart = {words: float(np.abs(mine - right[words]).mean()) for words in ways if words}
         places = np.concatenate([len(prompt) + np.arange(len(made)) for prompt, made, _ in scored])
-        noise = np.abs(rounded[""] - right[""]) * share
+        noise = self.noise(np.abs(rounded[""] - right[""]))
         return Difference(side, name, mine - right[""], noise, places, _LEAST[self.case.dtype][0], apart)
 
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
         """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
-        trace = partial(outputs, self.reference, lambda: self.logits(self.long), names)
-        right, rounded, share = self.with_noise(trace)
+        right, rounded = (
+            outputs(network, partial(self.logits, network, self.long), names)
+            for network in (self.reference, self.rounded)
+        )
         strayed = hidden = ""
         for name in (name for name in right if name in mine and mine[name].shape == right[name].shape):
             hidden = name if name.endswith("norm") else hidden
             size = np.linalg.norm(right[name]) / len(right[name]) ** 0.5
-            noise = np.linalg.norm(rounded[name] - right[name], axis=1).mean() * share / size
+            noise = self.noise(np.linalg.norm(rounded[name] - right[name], axis=1).mean() / size)
             apart = np.linalg.norm(mine[name] - right[name], axis=1) / size
             limit = max(_TIMES * noise, _LEAST[self.case.dtype][1])
             if not (strayed or apart.mean() <= limit):
@@ -211,7 +216,7 @@ class Bench:
         product = mine[hidden][: len(logits)] @ weight.T
         scale = float((logits * product).sum() / (product**2).sum())
         error = float(np.linalg.norm(logits - scale * product) / np.linalg.norm(product))
-        coarse = torch.from_numpy(logits)
+        coarse = torch.tensor(logits)
         return strayed, (scale, error, float((coarse == coarse.bfloat16().float()).float().mean()))
 
 
