@@ -600,12 +600,11 @@ def test_a_step_whose_engines_differ_is_not_trained_on(limit: Any, probe: float,
     sampled, hand_off = world.rollouts._group, world.policy.hand_off
 
     def shifted(*given: Any) -> Any:
-        group = sampled(*given)
-        off = np.float32(0.01 * (world.rollouts.version > 0))
+        group, off = sampled(*given), np.float32(0.01 * (world.rollouts.version > 0))
         return replace(group, completions=tuple(replace(c, log_probs=c.log_probs + off) for c in group.completions))
 
     world.rollouts._group = shifted  # type: ignore[method-assign]
-    world.policy.hand_off = lambda version: replace(hand_off(version), probe_mean_abs_diff=probe)  # type: ignore[method-assign]
+    world.policy.hand_off = lambda step: replace(hand_off(step), probe_mean_abs_diff=probe)  # type: ignore[method-assign]
     with pytest.raises(MismatchTooLarge, match=r"step 2: .* by 0\.01 nats") if stops else nullcontext():
         world.loop.run()
     assert world.loop.steps_done == (1 if stops else 6) and world.policy.calls.count("update") == world.loop.steps_done

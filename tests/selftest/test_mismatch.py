@@ -21,7 +21,7 @@ from tiny_models import make_tiny
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.parallel.mesh import stop_process_group
+from or1_megatron.parallel.mesh import Mesh, stop_process_group
 from or1_megatron.parallel.network import build_network
 from or1_megatron.parallel.packed import PackedRotary
 from or1_megatron.rollout.engine_pool import EnginePool
@@ -36,9 +36,15 @@ DOWN = "model.layers.1.mlp.down_proj"
 HEAD = 32
 
 
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield one_rank()
+    stop_process_group()
+
+
 @contextmanager
-def bench_of(family: str, dtype: Any, folder: Path) -> Iterator[Bench]:
-    """An engine that starts with version 10 of a random model, and a policy with version 11, before their handoff."""
+def bench_of(family: str, dtype: Any, folder: Path, mesh: Mesh) -> Iterator[Bench]:
+    """An engine that starts with version 10 of a random model, and a policy with version 11."""
     folders = {10: folder / "v10", 11: folder / "v11"}
     for each in folders.values():
         each.mkdir(parents=True)
@@ -47,49 +53,22 @@ def bench_of(family: str, dtype: Any, folder: Path) -> Iterator[Bench]:
         add_tokenizer(each)
     prompts = [np.random.default_rng(n).integers(2, 61, n, dtype=np.int32) for n in (5, 9, 17, 40)]
     case = Case(folders, dtype, prompts, Sampling(0.7, 0.8, 64))
-    pool = EnginePool(rollout_config(engines=1), folders[10], dtype, 128, RUN_ID, on_cpu=True)
+    pool = EnginePool(rollout_config(engines=1), folders[10], dtype, 128, f"{RUN_ID}-{family}-{dtype}", on_cpu=True)
     pool.wait_ready()
-    yield Bench(case, pool.handles[0], one_rank(), ParallelConfig(layers="own"))
+    bench = Bench(case, pool.handles[0], mesh, ParallelConfig(layers="own"))
+    bench.hand_off()
+    yield bench
     pool.close()
-    stop_process_group()
 
 
 @pytest.fixture(scope="module")
-def bench(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("qwen3", "float32", tmp_path_factory.mktemp("qwen3")) as made:
-        made.hand_off()
+def bench(ray_cluster: None, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench_of("qwen3", "float32", tmp_path_factory.mktemp("qwen3"), mesh) as made:
         yield made
 
 
-def in_linear(name: str, apply: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
-    """Replace y = f(x) of a packed linear of the engine by y = apply(f)(x)."""
-
-    def bring(engine: Any) -> None:
-        module = engine._engine.model_executor.driver_worker.worker.model_runner.model.get_submodule(name)
-        true = module.cpu_linear
-        new = apply(lambda x: true(x, module.weight, None))
-        module.cpu_linear = lambda x, weight, bias: new(x)
-        engine.undo = lambda: setattr(module, "cpu_linear", true)
-
-    return bring
-
-
-def in_tensor(module: str, tensor: str, change: Callable[[Any, Any], None]) -> Callable[[Any], None]:
-    """Change a tensor of the engine: change(module, tensor)."""
-
-    def bring(engine: Any) -> None:
-        model = engine._engine.model_executor.driver_worker.worker.model_runner.model
-        owner = model.get_submodule(module)
-        held = getattr(owner, tensor).data
-        kept = held.clone()
-        change(owner, held)
-        engine.undo = lambda: held.copy_(kept)
-
-    return bring
-
-
-def in_attribute(path: str, name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Change an attribute of an object of the engine's worker."""
+def in_engine(path: str, name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Replace an attribute of an object in the engine, found from vLLM's model runner, by value(attribute)."""
 
     def bring(engine: Any) -> None:
         owner = engine._engine.model_executor.driver_worker.worker.model_runner
@@ -102,18 +81,29 @@ def in_attribute(path: str, name: str, value: Callable[[Any], Any]) -> Callable[
     return bring
 
 
-def in_sampler(log_probs: Callable[[Any, Any], Any]) -> Callable[[Any], None]:
-    """Report log_probs(logits [R, V], sampled tokens [R]) instead of the sampled distribution's."""
+def in_linear(name: str, apply: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
+    """Replace y = f(x) of a packed linear of the engine by y = apply(f)(x)."""
+    return in_engine(
+        f"model.{name}", "cpu_linear", lambda true: lambda x, weight, _: apply(lambda v: true(v, weight, None))(x)
+    )
+
+
+def in_sampler(temperature: float, top_p: float = 1.0, noise: float = 0.0) -> Callable[[Any], None]:
+    """Report other log-probs of sampled tokens; ``noise`` only where several requests are decoded together."""
 
     def of(true: Any) -> Any:
         def draw(logits: Any, *given: Any) -> Any:
             out = true(logits, *given)
-            out.logprobs_tensors.logprobs[:, 1] = log_probs(logits, out.sampled_token_ids[:, 0].long())
+            noisy = logits + noise * torch.randn(logits.shape) * (len(logits) > 1)
+            values = (noisy.float() / temperature).log_softmax(-1)
+            ranked = values.exp().sort(descending=True).values
+            kept = (ranked * (ranked.cumsum(-1) - ranked < top_p)).sum(-1)
+            out.logprobs_tensors.logprobs[:, 1] = values.gather(1, out.sampled_token_ids.long())[:, 0] - kept.log()
             return out
 
         return draw
 
-    return in_attribute("sampler", "draw", of)
+    return in_engine("sampler", "draw", of)
 
 
 def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], str]]:
@@ -122,26 +112,13 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
 
     stale = safetensors.torch.load_file(folders[10] / "model.safetensors")[f"{DOWN}.weight"]
 
-    def at(temperature: float, top_p: float = 1.0) -> Callable[[Any, Any], Any]:
-        def log_probs(logits: Any, tokens: Any) -> Any:
-            values = (logits.float() / temperature).log_softmax(-1)
-            ranked = values.exp().sort(descending=True).values
-            kept = (ranked * (ranked.cumsum(-1) - ranked < top_p)).sum(-1)
-            return values.gather(1, tokens[:, None])[:, 0] - kept.log()
-
-        return log_probs
-
-    def crowded(logits: Any, tokens: Any) -> Any:
-        return at(0.7)(logits + 0.3 * torch.randn(logits.shape) * (len(logits) > 1), tokens)
-
     def swapped(true: Any) -> Any:
         order = [*range(HEAD, 2 * HEAD), *range(HEAD), *range(2 * HEAD, 4 * HEAD)]
         return lambda x: true(x[:, order].contiguous())
 
-    def rebased(rotary: Any, table: Any) -> None:
-        base, rotary.base = rotary.base, 700.0
-        table.copy_(rotary._compute_cos_sin_cache())
-        rotary.base = base
+    def rebased(table: Any) -> Any:
+        angles = torch.arange(len(table))[:, None] * 700 ** -(torch.arange(HEAD // 2) / (HEAD // 2))
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def damaged(engine: Any) -> None:
         true, caches = engine._score_last, engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
@@ -157,28 +134,28 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
     def rounded(true: Any) -> Any:
         return lambda *given, **named: true(*given, **named).bfloat16().float()
 
-    rotary, norm = "model.layers.0.self_attn.rotary_emb", "model.layers.0.post_attention_layernorm"
+    norm, rotary = "model.layers.0.post_attention_layernorm", "model.model.layers.0.self_attn.rotary_emb"
     attention, logits = "model.model.layers.1.self_attn.attn.impl", "model.logits_processor"
     said = "in the log-probs of engine, as it samples"
     return {
         "stale layer": (in_linear(DOWN, lambda true: lambda x: x @ stale.t()), f"{DOWN}.weight is of version 10"),
         "scaled layer": (in_linear(DOWN, lambda true: lambda x: 1.1 * true(x)), f"{DOWN}.weight is 1.1 times"),
         "swapped heads": (in_linear("model.layers.2.self_attn.o_proj", swapped), "o_proj.weight has its heads 0, 1 in"),
-        "dropped norm": (in_tensor(norm, "weight", lambda _, w: w.fill_(1.0)), f"{norm}.weight is 1 everywhere"),
-        "rotary base": (in_tensor(rotary, "cos_sin_cache", rebased), "rotation is as with a base of 700, not 500"),
-        "rotary zeroed": (in_tensor(rotary, "cos_sin_cache", lambda _, t: t.zero_()), "rotation is all zero"),
-        "bf16 head": (in_linear("lm_head", rounded), "weights: the engine's lm_head.weight is rounded to bfloat16"),
-        "bf16 logits": (in_attribute(logits, "forward", rounded), "head: the engine's logits are rounded to bfloat16"),
-        "scaled logits": (in_attribute(logits, "scale", lambda true: 0.5), "head: the engine's logits are 0.5 times"),
-        "attention": (
-            in_attribute(attention, "scale", lambda true: 1.5 * true),
-            "model.layers.1.self_attn.o_proj diff",
+        "dropped norm": (
+            in_engine(f"model.{norm}", "weight", lambda true: torch.nn.Parameter(torch.ones_like(true))),
+            f"{norm}.weight is 1 everywhere",
         ),
+        "rotary base": (in_engine(rotary, "cos_sin_cache", rebased), "rotation is as with a base of 700, not 500"),
+        "rotary zeroed": (in_engine(rotary, "cos_sin_cache", torch.zeros_like), "rotation is all zero"),
+        "bf16 head": (in_linear("lm_head", rounded), "weights: the engine's lm_head.weight is rounded to bfloat16"),
+        "bf16 logits": (in_engine(logits, "forward", rounded), "head: the engine's logits are rounded to bfloat16"),
+        "scaled logits": (in_engine(logits, "scale", lambda true: 0.5), "head: the engine's logits are 0.5 times"),
+        "attention": (in_engine(attention, "scale", lambda true: 1.5 * true), "model.layers.1.self_attn.o_proj diff"),
         "damaged cache": (damaged, "KV cache: the engine is"),
-        "no temperature": (in_sampler(at(1.0)), f"temperature is not applied {said}"),
-        "temperature twice": (in_sampler(at(0.49)), f"temperature is applied twice {said}"),
-        "top-p": (in_sampler(at(0.7, 0.8)), f"top-p is applied {said}"),
-        "batch": (in_sampler(crowded), "batch: the engine is"),
+        "no temperature": (in_sampler(1.0), f"temperature is not applied {said}"),
+        "temperature twice": (in_sampler(0.49), f"temperature is applied twice {said}"),
+        "top-p": (in_sampler(0.7, 0.8), f"top-p is applied {said}"),
+        "batch": (in_sampler(0.7, noise=0.3), "batch: the engine is"),
     }
 
 
@@ -222,40 +199,34 @@ def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
     (rotary,) = (module for module in rotated.chunks[0].modules() if isinstance(module, PackedRotary))
     rotary.inverse_frequency.mul_((500 / 900) ** (torch.arange(HEAD // 2) / (HEAD // 2)))
     unheated.case = replace(bench.case, sampling=replace(bench.case.sampling, temperature=1.0))
-    said = {
-        "dtype: the policy computes in torch.bfloat16": found(bench, network=built(11, "bfloat16")),
-        "weights: the policy's model.embed_tokens.weight is of version 10": found(bench, network=built(10, "float32")),
-        "positions: the policy's rotation is as with a base of 900": found(bench, network=rotated),
-        "sampling: temperature is not applied in the log-probs of policy": found(bench, by_policy=unheated.by_policy),
-    }
-    assert {expected: each for expected, each in said.items() if [s.startswith(expected) for s in each] != [True]} == {}
+    for expected, changes in {
+        "dtype: the policy computes in torch.bfloat16": {"network": built(11, "bfloat16")},
+        "weights: the policy's model.embed_tokens.weight is of version 10": {"network": built(10, "float32")},
+        "positions: the policy's rotation is as with a base of 900": {"network": rotated},
+        "sampling: temperature is not applied in the log-probs of policy": {"by_policy": unheated.by_policy},
+    }.items():
+        (said,) = found(bench, **changes)
+        assert said.startswith(expected)
 
 
 def test_other_prompt_tokens_and_recorded_log_probs_are_named(bench: Bench) -> None:
     """The tokens are a real tokenizer's: with another chat template, and with a second BOS."""
-    folder, said = bench.case.folders[11], [Message("user", "w9 w8 ")]
-    tokens = {}
-    for begin in ("", "w5 "):
-        template = begin + "{% for m in messages %}{{ m.content }}{% endfor %}w7 "
-        (folder / "chat_template.jinja").write_text(template)
-        tokens[begin] = ChatTemplate(load_tokenizer(folder)).token_ids(said)
-    (prompt, made, log_probs), *_ = bench.sample(together=True)
-    recorded = [(prompt, made, log_probs + 0.1)]
-    other = replace(bench.case, recorded=recorded, retokenised=[("p1", tokens["w5 "], tokens[""])])
-    one, two = found(bench, case=other)
-    assert one.startswith("prompts: that of problem p1 has ") and two.startswith(
-        "unknown: the run's engines, as recorded"
-    )
+    folder, tokens = bench.case.folders[11], []
+    for begin in ("w5 ", ""):
+        (folder / "chat_template.jinja").write_text(begin + "{% for m in messages %}{{ m.content }}{% endfor %}w7 ")
+        tokens.append(ChatTemplate(load_tokenizer(folder)).token_ids([Message("user", "w9 w8 ")]))
+    recorded = [(prompt, made, log_probs + 0.1) for prompt, made, log_probs in bench.sample(together=True)]
+    one, two = found(bench, case=replace(bench.case, recorded=recorded, retokenised=[("p1", *tokens)]))
+    assert one.startswith("prompts: that of problem p1 has ") and two.startswith("unknown: the run's engines, as rec")
     doubled = replace(bench.case, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
     assert found(bench, case=doubled)[0].startswith("prompts: one begins with two BOS (token 3)")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
 def test_healthy_in_bf16_and_a_mixture_with_another_router(
-    ray_cluster: None, family: str, dtype: str, tmp_path: Path
+    ray_cluster: None, mesh: Mesh, family: str, dtype: str, tmp_path: Path
 ) -> None:
-    with bench_of(family, dtype, tmp_path) as bench:
-        bench.hand_off()
+    with bench_of(family, dtype, tmp_path, mesh) as bench:
         assert [each.startswith(f"noise of {dtype}: ") for each in found(bench)] == [True]
         if family == "qwen3_moe":
             gate = torch.randn(4, 64)

@@ -102,6 +102,7 @@ class Bench:
         self.rounded = copy.deepcopy(self.reference)
         for parameter in self.rounded.parameters():  # buffers stay: rotary frequencies in bfloat16 would be other ones
             parameter.data = parameter.data.bfloat16()
+        self.share = 2.0**-16 if case.dtype == "float32" else 1.0  # of the reference's difference in bfloat16
         self.network = build_network(model, parallel, mesh)
         self.control = EngineGroup([handle], 1, HandoffConfig().timeout_s)
         self.sender = WeightSender(self.network.weights, mesh.rank, HandoffConfig(), self.control)
@@ -144,12 +145,11 @@ class Bench:
         """Measure everything once."""
         last, sampled = len(self.long), self.sample(together=True)
         cached = [self.as_prompt(end, slice(end - 1, end)) for end in np.linspace(last // 2, last, 8).astype(int)]
+        prompt = [self.as_prompt(last, slice(1, last - 1))]
         self.rows = {
             "sampled": self.row("engine", "engine, as it samples", sampled),
             "alone": self.row("engine", "engine, each request alone", self.sample(together=False)),
-            "prompt": self.row(
-                "engine", "engine, scoring a prompt", [self.as_prompt(last, slice(1, last - 1))], heat=1.0
-            ),
+            "prompt": self.row("engine", "engine, scoring a prompt", prompt, heat=1.0),
             "cached": self.row("engine", "engine, on its prefix cache", cached, heat=1.0),
             "policy": self.row("policy", "policy", self.by_policy(sampled)),
         }
@@ -167,14 +167,9 @@ class Bench:
     @torch.no_grad()
     def logits(self, network: Any, tokens: Int32Array) -> torch.Tensor:
         """Return transformers' logits [p - 1, V] for tokens 1.. of a sequence."""
-        logits: torch.Tensor = network(torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)).logits[
-            0, :-1
-        ]
+        ids = torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)
+        logits: torch.Tensor = network(ids).logits[0, :-1]
         return logits.double().cpu()
-
-    def noise(self, apart: Any) -> Any:
-        """Return the model's noise, where its log-probs or outputs in bfloat16 are ``apart`` from those in float32."""
-        return apart * (2.0**-16 if self.case.dtype == "float32" else 1.0)
 
     def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
         """Return the difference of log-probs from the reference's at the run's temperature, or at ``heat``."""
@@ -192,20 +187,18 @@ class Bench:
         mine = np.concatenate([one[2] for one in scored]).astype(np.float64)
         apart = {words: float(np.abs(mine - right[words]).mean()) for words in ways if words}
         places = np.concatenate([len(prompt) + np.arange(len(made)) for prompt, made, _ in scored])
-        noise = self.noise(np.abs(rounded[""] - right[""]))
+        noise = np.abs(rounded[""] - right[""]) * self.share
         return Difference(side, name, mine - right[""], noise, places, _LEAST[self.case.dtype][0], apart)
 
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
         """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
-        right, rounded = (
-            outputs(network, partial(self.logits, network, self.long), names)
-            for network in (self.reference, self.rounded)
-        )
+        both = self.reference, self.rounded
+        right, rounded = (outputs(each, partial(self.logits, each, self.long), names) for each in both)
         strayed = hidden = ""
         for name in (name for name in right if name in mine and mine[name].shape == right[name].shape):
             hidden = name if name.endswith("norm") else hidden
             size = np.linalg.norm(right[name]) / len(right[name]) ** 0.5
-            noise = self.noise(np.linalg.norm(rounded[name] - right[name], axis=1).mean() / size)
+            noise = np.linalg.norm(rounded[name] - right[name], axis=1).mean() * self.share / size
             apart = np.linalg.norm(mine[name] - right[name], axis=1) / size
             limit = max(_TIMES * noise, _LEAST[self.case.dtype][1])
             if not (strayed or apart.mean() <= limit):
