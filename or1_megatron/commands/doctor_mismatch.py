@@ -37,7 +37,8 @@ def mismatch(
 
         own = run / "config.yaml"
         config = load_as(Config, own if own.is_file() else config_file(run), overrides or (), own.is_file())
-        bench = measure(config, case_of(config, run if own.is_file() else None, prompts, tokens, Path(folder)))
+        case = case_of(config, run if own.is_file() else None, prompts, tokens, Path(folder))
+        bench = measure(case, config.parallel.head)
     table = Table(
         "log-probs minus transformers' in float32", "mean, nats", "largest", "noise up to", "tokens", box=None
     )
@@ -51,24 +52,18 @@ def mismatch(
     raise typer.Exit(0 if sentences[0].startswith("noise") else 1)
 
 
-def measure(config: Config, case: Case) -> Bench:
-    """Measure a case with an engine of one device and a policy on one rank; both end afterwards."""
-    from or1_megatron.commands.asked_model import cpu_kv_cache_bytes
+def measure(case: Case, head: Any) -> Bench:
+    """Measure a case with an engine of one device, and a policy on one rank with the output head ``head``."""
+    from or1_megatron.commands.asked_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
-    from or1_megatron.rollout.engine_sampler import own_engines
-    from or1_megatron.runtime.host_memory import host_memory
     from or1_megatron.selftest.mismatch.measure import Bench
     from or1_megatron.selftest.models import one_rank
-    from or1_megatron.weights.families import read_hf_config
-    from or1_megatron.weights.shape import Shape
 
-    longest = max(map(len, case.prompts)) + case.sampling.max_response_tokens
-    engines = RolloutConfig(max_concurrent=len(case.prompts), engine_args={"enforce_eager": True})
-    shape = Shape.of(read_hf_config(config.model.hf))
-    size = cpu_kv_cache_bytes(shape, case.dtype, engines, longest, 2 * len(case.prompts), host_memory().free)
-    engines = engines.model_copy(update={"kv_cache_bytes": size})
-    with own_engines(case.folders[min(case.folders)], case.dtype, engines, longest) as (engine,):
-        bench = Bench(case, engine, one_rank(), ParallelConfig(head=config.parallel.head))
+    prompts, longest = len(case.prompts), max(map(len, case.prompts)) + case.sampling.max_response_tokens
+    engines = RolloutConfig(max_concurrent=prompts, engine_args={"enforce_eager": True})
+    oldest = LocalModel(case.folders[min(case.folders)])
+    with oldest.sampler(case.dtype, engines, case.sampling, longest, longest, 2 * prompts, print) as sampler:
+        bench = Bench(case, sampler.engines[0], one_rank(), ParallelConfig(head=head))
         bench.hand_off()
         bench.examine()
     return bench

@@ -83,9 +83,8 @@ def in_engine(path: str, name: str, value: Callable[[Any], Any]) -> Callable[[An
 
 def in_linear(name: str, apply: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
     """Replace y = f(x) of a packed linear of the engine by y = apply(f)(x)."""
-    return in_engine(
-        f"model.{name}", "cpu_linear", lambda true: lambda x, weight, _: apply(lambda v: true(v, weight, None))(x)
-    )
+    path, name = f"model.{name}", "cpu_linear"
+    return in_engine(path, name, lambda true: lambda x, weight, _: apply(lambda v: true(v, weight, None))(x))
 
 
 def in_sampler(temperature: float, top_p: float = 1.0, noise: float = 0.0) -> Callable[[Any], None]:
@@ -134,6 +133,9 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
     def rounded(true: Any) -> Any:
         return lambda *given, **named: true(*given, **named).bfloat16().float()
 
+    def ones(true: Any) -> Any:
+        return torch.nn.Parameter(torch.ones_like(true), requires_grad=False)
+
     norm, rotary = "model.layers.0.post_attention_layernorm", "model.model.layers.0.self_attn.rotary_emb"
     attention, logits = "model.model.layers.1.self_attn.attn.impl", "model.logits_processor"
     said = "in the log-probs of engine, as it samples"
@@ -141,10 +143,7 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
         "stale layer": (in_linear(DOWN, lambda true: lambda x: x @ stale.t()), f"{DOWN}.weight is of version 10"),
         "scaled layer": (in_linear(DOWN, lambda true: lambda x: 1.1 * true(x)), f"{DOWN}.weight is 1.1 times"),
         "swapped heads": (in_linear("model.layers.2.self_attn.o_proj", swapped), "o_proj.weight has its heads 0, 1 in"),
-        "dropped norm": (
-            in_engine(f"model.{norm}", "weight", lambda true: torch.nn.Parameter(torch.ones_like(true))),
-            f"{norm}.weight is 1 everywhere",
-        ),
+        "dropped norm": (in_engine(f"model.{norm}", "weight", ones), f"{norm}.weight is 1 everywhere"),
         "rotary base": (in_engine(rotary, "cos_sin_cache", rebased), "rotation is as with a base of 700, not 500"),
         "rotary zeroed": (in_engine(rotary, "cos_sin_cache", torch.zeros_like), "rotation is all zero"),
         "bf16 head": (in_linear("lm_head", rounded), "weights: the engine's lm_head.weight is rounded to bfloat16"),
@@ -160,13 +159,11 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
 
 
 def found(bench: Bench, **changes: Any) -> list[str]:
-    """Return the verdict on the bench, with changes of its attributes that are undone."""
-    kept = {name: getattr(bench, name) for name in changes}
+    """Return the verdict on a copy of the bench with changed attributes."""
+    bench = copy.copy(bench)
     vars(bench).update(changes)
     bench.examine()
-    sentences = verdict(bench)
-    vars(bench).update(kept)
-    return sentences
+    return verdict(bench)
 
 
 def test_each_fault_of_the_engine_is_named_and_none_in_a_healthy_run(bench: Bench) -> None:
