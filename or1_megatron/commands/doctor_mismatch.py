@@ -87,7 +87,8 @@ def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: P
     from or1_megatron.types import Sampling
     from or1_verify.problems.unusable import UnusableRows
 
-    folders, rows = {0: config.model.hf}, []
+    folders = {0: config.model.hf}
+    rows: list[dict[str, Any]] = []
     if run is not None:
         files = {step_of(file): file for file in rollout_files(RunFolder(run).rollouts)}
         saved = {step_of(path) or 0: path for path in CheckpointKeeper(RunFolder(run).checkpoints, 1, False).complete()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,14 @@ def outputs(model: torch.nn.Module, run: Callable[[], Any], names: Collection[st
     """Return by name, in their order, what the modules ``names`` of ``model`` give during ``run()``, [T, ...] each."""
     found: dict[str, Float32Array] = {}
 
-    def keep(module: Any, given: Any, output: Any, name: str) -> None:
+    def keep(name: str, module: Any, given: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output  # (result, bias or residual)
         rows = value.detach().float().cpu().reshape(-1, value.shape[-1]).numpy().copy()
         if name not in found or len(rows) > len(found[name]):  # logits: of the prompt, not of the last token alone
             found[name] = rows
 
-    hooks = [
-        module.register_forward_hook(lambda *given, name=name: keep(*given, name=name))
-        for name, module in model.named_modules()
-        if name in names
-    ]
+    modules = [(name, module) for name, module in model.named_modules() if name in names]
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in modules]
     run()
     for hook in hooks:
         hook.remove()
