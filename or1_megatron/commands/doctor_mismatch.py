@@ -98,11 +98,12 @@ def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: P
             megatron_to_hf(saved[step], folders[step], Console(stderr=True))
         rows = read_rollouts(files.get(newest + 1) or [*files.values()][-1]).to_pylist() if files else []
     tokenizer, unusable = load_tokenizer(config.model.hf), UnusableRows()
+    template = ChatTemplate(tokenizer)
     sets = [load_problems(each.path, each.split, unusable, columns=each.columns) for each in config.data.train]
     problems = {problem.id: problem.messages for problems in sets for problem in problems}
     asked: dict[str, Any] = {row["problem_id"]: row for row in rows} or dict.fromkeys(problems)
     asked = {name: row for name, row in list(asked.items())[:count] if name in problems}
-    made = {name: ChatTemplate(tokenizer).token_ids(problems[name]) for name in asked}
+    made = {name: template.token_ids(problems[name]) for name in asked}
     used = {name: np.array(row["prompt_token_ids"], np.int32) if row else made[name] for name, row in asked.items()}
     recorded = [
         (used[name], np.array(row["response_token_ids"], np.int32), np.array(row["log_probs"], np.float32))
