@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine_fixtures import RUN_ID, rollout_config
 from rigs import fault, perturbed, stale_prefix_cache
+from safetensors.torch import load_file
 from tiny_models import make_tiny
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
@@ -83,8 +84,7 @@ def in_engine(path: str, name: str, value: Callable[[Any], Any]) -> Callable[[An
 
 def in_linear(name: str, apply: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
     """Replace y = f(x) of a packed linear of the engine by y = apply(f)(x)."""
-    path, name = f"model.{name}", "cpu_linear"
-    return in_engine(path, name, lambda true: lambda x, weight, _: apply(lambda v: true(v, weight, None))(x))
+    return in_engine(f"model.{name}", "cpu_linear", lambda f: lambda x, w, _: apply(lambda v: f(v, w, None))(x))
 
 
 def in_sampler(temperature: float, top_p: float = 1.0, noise: float = 0.0) -> Callable[[Any], None]:
@@ -107,13 +107,10 @@ def in_sampler(temperature: float, top_p: float = 1.0, noise: float = 0.0) -> Ca
 
 def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], str]]:
     """Faults in the engine, each with a part of its verdict. All is nested: the engine's process gets it by value."""
-    import safetensors.torch
-
-    stale = safetensors.torch.load_file(folders[10] / "model.safetensors")[f"{DOWN}.weight"]
+    stale = load_file(folders[10] / "model.safetensors")[f"{DOWN}.weight"]
 
     def swapped(true: Any) -> Any:
-        order = [*range(HEAD, 2 * HEAD), *range(HEAD), *range(2 * HEAD, 4 * HEAD)]
-        return lambda x: true(x[:, order].contiguous())
+        return lambda x: true(torch.cat((x[:, HEAD : 2 * HEAD], x[:, :HEAD], x[:, 2 * HEAD :]), dim=1))
 
     def rebased(table: Any) -> Any:
         angles = torch.arange(len(table))[:, None] * 700 ** -(torch.arange(HEAD // 2) / (HEAD // 2))
