@@ -6,6 +6,7 @@ Not proven here: sleep and wake (vLLM's CPU engines cannot sleep; the rotary tab
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_fixtures import RUN_ID, rollout_config
+from engine_fixtures import RUN_ID, TinyModel, rollout_config
 from rigs import fault, perturbed, stale_prefix_cache
 from safetensors.torch import load_file
 from tiny_models import make_tiny
@@ -203,15 +204,19 @@ def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
         assert said.startswith(expected)
 
 
-def test_other_prompt_tokens_and_recorded_log_probs_are_named(bench: Bench) -> None:
+def test_other_prompt_tokens_and_recorded_log_probs_are_named(
+    bench: Bench, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """The tokens are a real tokenizer's: with another chat template, and with a second BOS."""
-    folder, tokens = bench.case.folders[11], []
-    for begin in ("w5 ", ""):
-        (folder / "chat_template.jinja").write_text(begin + "{% for m in messages %}{{ m.content }}{% endfor %}w7 ")
-        tokens.append(ChatTemplate(load_tokenizer(folder)).token_ids([Message("user", "w9 w8 ")]))
+    folder, tokens = Path(shutil.copytree(tiny_model.folder, tmp_path / "model")), []
+    for begin in ("<user>", ""):
+        (folder / "chat_template.jinja").write_text(begin + "{% for m in messages %}{{ m.content }}{% endfor %}so ")
+        tokens.append(ChatTemplate(load_tokenizer(folder)).token_ids([Message("user", "7+8=")]))
     recorded = [(prompt, made, log_probs + 0.1) for prompt, made, log_probs in bench.sample(together=True)]
     one, two = found(bench, case=replace(bench.case, recorded=recorded, retokenised=[("p1", *tokens)]))
-    assert one.startswith("prompts: that of problem p1 has ") and two.startswith("unknown: the run's engines, as rec")
+    assert one.startswith("prompts: that of problem p1 has 6 tokens in the run, and 5 others") and two.startswith(
+        "unknown: the run's engines, as rec"
+    )
     doubled = replace(bench.case, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
     assert found(bench, case=doubled)[0].startswith("prompts: one begins with two BOS (token 3)")
 
