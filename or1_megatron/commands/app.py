@@ -58,7 +58,6 @@ _PLAIN = (
     config,
     check_parity,
     plan,
-    doctor,
     selftest,
     rollouts,
     report,
@@ -69,6 +68,7 @@ for command in _PLAIN:
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")
+app.add_typer(doctor, name="doctor")
 app.command(name="eval")(evaluate)
 
 

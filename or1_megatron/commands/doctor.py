@@ -1,4 +1,4 @@
-"""``or1 doctor``: prints what this machine has and lacks for training (the self-test's first check)."""
+"""``or1 doctor``: prints what this machine has and lacks for training; its subcommand looks into a run's mismatch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from or1_megatron.commands.doctor_mismatch import mismatch
+
+doctor = typer.Typer(invoke_without_command=True)
+doctor.command()(mismatch)
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
 
 
-def doctor() -> None:
+@doctor.callback()
+def machine(context: typer.Context) -> None:
     """Print what this machine has and lacks for training, and what follows. Exits with 1 if training cannot start."""
+    if context.invoked_subcommand is not None:
+        return
     from or1_megatron.selftest.known_checks import MACHINE
     from or1_megatron.selftest.one_check import CheckOutcome, Context
 

@@ -260,6 +260,10 @@ class SafetyConfig(Section):
     """Print a sentence (an alarm) when a step's metrics look as they do in a run that goes wrong."""
     grad_norm_factor: PositiveFloat = 10.0
     """Alarm when the gradient norm is more than this many times its running median. Unit: factor."""
+    mismatch_limit: Literal["off", "warn", "stop"] = "warn"
+    """What follows when engine and policy differ by more than rounding explains. warn: an alarm behind the step. stop:
+    every step first scores 16 of its responses, and the run ends before it trains on them if |engine - policy|
+    log-prob is above ``mismatch_mean`` and above 3 times the mean of the last handoff's probe."""
     mismatch_mean: PositiveFloat | None = None
     """Alarm when |engine - policy| log-prob is above this on average over a step's sampled tokens. Unset: 1e-4 in
     float32, 0.05 in bfloat16. Unit: nats."""

@@ -59,7 +59,7 @@ class Alarms:
         """``dtype``: the policy's parameter dtype, which sets the default limits of the alarm ``mismatch``."""
         mean, largest = _MISMATCH[dtype]
         self._config, self._dtype = config, dtype
-        self._mean, self._largest = config.mismatch_mean or mean, config.mismatch_max or largest
+        self.mismatch_mean, self._largest = config.mismatch_mean or mean, config.mismatch_max or largest
         self._rules = {
             "grad_norm": self._grad_norm,
             "mismatch": self._mismatch,
@@ -130,13 +130,14 @@ class Alarms:
     def _mismatch(self, seen: StepSeen) -> str | None:
         """Return a text if the mean or largest |engine - policy| log-prob is above its limit, or not finite."""
         mean, largest = seen.metrics.get("mismatch/mean_abs"), seen.metrics.get("mismatch/max_abs")
-        if mean is None or largest is None or (mean <= self._mean and largest <= self._largest):
+        within = mean is None or largest is None or (mean <= self.mismatch_mean and largest <= self._largest)
+        if within or self._config.mismatch_limit == "off":
             return None
         return (
             f"the engines' log-probs differ from the policy's by {mean:.3g} nats on average and {largest:.3g} at most; "
-            f"in {self._dtype} up to {self._mean:g} and {self._largest:g} is rounding (safety.mismatch_mean, "
-            "safety.mismatch_max). The responses come from another distribution than the one that is trained: compare "
-            "handoff/probe_max_abs_diff (weights), then dtype, temperature and attention of engine and policy"
+            f"in {self._dtype} up to {self.mismatch_mean:g} and {self._largest:g} is rounding (safety.mismatch_mean, "
+            "safety.mismatch_max). The responses come from another distribution than the one that is trained: `or1 "
+            "doctor mismatch RUN` looks for the cause"
         )
 
     def _rejected(self, seen: StepSeen) -> str | None:

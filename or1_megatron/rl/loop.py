@@ -41,7 +41,7 @@ from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.safety import UpdateGuard
 from or1_megatron.rl.saving import Saving
-from or1_megatron.rl.score import Scored, first_scores, score
+from or1_megatron.rl.score import Scored, check_mismatch, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb
@@ -78,6 +78,7 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper, ports.rollouts)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
+        self._probe_mean = 0.0  # |engine - policy| log-prob in the latest probe
         self._staleness = 0  # versions by which the current step's oldest token is behind the policy
         self._seconds: dict[str, float] = {}  # the run's wall time per verb, and of "step" and "other"
 
@@ -238,7 +239,10 @@ class Loop:
 
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
-        """Return the kept groups as training samples, with the log-probs of the forward passes that the step needs."""
+        """Return the kept groups as samples, with the log-probs that the step needs. Raises MismatchTooLarge."""
+        if self.config.safety.mismatch_limit == "stop":
+            limit = max(self.alarms.mismatch_mean, 3 * self._probe_mean)
+            check_mismatch(self.ports.policy, kept, stage, self.config.layout, self.steps_done, limit)
         stale = self._staleness > 0
         return score(self.ports.policy, kept, stage, self.config.algorithm, self.config.layout, stale)
 
@@ -279,7 +283,9 @@ class Loop:
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
         """Hand the weights to the engines. If the run is stopping, the resumed run begins with this handoff."""
-        return self.ports.policy.hand_off(self.steps_done)
+        report = self.ports.policy.hand_off(self.steps_done)
+        self._probe_mean = report.probe_mean_abs_diff or self._probe_mean  # None: no probe was due
+        return report
 
     @deferred_verb
     def evaluate(self) -> EvaluationResult | None:

@@ -5,15 +5,26 @@ A pass is made only when needed. With the recipe's defaults and N_SGD = 1 a step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
+from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Sample, TokenScores, UpdateReport
+from or1_verify.errors import UserError
+
+JUDGED: Final = 16
+"""Most responses that ``check_mismatch`` scores."""
+
+
+class MismatchTooLarge(UserError, RuntimeError):
+    """Engine and policy differ by more than rounding explains (``safety.mismatch_limit: stop``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,27 @@ def score(
         samples = [replace(s, reference_log_probs=scored) for s, scored in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], of_kept)
+
+
+def check_mismatch(
+    policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
+) -> None:
+    """Score up to JUDGED responses that the engines sampled with the policy's weights, ``version``; others are stale.
+
+    Raises:
+        MismatchTooLarge: |engine - policy| log-prob is above ``limit`` on average, in nats, or not finite.
+    """
+    pairs = [(s, c) for group in kept for s, c in zip(to_samples(group), group.group.completions, strict=True)]
+    fresh = [(s, c) for s, c in pairs if all(span.version == version for span in c.versions)][:JUDGED]
+    if fresh:
+        own = policy.score(pack([sample for sample, _ in fresh], layout), stage.temperature).log_probs
+        found = mismatch_metrics([completion.log_probs for _, completion in fresh], own)
+        if not (mean := found.get("mismatch/mean_abs", math.nan)) <= limit:
+            raise MismatchTooLarge(
+                f"step {version + 1}: engines and policy differ by {mean:.3g} nats per token on average; {limit:.3g} "
+                "would be rounding (safety.mismatch_mean, or 3 times the handoff's probe). safety.mismatch_limit is "
+                "stop: nothing was trained on these responses. `or1 doctor mismatch RUN` looks for the cause"
+            )
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:

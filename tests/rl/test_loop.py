@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.safety import TooManySkipped
+from or1_megatron.rl.score import MismatchTooLarge
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_verify.types import Verdict
@@ -587,3 +589,23 @@ def test_resuming_past_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match=r"checkpoint is of step 3 of stage .*, whose steps are now 2"):
         shorter.loop.run()
     assert not shorter.policy.updates
+
+
+@pytest.mark.parametrize(
+    ("limit", "probe", "stops"), [("stop", 0.0, True), ("stop", 0.004, False), ("warn", 0.0, False)]
+)
+def test_a_step_whose_engines_differ_is_not_trained_on(limit: Any, probe: float, stops: bool, tmp_path: Path) -> None:
+    """From step 2 on the engines' log-probs are 0.01 nats off; rounding is 1e-4 in float32, or 3 times the probe."""
+    world = World(tmp_path, safety=SafetyConfig(mismatch_limit=limit))
+    sampled, hand_off = world.rollouts._group, world.policy.hand_off
+
+    def shifted(*given: Any) -> Any:
+        group, off = sampled(*given), np.float32(0.01 * (world.rollouts.version > 0))
+        return replace(group, completions=tuple(replace(c, log_probs=c.log_probs + off) for c in group.completions))
+
+    world.rollouts._group = shifted  # type: ignore[method-assign]
+    world.policy.hand_off = lambda step: replace(hand_off(step), probe_mean_abs_diff=probe)  # type: ignore[method-assign]
+    with pytest.raises(MismatchTooLarge, match=r"step 2: .* by 0\.01 nats") if stops else nullcontext():
+        world.loop.run()
+    assert world.loop.steps_done == (1 if stops else 6) and world.policy.calls.count("update") == world.loop.steps_done
+    assert any("alarm 'mismatch'" in text for text in world.diary.alarms) is not stops

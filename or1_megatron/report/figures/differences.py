@@ -1,0 +1,29 @@
+"""Draws the figure of ``or1 doctor mismatch``: differences of log-probs, token by token and by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
+
+
+@styled
+def draw_differences(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
+    """Return a figure as SVG with a panel for each row (positions, differences, the model's noise), each [N].
+
+    A dot is a token; lines are means over 16 bins of positions, grey of the noise.
+    """
+    figure, axes = panels(len(rows))
+    for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):
+        panel.set(title=name, yscale="log", xlabel="position", ylabel="|difference|, nats")
+        panel.plot(places, np.abs(values) + 1e-9, ".", markersize=2, alpha=0.4)
+        bins = places * 16 // (places.max() + 1)
+        for amounts, colour in ((np.abs(values), "#1f5fbf"), (noise, GREY)):
+            middle, means = zip(
+                *((places[bins == b].mean(), amounts[bins == b].mean()) for b in np.unique(bins)), strict=True
+            )
+            panel.plot(middle, np.array(means) + 1e-9, color=colour)
+    return as_svg(figure)

@@ -1,0 +1,1 @@
+"""``or1 doctor mismatch``: finds why engine and policy give different log-probs, by exchanging one part at a time."""
