@@ -67,18 +67,19 @@ docs/schemas.md`: edit the tables in or1_megatron/schemas, not this file.
 ## Metrics: `metrics.jsonl`
 
 One JSON object per line. All fields but `step` are floating-point numbers. A line has no field for what its step did
-not measure; null means not finite. TensorBoard and W&B get the same names, and so does MLflow, where `@` is `_`. When a killed run resumes, a torn last line
-and the steps after the checkpoint are removed, so that no step appears twice. A run that was stopped before an
-evaluation adds it when it resumes, as a second line of the same step: merge lines by `step`.
+not measure; null means not finite. TensorBoard and W&B get the same names, and so does MLflow, where `@` is `_`. When a
+killed run resumes, a torn last line and the steps after the checkpoint are removed, so that no step appears twice. A
+run that was stopped before an evaluation adds it when it resumes, as a second line of the same step: merge lines by
+`step`.
 
 {_table(metrics)}
 
 ## Rollouts: `rollouts/step_000012.parquet`
 
 One Parquet file (zstd) per recorded step, with one row per response in the order of the step's groups, rejected ones
-included. `evaluations/` has such files of the held-out responses after a step, in stage `held-out` and without advantages.
-Beyond `track.rollouts_keep_bytes`, of which evaluations have a quarter, the oldest files are deleted. File metadata: `or1_schema` =
-{SCHEMA_VERSION}.
+included. `evaluations/` has such files of the held-out responses after a step, in stage `held-out` and without
+advantages. Beyond `track.rollouts_keep_bytes`, of which evaluations have a quarter, the oldest files are deleted. File
+metadata: `or1_schema` = {SCHEMA_VERSION}.
 
 {_fields_table(ROLLOUT)}
 

@@ -15,7 +15,7 @@ from or1_megatron.commands.options import Overrides, config_file
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
-    from or1_megatron.selftest.mismatch.measure import Bench, Case
+    from or1_megatron.selftest.mismatch.measure import Comparison, Inputs
 
 
 def mismatch(
@@ -37,39 +37,41 @@ def mismatch(
 
         own = run / "config.yaml"
         config = load_as(Config, own if own.is_file() else config_file(run), overrides or (), own.is_file())
-        case = case_of(config, run if own.is_file() else None, prompts, tokens, Path(folder))
-        bench = measure(case, config.parallel.head)
+        inputs = inputs_of(config, run if own.is_file() else None, prompts, tokens, Path(folder))
+        comparison = measure(inputs, config.parallel.head)
     table = Table(
         "log-probs minus transformers' in float32", "mean, nats", "largest", "noise up to", "tokens", box=None
     )
-    for row in bench.rows.values():
+    for row in comparison.rows.values():
         figures = (row.mean, abs(row.values).max(), row.limit)
         table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
     Console().print(table)
-    out.write_text(draw_differences({row.name: (row.places, row.values, row.noise) for row in bench.rows.values()}))
-    sentences = verdict(bench)
+    out.write_text(
+        draw_differences({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()})
+    )
+    sentences = verdict(comparison)
     print(*sentences, f"picture: {out}", sep="\n")
     raise typer.Exit(0 if sentences[0].startswith("noise") else 1)
 
 
-def measure(case: Case, head: Any) -> Bench:
-    """Measure a case with an engine of one device, and a policy on one rank with the output head ``head``."""
+def measure(inputs: Inputs, head: Any) -> Comparison:
+    """Compare on ``inputs`` an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
     from or1_megatron.commands.asked_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
-    from or1_megatron.selftest.mismatch.measure import Bench
+    from or1_megatron.selftest.mismatch.measure import Comparison
     from or1_megatron.selftest.models import one_rank
 
-    prompts, longest = len(case.prompts), max(map(len, case.prompts)) + case.sampling.max_response_tokens
+    prompts, longest = len(inputs.prompts), max(map(len, inputs.prompts)) + inputs.sampling.max_response_tokens
     engines = RolloutConfig(max_concurrent=prompts, engine_args={"enforce_eager": True})
-    oldest = LocalModel(case.folders[min(case.folders)])
-    with oldest.sampler(case.dtype, engines, case.sampling, longest, longest, 2 * prompts, print) as sampler:
-        bench = Bench(case, sampler.engines[0], one_rank(), ParallelConfig(head=head))
-        bench.hand_off()
-        bench.examine()
-    return bench
+    oldest = LocalModel(inputs.folders[min(inputs.folders)])
+    with oldest.sampler(inputs.dtype, engines, inputs.sampling, longest, longest, 2 * prompts, print) as sampler:
+        comparison = Comparison(inputs, sampler.engines[0], one_rank(), ParallelConfig(head=head))
+        comparison.hand_off()
+        comparison.examine()
+    return comparison
 
 
-def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Case:
+def inputs_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Inputs:
     """Return what to examine: a run's newest checkpoint with responses that its weights sampled, or a model.
 
     Args:
@@ -83,7 +85,7 @@ def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: P
     from or1_megatron.data.template import ChatTemplate, load_tokenizer
     from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
     from or1_megatron.runtime.run_folder import RunFolder, step_of
-    from or1_megatron.selftest.mismatch.measure import Case
+    from or1_megatron.selftest.mismatch.measure import Inputs
     from or1_megatron.types import Sampling
     from or1_verify.problems.unusable import UnusableRows
 
@@ -114,4 +116,4 @@ def case_of(config: Config, run: Path | None, count: int, tokens: int, folder: P
     stage = named[rows[0]["stage"]] if rows else config.stages[0]
     sampling = Sampling(stage.temperature, stage.top_p, min(tokens, stage.max_response_tokens))
     compared = [(name, used[name], made[name]) for name in asked]
-    return Case(folders, config.model.dtype, [*used.values()], sampling, recorded, compared, tokenizer.bos_token_id)
+    return Inputs(folders, config.model.dtype, [*used.values()], sampling, recorded, compared, tokenizer.bos_token_id)

@@ -286,7 +286,8 @@ class TrackConfig(Section):
     tracker: str | None = None
     """A tracker of your own: package.module:Class or path/to/file.py:Class."""
     prometheus_port: Positive | None = None
-    """Serve the metrics to Prometheus at this port, and vLLM's own of engine i at port + 1 + i (docs/watch.md)."""
+    """Serve the metrics to Prometheus at this port, and vLLM's own of engine i at port + 1 + i (docs/watch.md).
+    Unit: TCP port."""
     rollouts_every_steps: Positive = 1
     """Keep the rollouts (all responses) of every n-th step."""
     rollouts_keep_bytes: Positive = 10 << 30

@@ -28,7 +28,7 @@ from or1_megatron.parallel.network import build_network
 from or1_megatron.parallel.packed import PackedRotary
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.selftest.mismatch.causes import verdict
-from or1_megatron.selftest.mismatch.measure import Bench, Case
+from or1_megatron.selftest.mismatch.measure import Comparison, Inputs
 from or1_megatron.selftest.models import add_tokenizer, one_rank
 from or1_megatron.types import Sampling
 from or1_verify.types import Message
@@ -45,7 +45,7 @@ def mesh() -> Iterator[Mesh]:
 
 
 @contextmanager
-def bench_of(family: str, dtype: Any, folder: Path, mesh: Mesh) -> Iterator[Bench]:
+def comparison_of(family: str, dtype: Any, folder: Path, mesh: Mesh) -> Iterator[Comparison]:
     """An engine that starts with version 10 of a random model, and a policy with version 11."""
     folders = {10: folder / "v10", 11: folder / "v11"}
     for each in folders.values():
@@ -54,18 +54,18 @@ def bench_of(family: str, dtype: Any, folder: Path, mesh: Mesh) -> Iterator[Benc
     for each in folders.values():
         add_tokenizer(each)
     prompts = [np.random.default_rng(n).integers(2, 61, n, dtype=np.int32) for n in (5, 9, 17, 40)]
-    case = Case(folders, dtype, prompts, Sampling(0.7, 0.8, 64))
+    inputs = Inputs(folders, dtype, prompts, Sampling(0.7, 0.8, 64))
     pool = EnginePool(rollout_config(engines=1), folders[10], dtype, 128, f"{RUN_ID}-{family}-{dtype}", on_cpu=True)
     pool.wait_ready()
-    bench = Bench(case, pool.handles[0], mesh, ParallelConfig(layers="own"))
-    bench.hand_off()
-    yield bench
+    comparison = Comparison(inputs, pool.handles[0], mesh, ParallelConfig(layers="own"))
+    comparison.hand_off()
+    yield comparison
     pool.close()
 
 
 @pytest.fixture(scope="module")
-def bench(ray_cluster: None, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("qwen3", "float32", tmp_path_factory.mktemp("qwen3"), mesh) as made:
+def comparison(ray_cluster: None, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
+    with comparison_of("qwen3", "float32", tmp_path_factory.mktemp("qwen3"), mesh) as made:
         yield made
 
 
@@ -156,79 +156,86 @@ def faults(folders: dict[int, Path]) -> dict[str, tuple[Callable[[Any], None], s
     }
 
 
-def found(bench: Bench, **changes: Any) -> list[str]:
-    """Return the verdict on a copy of the bench with changed attributes."""
-    bench = copy.copy(bench)
-    vars(bench).update(changes)
-    bench.examine()
-    return verdict(bench)
+def found(comparison: Comparison, **changes: Any) -> list[str]:
+    """Return the verdict on a copy of the comparison with changed attributes."""
+    comparison = copy.copy(comparison)
+    vars(comparison).update(changes)
+    comparison.examine()
+    return verdict(comparison)
 
 
-def test_each_fault_of_the_engine_is_named_and_none_in_a_healthy_run(bench: Bench) -> None:
-    assert [each.startswith("noise of float32: ") for each in found(bench)] == [True]
-    expected, said = faults(bench.case.folders), {}
+def test_each_fault_of_the_engine_is_named_and_none_in_a_healthy_run(comparison: Comparison) -> None:
+    assert [each.startswith("noise of float32: ") for each in found(comparison)] == [True]
+    expected, said = faults(comparison.inputs.folders), {}
     for name, (bring, _) in expected.items():
-        with fault(bench.handle, bring):
-            said[name] = found(bench)
+        with fault(comparison.handle, bring):
+            said[name] = found(comparison)
     wrong = {name: each for name, each in said.items() if len(each) != 1 or expected[name][1] not in each[0]}
-    assert wrong == {} and found(bench)[0].startswith("noise")
+    assert wrong == {} and found(comparison)[0].startswith("noise")
 
 
-def test_a_prefix_cache_that_outlives_a_handoff_is_named(bench: Bench) -> None:
-    old = Bench(replace(bench.case, folders={10: bench.case.folders[10]}), bench.handle, bench.mesh, bench.parallel)
-    bench.sender.close()
+def test_a_prefix_cache_that_outlives_a_handoff_is_named(comparison: Comparison) -> None:
+    old = Comparison(
+        replace(comparison.inputs, folders={10: comparison.inputs.folders[10]}),
+        comparison.handle,
+        comparison.mesh,
+        comparison.parallel,
+    )
+    comparison.sender.close()
     old.hand_off()
     old.sender.close()
-    with stale_prefix_cache(bench.handle):
-        bench.hand_off()
-        (said,) = found(bench)
-    bench.hand_off()
+    with stale_prefix_cache(comparison.handle):
+        comparison.hand_off()
+        (said,) = found(comparison)
+    comparison.hand_off()
     assert said.startswith("KV cache: ")
 
 
-def test_each_fault_of_the_policy_is_named(bench: Bench) -> None:
+def test_each_fault_of_the_policy_is_named(comparison: Comparison) -> None:
     def built(version: int, dtype: Any) -> Any:
-        return build_network(ModelConfig(hf=bench.case.folders[version], dtype=dtype), bench.parallel, bench.mesh)
+        return build_network(
+            ModelConfig(hf=comparison.inputs.folders[version], dtype=dtype), comparison.parallel, comparison.mesh
+        )
 
-    rotated, unheated = built(11, "float32"), copy.copy(bench)
+    rotated, unheated = built(11, "float32"), copy.copy(comparison)
     (rotary,) = (module for module in rotated.chunks[0].modules() if isinstance(module, PackedRotary))
     rotary.inverse_frequency.mul_((500 / 900) ** (torch.arange(HEAD // 2) / (HEAD // 2)))
-    unheated.case = replace(bench.case, sampling=replace(bench.case.sampling, temperature=1.0))
+    unheated.inputs = replace(comparison.inputs, sampling=replace(comparison.inputs.sampling, temperature=1.0))
     for expected, changes in {
         "dtype: the policy computes in torch.bfloat16": {"network": built(11, "bfloat16")},
         "weights: the policy's model.embed_tokens.weight is of version 10": {"network": built(10, "float32")},
         "positions: the policy's rotation is as with a base of 900": {"network": rotated},
         "sampling: temperature is not applied in the log-probs of policy": {"by_policy": unheated.by_policy},
     }.items():
-        (said,) = found(bench, **changes)
+        (said,) = found(comparison, **changes)
         assert said.startswith(expected)
 
 
 def test_other_prompt_tokens_and_recorded_log_probs_are_named(
-    bench: Bench, tiny_model: TinyModel, tmp_path: Path
+    comparison: Comparison, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """The tokens are a real tokenizer's: with another chat template, and with a second BOS."""
     folder, tokens = Path(shutil.copytree(tiny_model.folder, tmp_path / "model")), []
     for begin in ("<user>", ""):
         (folder / "chat_template.jinja").write_text(begin + "{% for m in messages %}{{ m.content }}{% endfor %}so ")
         tokens.append(ChatTemplate(load_tokenizer(folder)).token_ids([Message("user", "7+8=")]))
-    recorded = [(prompt, made, log_probs + 0.1) for prompt, made, log_probs in bench.sample(together=True)]
-    one, two = found(bench, case=replace(bench.case, recorded=recorded, retokenised=[("p1", *tokens)]))
+    recorded = [(prompt, made, log_probs + 0.1) for prompt, made, log_probs in comparison.sample(together=True)]
+    one, two = found(comparison, inputs=replace(comparison.inputs, recorded=recorded, retokenised=[("p1", *tokens)]))
     assert one.startswith("prompts: that of problem p1 has 6 tokens in the run, and 5 others") and two.startswith(
         "unknown: the run's engines, as rec"
     )
-    doubled = replace(bench.case, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
-    assert found(bench, case=doubled)[0].startswith("prompts: one begins with two BOS (token 3)")
+    doubled = replace(comparison.inputs, prompts=[np.array([3, 3, 9, 8], np.int32)], bos=3)
+    assert found(comparison, inputs=doubled)[0].startswith("prompts: one begins with two BOS (token 3)")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
 def test_healthy_in_bf16_and_a_mixture_with_another_router(
     ray_cluster: None, mesh: Mesh, family: str, dtype: str, tmp_path: Path
 ) -> None:
-    with bench_of(family, dtype, tmp_path, mesh) as bench:
-        assert [each.startswith(f"noise of {dtype}: ") for each in found(bench)] == [True]
+    with comparison_of(family, dtype, tmp_path, mesh) as comparison:
+        assert [each.startswith(f"noise of {dtype}: ") for each in found(comparison)] == [True]
         if family == "qwen3_moe":
             gate = torch.randn(4, 64)
-            with fault(bench.handle, in_linear("model.layers.0.mlp.gate", lambda true: lambda x: x @ gate.t())):
-                (said,) = found(bench)
+            with fault(comparison.handle, in_linear("model.layers.0.mlp.gate", lambda true: lambda x: x @ gate.t())):
+                (said,) = found(comparison)
             assert said.startswith("router: the engine's model.layers.0.mlp.gate.weight differs by")

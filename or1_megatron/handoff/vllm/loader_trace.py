@@ -9,7 +9,7 @@ At a weight update most layers need no loader (``direct_copy``). The loaders of 
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
 
-Of gpt-oss's experts (``weights.stacked``) loaders get an expert's entry [in, n * out]: the transpose of a contiguous
+Loaders of gpt-oss get each expert's entry (``weights.stacked``) [in, n * out]: the transpose of a contiguous
 tensor in whose rows the entry's n parts take turns. A copy of these rows counts as copies of the parts.
 """
 

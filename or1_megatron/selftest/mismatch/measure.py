@@ -41,7 +41,7 @@ Scored = tuple[Int32Array, Int32Array, Float32Array]
 
 
 @dataclass(frozen=True)
-class Case:
+class Inputs:
     """What is examined: weights, prompts, and how the run samples."""
 
     folders: Mapping[int, Path]
@@ -82,7 +82,7 @@ class Difference:
         return not self.mean <= self.limit
 
 
-class Bench:
+class Comparison:
     """An engine, a policy on one rank, and transformers. ``examine`` sets all but the arguments."""
 
     rows: dict[str, Difference]
@@ -93,23 +93,25 @@ class Bench:
     head: tuple[float, float, float]
     """The engine's logits against fp32 products of its last hidden states: factor, error, share that bf16 expresses."""
 
-    def __init__(self, case: Case, handle: Any, mesh: Mesh, parallel: ParallelConfig) -> None:
+    def __init__(self, inputs: Inputs, handle: Any, mesh: Mesh, parallel: ParallelConfig) -> None:
         """``handle``: an ``EngineActor`` of one device, on the oldest folder."""
-        self.case, self.handle, self.mesh, self.parallel = case, handle, mesh, parallel
-        self.version, heat = max(case.folders), case.sampling.temperature or 1.0
-        model = ModelConfig(hf=case.folders[self.version], dtype=case.dtype)
+        self.inputs, self.handle, self.mesh, self.parallel = inputs, handle, mesh, parallel
+        self.version, heat = max(inputs.folders), inputs.sampling.temperature or 1.0
+        model = ModelConfig(hf=inputs.folders[self.version], dtype=inputs.dtype)
         self.reference = load_network(model).eval()
         self.rounded = copy.deepcopy(self.reference)
         for parameter in self.rounded.parameters():  # buffers stay: rotary frequencies in bfloat16 would be other ones
             parameter.data = parameter.data.bfloat16()
-        self.share = 2.0**-16 if case.dtype == "float32" else 1.0  # of the reference's difference in bfloat16
+        self.share = 2.0**-16 if inputs.dtype == "float32" else 1.0  # of the reference's difference in bfloat16
         self.known: dict[Any, dict[str, Any]] = {}  # what ``row`` has scored with transformers, by tokens
         self.network = build_network(model, parallel, mesh)
         self.control = EngineGroup([handle], 1, HandoffConfig().timeout_s)
         self.sender = WeightSender(self.network.weights, mesh.rank, HandoffConfig(), self.control)
-        self.long = np.concatenate(case.prompts)[: max(map(len, case.prompts)) + case.sampling.max_response_tokens - 1]
+        self.long = np.concatenate(inputs.prompts)[
+            : max(map(len, inputs.prompts)) + inputs.sampling.max_response_tokens - 1
+        ]
         ways = {"temperature is applied twice": (heat * heat, 1.0), "temperature is not applied": (1.0, 1.0)}
-        ways["top-p is applied"] = heat, case.sampling.top_p
+        ways["top-p is applied"] = heat, inputs.sampling.top_p
         self.ways = {"": (heat, 1.0)} | {words: way for words, way in ways.items() if way != (heat, 1.0)}
 
     def hand_off(self) -> None:
@@ -121,19 +123,19 @@ class Bench:
     def sample(self, together: bool) -> list[Scored]:
         """Have the engine answer each prompt, all in one batch or one after another."""
         problem = Problem("0", "mismatch", "math", (), "", {}, "mismatch")
-        asked = [Request(Prompt(problem, ids), 0, self.case.sampling, n) for n, ids in enumerate(self.case.prompts)]
+        asked = [Request(Prompt(problem, ids), 0, self.inputs.sampling, n) for n, ids in enumerate(self.inputs.prompts)]
         done: dict[int, Completion] = {}
         for batch in [asked] if together else [[request] for request in asked]:
             result_of(self.handle.submit.remote(message.pack(batch)), 0, "take requests")
             while any(request.seed not in done for request in batch):
                 harvest = message.unpack(result_of(self.handle.harvest.remote(1.0), 0, "sample"))
                 done |= {completion.seed: completion for completion in harvest.completions}
-        return [(ids, done[n].token_ids, done[n].log_probs) for n, ids in enumerate(self.case.prompts)]
+        return [(ids, done[n].token_ids, done[n].log_probs) for n, ids in enumerate(self.inputs.prompts)]
 
     def by_policy(self, sequences: Sequence[Scored]) -> list[Scored]:
         samples = [Sample(prompt, made, 0.0, np.ones(made.size, np.bool_)) for prompt, made, _ in sequences]
         batch = pack(samples, batch_layout(self.parallel, self.network.hf))
-        scored = score_rows(self.mesh, self.network.chunks, batch.ranks[0], self.case.sampling.temperature)
+        scored = score_rows(self.mesh, self.network.chunks, batch.ranks[0], self.inputs.sampling.temperature)
         scores = unpack_scores(batch.ranks, scored or [], batch.sample_count).log_probs
         return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
 
@@ -154,12 +156,12 @@ class Bench:
             "cached": self.row("engine", "engine, on its prefix cache", cached, heat=1.0),
             "policy": self.row("policy", "policy", self.by_policy(sampled)),
         }
-        if self.case.recorded:
-            self.rows["recorded"] = self.row("run", "the run's engines, as recorded", self.case.recorded)
+        if self.inputs.recorded:
+            self.rows["recorded"] = self.row("run", "the run's engines, as recorded", self.inputs.recorded)
         gap = self.rows["sampled"].values - self.rows["policy"].values
         self.rows["gap"] = replace(self.rows["policy"], side="", name="engine minus policy", values=gap)
         names = [name for name, _ in self.reference.named_modules() if name.endswith(_MODULES)]
-        folders, given = (self.case.folders, self.version), (self.long, [*names, "logits_processor"])
+        folders, given = (self.inputs.folders, self.version), (self.long, [*names, "logits_processor"])
         call = self.handle.__ray_call__.remote(partial(_on_thread, partial(parts_of_engine, *folders, *given)))
         of_engine, outcomes = ray.get(call)
         self.parts = {"engine": of_engine, "policy": parts_of_policy(self.network, *folders)}
@@ -192,7 +194,7 @@ class Bench:
         apart = {words: float(np.abs(mine - right[words]).mean()) for words in ways if words}
         places = np.concatenate([len(prompt) + np.arange(len(made)) for prompt, made, _ in scored])
         noise = np.abs(rounded[""] - right[""]) * self.share
-        return Difference(side, name, mine - right[""], noise, places, _LEAST[self.case.dtype][0], apart)
+        return Difference(side, name, mine - right[""], noise, places, _LEAST[self.inputs.dtype][0], apart)
 
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
         """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
@@ -204,7 +206,7 @@ class Bench:
             size = np.linalg.norm(right[name]) / len(right[name]) ** 0.5
             noise = np.linalg.norm(rounded[name] - right[name], axis=1).mean() * self.share / size
             apart = np.linalg.norm(mine[name] - right[name], axis=1) / size
-            limit = max(_TIMES * noise, _LEAST[self.case.dtype][1])
+            limit = max(_TIMES * noise, _LEAST[self.inputs.dtype][1])
             if not (strayed or apart.mean() <= limit):
                 first = int((~(apart <= limit)).argmax()) * len(self.long) // len(apart)
                 strayed = f"{name} differs from token {first} on: {apart.mean():.2g} of its size, noise {noise:.1g}"
