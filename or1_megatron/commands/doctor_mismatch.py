@@ -55,7 +55,7 @@ def mismatch(
 
 
 def measure(inputs: Inputs, head: Any) -> Comparison:
-    """Compare on ``inputs`` an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
+    """Compare an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
     from or1_megatron.commands.asked_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
     from or1_megatron.selftest.mismatch.measure import Comparison
