@@ -6,12 +6,14 @@ Not proven here: sleep and wake (vLLM's CPU engines cannot sleep; the rotary tab
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -40,8 +42,9 @@ HEAD = 32
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    yield one_rank()
-    stop_process_group()
+    with patch.dict(os.environ):  # later tests of this process start ranks of their own
+        yield one_rank()
+        stop_process_group()
 
 
 @contextmanager
