@@ -177,8 +177,10 @@ def find_run(root: Path) -> RunFolder:
     if not root.is_dir():
         raise FileNotFoundError(f"no run folder {root}")
     if not any(path.exists() for path in (folder.config, folder.metrics, folder.rollouts)):
+        runs = ", ".join(sorted(path.parent.name for path in root.glob("*/config.yaml")))  # such as stages
         raise FileNotFoundError(
             f"{root} is not a run folder: it has neither config.yaml nor metrics.jsonl nor rollouts/"
+            + (f"; these folders in it have: {runs}" if runs else "")
         )
     return folder
 

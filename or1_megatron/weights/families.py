@@ -107,9 +107,10 @@ def _quantised(hf: HFConfig) -> Iterator[str]:
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if settings := hf.get(key):
             method = settings.get("quant_method", settings) if isinstance(settings, dict) else settings
+            how = " (docs/adding_a_model.md says how to make them)" if method == "mxfp4" else ""
             yield (
                 f"the weights are quantised ({method}): config.json has {key}; expected weights in bf16 or fp32, "
-                "without that key (docs/adding_a_model.md says how to make them of mxfp4)"
+                f"without that key{how}"
             )
 
 

@@ -296,6 +296,10 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(FileNotFoundError, match="is not a run folder: it has neither config"):
         shown(tmp_path / "other")
+    (tmp_path / "other" / "stage_1").mkdir()
+    (tmp_path / "other" / "stage_1" / "config.yaml").touch()
+    with pytest.raises(FileNotFoundError, match="these folders in it have: stage_1"):
+        shown(tmp_path / "other")
     RunFolder(tmp_path / "fresh").create()
     with pytest.raises(FileNotFoundError, match="holds no rollouts yet"):
         shown(tmp_path / "fresh")

@@ -194,7 +194,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("GptOssForCausalLM", {"rope_scaling": None}, "rope_type = default is not supported; expected yarn"),
     ("GptOssForCausalLM", {"rope_scaling": {**GPT_OSS["rope_scaling"], "mscale": 0.7}}, "mscale = 0.7 is not"),
-    ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "says how to make them of mxfp4"),
+    ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "says how to make them"),
     ("Qwen3_5ForCausalLM", {**HYBRID, "layer_scale": True}, "layer_scale = True is not supported"),
 ]
 
