@@ -13,7 +13,7 @@
 #   RAY_PORT     of Ray's head on node 0 (6379)
 #   RAY_AUTH_TOKEN_PATH  file of the token that Ray's nodes know each other by ($RUNS/ray_token, made if there is none);
 #                RAY_AUTH_MODE=disabled: none
-#   DRY_RUN=1    print the plan and what is not there yet; start nothing
+#   DRY_RUN=1    print the plan (`or1 plan`); check and start nothing
 #
 # Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to resume); else failed.
 set -euo pipefail
@@ -44,9 +44,11 @@ mkdir -p "$RUNS" && [[ -w $RUNS ]] || die "RUNS=$RUNS cannot be written"
 
 arguments=("$recipe" --set "run.stage=$stage" "$@")
 ((NNODES == 1)) || arguments+=(--set "cluster.ray_address=$MASTER_ADDR:$ray_port" --set "cluster.nodes=$NNODES")
-# Node 0 checks everything; the others need not read the data too.
-if [[ ${DRY_RUN:-} == 1 ]] || ((NODE_RANK > 0)); then look=--dry-run; else look=--check; fi
-or1 train "${arguments[@]}" "$look" || exit 2
+if [[ ${DRY_RUN:-} == 1 ]]; then
+  or1 plan "${arguments[@]}" || exit 2
+elif ((NODE_RANK == 0)); then # the others need not read the data too
+  or1 train "${arguments[@]}" --check || exit 2
+fi
 ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
 ((ranks % NNODES == 0)) || die "parallel.ranks = $ranks does not divide by NNODES = $NNODES; choose another LAYOUT"
 if [[ ${DRY_RUN:-} == 1 ]]; then exit 0; fi

@@ -20,7 +20,6 @@ from or1_megatron.commands.eval import evaluate
 from or1_megatron.commands.plan import plan
 from or1_megatron.commands.recipes import recipes
 from or1_megatron.commands.report import report
-from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.timeline import timeline
 from or1_megatron.commands.train import train
@@ -59,7 +58,6 @@ _PLAIN = (
     check_parity,
     plan,
     selftest,
-    rollouts,
     report,
     timeline,
     watch,

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 _USES = {
-    "recipe": "recipes: or1 train NAME --dry-run, or `base: NAME` in a file of your own",
-    "layout": "layouts, a recipe's GPUs: LAYOUT=NAME or1 train RECIPE --dry-run",
-    "shape": "model shapes: or1 train RECIPE --dry-run --shape NAME",
+    "recipe": "recipes: or1 plan NAME, or `base: NAME` in a file of your own",
+    "layout": "layouts, a recipe's GPUs: LAYOUT=NAME or1 plan RECIPE",
+    "shape": "model shapes: or1 plan RECIPE --shape NAME",
 }
 
 

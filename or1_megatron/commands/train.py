@@ -1,4 +1,4 @@
-"""``or1 train``: trains, resumes, or with --dry-run and --check only plans and checks a run."""
+"""``or1 train``: trains, resumes, or with --check only plans and checks a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.explained import explained
-from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
+from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note
 from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.signals import CPP_LOG_LEVEL, QUIET
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
     from or1_megatron.runtime.nodes import Nodes
     from or1_megatron.sizing.conflicts import Device
+    from or1_megatron.sizing.run_plan import Plan
 
 
 def train(
@@ -34,22 +35,12 @@ def train(
             help="Train stage N alone (the first is 1), in a run folder of its own, from where stage N-1 ended.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="The short form of `or1 plan`: batches, layout, memory.")
-    ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="--dry-run, and check all that can stop a start: weights, data, previous stage."),
+        typer.Option("--check", help="Only check all that can stop a start: weights, data, memory, previous stage."),
     ] = False,
     device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="What --dry-run plans for, if not for this machine.")
-    ] = None,
-    shape: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="NAME|FOLDER",
-            help="--dry-run for this model shape (`or1 recipes` lists them) or a folder's config.json; reads no data.",
-        ),
+        Literal["cpu", "cuda"] | None, typer.Option(help="What --check plans for, if not for this machine.")
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="How many nodes have trainer ranks. Run the same on each.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="This node's number. Node 0 decides on restarts.")] = 0,
@@ -61,31 +52,25 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second signal stops at once. Parts that die or stall start again.
     """
     with explained():
-        if not (dry_run or check):
+        if not check:
             os.environ.setdefault(CPP_LOG_LEVEL, QUIET)  # before torch is imported
             outlive_console()
-        if not dry_run:
-            check_driver()
+        check_driver()
         from or1_megatron.config.load import load_config
 
         path = config_file(config)
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
         loaded = load_config(path, overrides)
-        if shape is not None and not dry_run:
-            raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
-        if not dry_run:
-            _check_node(loaded, nnodes, node_rank, "" if check else master_addr)
+        _check_node(loaded, nnodes, node_rank, "" if check else master_addr)
         with _naming_what_makes_data(path):
-            if dry_run:
-                _dry_run(loaded, device, shape)
-            elif check:
+            if check:
                 _check(loaded, device, nnodes)
             else:
                 from or1_megatron.runtime.nodes import Nodes
 
                 meeting = nnodes, node_rank, str(master_addr), master_port, loaded.cluster.join_timeout_s
                 with Nodes(*meeting) if nnodes > 1 else nullcontext() as nodes:
-                    _start(loaded, device, nodes)
+                    _start(loaded, nodes)
 
 
 @contextmanager
@@ -102,39 +87,12 @@ def _naming_what_makes_data(config: Path) -> Iterator[None]:
         raise DataFileMissing(f"{error}\n{script} makes the data of this configuration, and trains") from None
 
 
-def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
-    import torch
-
-    from or1_megatron.config.recipes import find
-    from or1_megatron.plan.tables import render
-    from or1_megatron.rollout.engine_args import check_engine_args
-    from or1_megatron.sizing.dry_run import plan_run
-    from or1_megatron.sizing.memory import memory_short
-    from or1_megatron.sizing.storage import disk_short
-    from or1_megatron.trainer.preflight import lacking
-
-    check_engine_args(config.rollout)
-    folder = find("shape", shape) if shape else shape_folder(config)
-    planned = plan_run(config, _device(device, config), folder)
-    Console().print(render(planned))
-    lacks = [] if planned.device == "cuda" and not torch.cuda.is_available() else [disk_short(config, planned.shape)]
-    if planned.device == "cuda" and (size_gb := config.cluster.gpu_memory_gb) is not None:
-        lacks.append(memory_short(config, planned.shape, planned.device, int(size_gb * 1e9)))
-    for line in filter(None, lacks):
-        print(f"or1: does not fit: {line}", file=sys.stderr)
-    for line in () if shape else lacking(config):
-        print(f"or1: not there yet: {line}", file=sys.stderr)
-
-
 def _check(config: Config, device: Device | None, nodes: int) -> None:
     from or1_megatron.data.prompts import make_prompts, read_problems, thinking_rule
     from or1_megatron.plan.tables import render
-    from or1_megatron.runtime.surroundings import make_usable
-    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
+    from or1_megatron.trainer.preflight import check_inputs, check_room
 
-    for line in make_usable():
-        note(line)
-    planned = plan_start(config, _device(device))
+    planned = _planned(config, device)
     Console().print(render(planned))
     check_inputs(config, config.parallel.ranks // nodes)
     with closing(read_problems(config)) as problems:
@@ -158,13 +116,22 @@ def _check_node(config: Config, count: int, rank: int, address: str | None) -> N
         raise UserError("\n".join(wrong))
 
 
-def _start(config: Config, device: Device | None, nodes: Nodes | None) -> None:
+def _planned(config: Config, device: Device | None = None) -> Plan:
+    """Return the plan of a run that starts now on ``device`` (None: this machine's)."""
+    import torch
+
     from or1_megatron.runtime.surroundings import make_usable
-    from or1_megatron.trainer.preflight import check_inputs, check_room, plan_start
+    from or1_megatron.trainer.preflight import plan_start
 
     for line in make_usable():
         note(line)
-    planned = plan_start(config, _device(device))
+    return plan_start(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _start(config: Config, nodes: Nodes | None) -> None:
+    from or1_megatron.trainer.preflight import check_inputs, check_room
+
+    planned = _planned(config)
     if nodes is None or nodes.rank == 0:
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
@@ -214,18 +181,3 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
     if nodes is not None:
         nodes.code = code
     return code
-
-
-def _device(named: Device | None, planned: Config | None = None) -> Device:
-    """Return the device that ``--device`` names; else this machine's, or "cuda" if ``planned`` has a GPU transport."""
-    if named is not None:
-        return named
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    transport = planned.handoff.transport if planned is not None else None
-    if transport is not None and ("nccl" in transport or "cuda" in transport):
-        note(f"planned for GPUs, since handoff.transport is {transport}; this machine has none")
-        return "cuda"
-    return "cpu"

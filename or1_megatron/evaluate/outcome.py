@@ -71,8 +71,8 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
     if failed > max_error_fraction * outcome.problems * outcome.samples:
         raise EvaluationError(
             f"{failed} of {outcome.problems * outcome.samples} verdicts failed ({dict(outcome.statuses)}), more than "
-            f"verify.max_error_fraction = {max_error_fraction:g}; the responses are kept: look at them with "
-            "or1 rollouts, raise verify.timeout_s, or score them again with or1-verify"
+            f"verify.max_error_fraction = {max_error_fraction:g}; the responses are kept: look at them in "
+            "responses.jsonl, raise verify.timeout_s, or score them again with or1-verify"
         )
 
 

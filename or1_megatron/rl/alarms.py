@@ -124,7 +124,7 @@ class Alarms:
         return (
             f"gradient norm {norm:.4g} is {times} its median over the last {len(norms)} steps, {usual:.4g} (alarm at "
             f"safety.grad_norm_factor = {factor:g}). The step was clipped to optimizer.clip_grad. Look at this "
-            "step's responses (or1 rollouts); if it repeats, lower optimizer.lr"
+            "step's responses (or1 report); if it repeats, lower optimizer.lr"
         )
 
     def _mismatch(self, seen: StepSeen) -> str | None:
@@ -148,7 +148,7 @@ class Alarms:
         return (
             f"no group was kept, so nothing was trained; {right:.1%} of the responses were right. Rewards of 0: "
             f"{seen.reasons or 'none'}. If this repeats: other problems, a longer max_response_tokens (truncated), a "
-            "longer verify.timeout_s (timeout), or a look at the responses (or1 rollouts)"
+            "longer verify.timeout_s (timeout), or a look at the responses (or1 report)"
         )
 
     def _entropy(self, seen: StepSeen) -> str | None:

@@ -19,7 +19,7 @@ from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config, TrackConfig
 from or1_megatron.handoff.transport.choice import check_transport
-from or1_megatron.rl.checks import ResumeError, check_state
+from or1_megatron.rl.checks import check_state
 from or1_megatron.rl.loop_arguments import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
@@ -33,7 +33,7 @@ from or1_megatron.sizing.memory import NotEnoughMemory, memory_short
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.weights.adapters import AdapterTable
-from or1_megatron.weights.families import ModelError, family_of, read_hf_config
+from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_verify.errors import UserError
 
@@ -80,6 +80,9 @@ def check_inputs(config: Config, ranks_here: int) -> None:
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))
+    if (lora := config.model.lora) is not None and lora.adapter is not None:
+        hf = read_hf_config(config.model.hf)
+        AdapterTable(family_of(hf), hf, lora.rank, lora.targets).read(lora.adapter, config.model.hf, lora.alpha)
 
 
 def check_room(planned: Plan) -> None:
@@ -130,25 +133,6 @@ def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
             + (f" (CUDA_VISIBLE_DEVICES = {limit})" if limit is not None else "")
             + "; lower one of them, share GPUs (rollout.placement = colocated), or start one launcher per node"
         )
-
-
-def lacking(config: Config) -> list[str]:
-    """Return why the run could not start now: what the model or the previous stage lacks. Reads no weights."""
-    reasons = []
-    try:
-        begin_of(config, RunFolder(config.run.folder))
-    except (PreviousStageMissing, ResumeError, ConfigError) as error:
-        reasons.append(str(error))
-    for model in (config.model.hf, config.algorithm.kl.reference):
-        try:
-            if model is not None:
-                check_weight_files(model, read_hf_config(model))
-            if model is config.model.hf and (lora := config.model.lora) is not None and lora.adapter is not None:
-                hf = read_hf_config(model)
-                AdapterTable(family_of(hf), hf, lora.rank, lora.targets).read(lora.adapter, model, lora.alpha)
-        except ModelError as error:
-            reasons.append(str(error))
-    return reasons
 
 
 class PreviousStageMissing(UserError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The `or1` command: dry run, refusals without a traceback and with exit code 2, options that reach their command;
+"""The `or1` command: plans, refusals without a traceback and with exit code 2, options that reach their command;
 recipes, layouts and shapes by name: from an unpacked wheel in an empty folder, beside files of the same name, and with
 names that nothing has.
 
@@ -51,8 +51,8 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_dry_run_prints_the_arithmetic(config: Path) -> None:
-    result = invoke("train", config, "--dry-run", "--device", "cpu", "--set", "stages.0.steps=10")
+def test_a_plan_prints_the_arithmetic(config: Path) -> None:
+    result = invoke("plan", config, "--gpu", "cpu", "--set", "stages.0.steps=10")
     assert result.exit_code == 0, result.output
     rows = {line[:33].strip(): line[33:].strip() for line in result.stdout.splitlines()}
     assert rows["responses per step"] == "32"
@@ -72,8 +72,8 @@ def test_dry_run_prints_the_arithmetic(config: Path) -> None:
 )
 def test_what_cannot_work_is_refused_in_a_message(config: Path, overrides: list[str], expected: str) -> None:
     options = [part for override in overrides for part in ("--set", override)]
-    for dry_run in ([], ["--dry-run"]):
-        result = invoke("train", config, *options, *dry_run)
+    for command in ("train", "plan"):
+        result = invoke(command, config, *options)
         assert result.exit_code == 2
         assert result.stderr.startswith("or1: error: ")
         assert expected in result.stderr
@@ -86,19 +86,17 @@ def test_a_missing_data_file_names_the_script_beside_the_configuration(config: P
     for script, said in (("", False), ("run.sh", True)):
         if script:
             (config.parent / script).write_text("")
-        result = invoke("train", config, "--dry-run", "--set", missing)
+        result = invoke("train", config, "--check", "--set", missing)
         assert result.exit_code == 2 and "no such file" in result.stderr
         assert (f"{config.parent}/run.sh makes the data" in result.stderr) == said
 
 
-def test_check_refuses_what_the_dry_run_says_is_not_there_yet(config: Path) -> None:
-    """Weights that are still to be downloaded: planned with, not started with. Both print the plan first."""
-    planned, refused = (invoke("train", config, how, "--device", "cpu") for how in ("--dry-run", "--check"))
-    said = "lacks model.safetensors or its index"
-    assert planned.exit_code == 0 and f"or1: not there yet: {config.parent}/model" in planned.stderr
-    assert said in planned.stderr
-    assert refused.exit_code == 2 and refused.stderr.startswith("or1: error: ") and said in refused.stderr
-    assert "responses per step" in planned.stdout and "responses per step" in refused.stdout
+def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path) -> None:
+    """After it has printed the plan."""
+    refused = invoke("train", config, "--check", "--device", "cpu")
+    assert refused.exit_code == 2 and refused.stderr.startswith(f"or1: error: {config.parent}/model")
+    assert "lacks model.safetensors or its index" in refused.stderr
+    assert "responses per step" in refused.stdout
 
 
 def test_options_of_nodes_that_contradict_each_other_are_refused_before_the_start(config: Path) -> None:
@@ -108,16 +106,9 @@ def test_options_of_nodes_that_contradict_each_other_are_refused_before_the_star
 
 def test_a_corrupt_model_config_is_named(config: Path) -> None:
     (config.parent / "model" / "config.json").write_text('{"num_hidden')
-    result = invoke("train", config, "--dry-run")
+    result = invoke("plan", config)
     assert result.exit_code == 2
     assert "config.json is not valid JSON" in result.stderr
-
-
-def test_rollouts_of_no_run(tmp_path: Path) -> None:
-    result = invoke("rollouts", tmp_path / "none")
-    assert result.exit_code == 2
-    assert "none" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 HELP_BARE = """
@@ -181,8 +172,8 @@ def test_from_a_wheel(empty: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "32 ranks = TP 2 x PP 1 x CP 1 x DP 16" in or1("train", "or1_7b", "--dry-run")
-    planned = or1("train", "or1_32b", "--dry-run", "--shape", "deepseek_r1_distill_qwen_14b", "--device", "cuda")
+    assert "32 ranks = TP 2 x PP 1 x CP 1 x DP 16" in or1("plan", "or1_7b")
+    planned = or1("plan", "or1_32b", "--shape", "deepseek_r1_distill_qwen_14b")
     assert "14,7" in planned and "48 layers" in planned
     assert str(unpacked) in or1("config", "or1_7b", "--key", "model.hf", "--set", f"model.hf={unpacked}")
     assert list(empty.iterdir()) == []
@@ -227,13 +218,13 @@ def test_a_base_by_name(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_that_nothing_has(empty: Path) -> None:
     for command, said in (
-        (["train", "or1_math_8b", "--dry-run"], "no recipe of that name; did you mean or1_math_7b"),
-        (["train", "zzz", "--dry-run"], "zzz: no such file, and no recipe of that name; there are: or1_235b, or1_32b"),
-        (["train", "or1_7b", "--dry-run", "--shape", "qwen3_235b"], "did you mean qwen3_235b_a22b"),
-        (["train", "or1_72b", "--dry-run"], "model folder models/reasoning-72b does not exist; expected an HF folder"),
+        (["plan", "or1_math_8b"], "no recipe of that name; did you mean or1_math_7b"),
+        (["train", "zzz", "--check"], "zzz: no such file, and no recipe of that name; there are: or1_235b, or1_32b"),
+        (["plan", "or1_7b", "--shape", "qwen3_235b"], "did you mean qwen3_235b_a22b"),
+        (["plan", "or1_72b"], "model folder models/reasoning-72b does not exist; expected an HF folder"),
     ):
         result = invoke(*command)
-        assert result.exit_code == 2 and result.stderr.startswith("or1: error: ") and said in result.stderr
-    assert invoke("train", "or1_72b", "--dry-run", "--set", "model.hf=qwen2_5_72b").exit_code == 0
+        assert result.exit_code == 2 and "or1: error: " in result.stderr and said in result.stderr
+    assert invoke("plan", "or1_72b", "--set", "model.hf=qwen2_5_72b").exit_code == 0
     assert find("shape", ROOT / "examples/quickstart/base_model") == ROOT / "examples/quickstart/base_model"
     assert shape_like(Path("x/DeepSeek-R1-Distill-Qwen-1.5B")) == CONFIGS / "models/deepseek_r1_distill_qwen_1_5b"

@@ -110,8 +110,6 @@ def test_every_stage_script_checks_and_plans(script: str, place: dict[str, str])
     done = run(script, {**place, "DRY_RUN": "1"})
     assert done.returncode == 0, done.stderr
     assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in done.stdout
-    first = script.endswith("stage_1.sh")
-    assert first or ("or1: not there yet: stage" in done.stderr and "begins from a checkpoint of stage" in done.stderr)
 
 
 def test_a_stage_without_the_one_before_is_refused_at_the_door(place: dict[str, str], tmp_path: Path) -> None:

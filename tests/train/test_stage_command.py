@@ -47,7 +47,7 @@ def test_stage_2_without_stage_1(small_config: SmallConfig, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
     assert "there is none in elsewhere" in refused(config, "run.previous=elsewhere", stage=2)
     assert "run.stage = 3, but there are 2 stages" in refused(config, stage=3)
-    dry = CliRunner().invoke(app, ["train", str(config), "--stage", "2", "--dry-run", "--device", "cpu"])
+    dry = CliRunner().invoke(app, ["plan", str(config), "--set", "run.stage=2"])
     assert dry.exit_code == 0, dry.output
 
 

@@ -1,1 +1,1 @@
-"""Shows runs, responses and evaluations in the terminal."""
+"""Shows runs and evaluations in the terminal."""
