@@ -252,7 +252,7 @@ def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "did you mean sources.0.columns?" in result.output
     recipe.write_text("sources: [{path: x.jsonl}]\nduplicates: {embedding: {model: x, backend: transformers}}\n")
     said = invoke("data", "build", recipe).output
-    assert "recipe.yaml:2: duplicates.embedding.backend: was removed: transformers loads the model" in said
+    assert "recipe.yaml:2: duplicates.embedding.backend: was removed: take the key out" in said
     recipe.write_text(
         "sources: [{path: x.jsonl}]\njudges: {votes: 1, keep_at_least: 1, models: [{name: j, endpoint: 'host:80'}]}\n"
     )
