@@ -1,9 +1,9 @@
 """Interfaces (Policy, Rollouts, Sampler, Objective, ...) between folders that may not import each other.
 
 The training loop calls most of these protocols. Implementations: ``trainer.synced_policy`` (Policy),
-``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts, EngineControl, Sampler), ``data.stream`` (ProblemStream),
-``evaluate.held_out`` (Evaluator), ``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective).
-``trainer.ranks`` joins them. Nothing here knows megatron, vllm or ray.
+``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts, Sampler), ``data.stream`` (ProblemStream), ``runtime`` and
+``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.ranks`` joins them. Nothing here knows
+megatron, vllm or ray.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from or1_verify.errors import Or1Error
 if TYPE_CHECKING:
     import torch
 
-    from or1_megatron.config.schema import EvaluationConfig
     from or1_megatron.weights.holdings import Box, Holding
 
 
@@ -276,32 +275,10 @@ class PolicyWeights(Protocol):
         """Return rank 0's ``value`` on every rank. A collective call."""
 
 
-class EngineControl(Protocol):
-    """Controls all engines in a weight handoff; trainer rank 0 calls it.
-
-    Every call goes to all engines concurrently and returns when the last has answered.
-    """
-
-    engines: int
-    workers_per_engine: int
-
-    @property
-    def address(self) -> str:
-        """Return the address at which the engines' nodes reach this host."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_weight_update(self, version: int) -> None: ...
-
-
 class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
-    The loop raises it between its verbs. Rollouts and Evaluator, which wait for long, may raise it too.
+    The loop raises it between its verbs. Rollouts and the evaluation, which wait for long, may raise it too.
     """
 
 
@@ -311,16 +288,6 @@ class EnginesLost(PartLost, RuntimeError):
     A run that has been asked to stop still saves after this error, because a pre-empted node often loses its engines
     before the ranks have saved.
     """
-
-
-class Evaluator(Protocol):
-    """Measures the engines' current weights on held-out problems, without any effect on training."""
-
-    def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Measure avg@k with k = ``settings.samples`` for a ``whole`` evaluation, else ``settings.samples_during``.
-
-        Calls with equal weights and settings give equal results.
-        """
 
 
 class Observer(Protocol):

@@ -17,7 +17,7 @@ from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, S
 
 
 class HeldOut:
-    """Evaluates the policy on held-out problem sets during a run (``interfaces.Evaluator``).
+    """Evaluates the policy on held-out problem sets during a run, without any effect on training.
 
     It has its own, constant seed, so that the same weights give the same result, and the order of training data does
     not change.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.failures import HandoffError, SendError
@@ -32,8 +33,11 @@ from or1_megatron.handoff.transfer import Transfer
 from or1_megatron.handoff.transport.choice import choose_transport, neighbours_of, round_bytes
 from or1_megatron.handoff.transport.links import this_location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background, join_store, open_store
-from or1_megatron.interfaces import EngineControl, PolicyWeights
+from or1_megatron.interfaces import PolicyWeights
 from or1_verify.errors import UserError
+
+if TYPE_CHECKING:
+    from or1_megatron.rollout.engine_group import EngineGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class WeightSender:
     """Sends the policy's weights to the engines. Each trainer rank has one sender."""
 
     def __init__(
-        self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
+        self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineGroup | None = None
     ) -> None:
         """``engines``: used on rank 0 only, where it is required."""
         self._weights, self._rank, self._config = weights, rank, config
@@ -134,7 +138,7 @@ class WeightSender:
             status.wait(joined, f"{plan.engines} engine ranks to be ready for handoffs")
         return transfer
 
-    def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
+    def _invite(self, engines: EngineGroup, status: StatusStore) -> Future[None]:
         """Publish the model's tensors and the store's address to the engines. The future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
@@ -145,7 +149,7 @@ class WeightSender:
         }
         return in_background(lambda: engines.init_weight_transfer_engine(info))
 
-    def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> HandoffPlan:
+    def _publish_plan(self, engines: EngineGroup, status: StatusStore, joined: Future[None]) -> HandoffPlan:
         """Make the plan from the slices that all engine ranks want, publish each rank's part of it, and return it."""
         wants, locations = zip(
             *(
@@ -171,7 +175,7 @@ class WeightSender:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def _start_receiving(self, engines: EngineControl) -> Future[None]:
+    def _start_receiving(self, engines: EngineGroup) -> Future[None]:
         """Let the engines receive in the background, while this rank packs. The future is done when all have loaded."""
         info = {"handoff": self._handoffs}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
-from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
+from or1_megatron.interfaces import Observer, Policy, ProblemStream, Rollouts, Tracker
 from or1_megatron.rl.checks import ResumeError
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
@@ -18,6 +18,7 @@ from or1_megatron.types import EvaluationResult
 
 if TYPE_CHECKING:
     from or1_megatron.checkpoint.keeper import CheckpointKeeper
+    from or1_megatron.evaluate.held_out import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Ports:
     policy: Policy
     rollouts: Rollouts
     stream: ProblemStream
-    evaluator: Evaluator | None
+    evaluator: HeldOut | None
     """None: there are no held-out problems."""
     observer: Observer
     tracker: Tracker

@@ -1,4 +1,4 @@
-"""Calls all engines at once (``interfaces.EngineControl``), and finds which engines are lost, and why."""
+"""Calls all engines at once, and finds which engines are lost, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class EngineError(EnginesLost):
 
 
 class EngineGroup:
-    """Implements ``interfaces.EngineControl`` with the engine actors."""
+    """Controls all engines; trainer rank 0 calls it. A call goes to all engines at once, and returns when the last has
+    answered."""
 
     def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_s: float) -> None:
         """``handles``: the engines' actors. The list may change; a call goes to the handles that are in it then."""

@@ -84,7 +84,9 @@ def test_unknown_names_and_parameters_name_the_nearest(here: Path) -> None:
         "algorithm.objective.name = gpso: unknown objective; did you mean gspo?; expected clipped, gspo, cispo, "
         "dr_grpo, dapo, or package.module:Name of your own"
     ]
-    assert "was removed: take clipped with algorithm.entropy.mode = adaptive" in lines(objective={"name": "clip_cov"})[0]
+    assert (
+        "was removed: take clipped with algorithm.entropy.mode = adaptive" in lines(objective={"name": "clip_cov"})[0]
+    )
     (line,) = lines(objective={"name": "mine_of_test:Bounded", "args": {"positiv": 1}})
     assert "args.positiv: objective mine_of_test:Bounded has no such parameter; did you mean positive?" in line
     (line,) = lines(objective={"name": "clipped", "args": {"clip_low": 0.1}})
