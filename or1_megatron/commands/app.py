@@ -51,18 +51,7 @@ def main(
     pass
 
 
-_PLAIN = (
-    train,
-    recipes,
-    config,
-    check_parity,
-    plan,
-    selftest,
-    report,
-    timeline,
-    watch,
-)
-for command in _PLAIN:
+for command in (train, recipes, config, check_parity, plan, selftest, report, timeline, watch):
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")

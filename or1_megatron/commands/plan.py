@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from or1_megatron.errors import USER_ERROR
 if TYPE_CHECKING:
     from or1_megatron.config.hardware import Hardware
     from or1_megatron.config.schema import Config
-    from or1_megatron.plan.request import PlanRequest
+    from or1_megatron.sizing.run_plan import Plan
 
 
 def plan(
@@ -41,26 +40,60 @@ def plan(
     Exits with status 2 if it does not fit in memory, or on the disk of this machine.
     """
     with explained():
-        _show(_asked(config, overrides or (), gpu, lengths, shape), as_json)
+        from or1_megatron.config.hardware import read_hardware
+        from or1_megatron.config.load import load_config
+        from or1_megatron.config.recipes import find
+        from or1_megatron.plan.lengths import read_lengths
+        from or1_megatron.plan.run_time import run_time
+        from or1_megatron.plan.step_time import Machine
+        from or1_megatron.plan.tables import as_dict, render, time_tables
+        from or1_megatron.sizing.run_plan import plan_run
+
+        loaded = load_config(config_file(config), overrides or ())
+        hardware = read_hardware(gpu) if gpu else _hardware_for(loaded)
+        folder = find("shape", shape) if shape else shape_folder(loaded)
+        if hardware.match and loaded.cluster.gpu_memory_gb is None:
+            cluster = loaded.cluster.model_copy(update={"gpu_memory_gb": hardware.memory_bytes.value / 1e9})
+            loaded = loaded.model_copy(update={"cluster": cluster})
+        drawn = read_lengths(lengths)
+        planned = plan_run(loaded, "cuda" if hardware.match else "cpu", folder)
+        machine = Machine.of(hardware, planned.shape, planned.device)
+        time = run_time(loaded, machine, drawn, planned.held_out)
+        here = _is_here(hardware)
+        lacks = _lacks(planned, here)
+        if as_json:
+            print(json.dumps(as_dict(planned, time, lacks), indent=2))
+        else:
+            console = Console()
+            console.print(render(planned))
+            console.print(time_tables(planned, time, hardware, drawn, here))
+            for line in lacks:
+                note(f"does not fit: {line}")
+        if lacks:
+            raise typer.Exit(USER_ERROR)
 
 
-def _asked(
-    config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path | None, shape: Path | None
-) -> PlanRequest:
-    """Return the plan request that the options describe. Raises ConfigError, LengthsError, ModelError."""
-    from or1_megatron.config.hardware import read_hardware
-    from or1_megatron.config.load import load_config
-    from or1_megatron.config.recipes import find
-    from or1_megatron.plan.lengths import read_lengths
-    from or1_megatron.plan.request import PlanRequest
+def _is_here(hardware: Hardware) -> bool:
+    """Whether a run would use this machine and its disk: the hardware is a CPU, or the kind of GPU here."""
+    import torch
 
-    loaded = load_config(config_file(config), overrides)
-    hardware = read_hardware(gpu) if gpu else _hardware_for(loaded)
-    folder = find("shape", shape) if shape else shape_folder(loaded)
-    if hardware.match and loaded.cluster.gpu_memory_gb is None:
-        cluster = loaded.cluster.model_copy(update={"gpu_memory_gb": hardware.memory_bytes.value / 1e9})
-        loaded = loaded.model_copy(update={"cluster": cluster})
-    return PlanRequest(loaded, folder, hardware, read_lengths(lengths))
+    from or1_megatron.config.hardware import hardware_of
+
+    if not hardware.match:
+        return True
+    return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == hardware
+
+
+def _lacks(planned: Plan, here: bool) -> list[str]:
+    """Return a text for memory and, if the run would be ``here``, for disk, if there is too little."""
+    from or1_megatron.runtime.host_memory import host_memory
+    from or1_megatron.sizing.memory import memory_short
+    from or1_megatron.sizing.storage import disk_short
+
+    config, shape = planned.config, planned.shape
+    there = host_memory().free if planned.device == "cpu" else int((config.cluster.gpu_memory_gb or 0.0) * 1e9)
+    lacks = [memory_short(config, shape, planned.device, there), disk_short(config, shape) if here else ""]
+    return [line for line in lacks if line]
 
 
 def _hardware_for(config: Config) -> Hardware:
@@ -82,21 +115,3 @@ def _hardware_for(config: Config) -> Hardware:
     named = "h200" if size_gb > 100 else "h800"
     note(f"planned for {named}, since cluster.gpu_memory_gb is {size_gb:g}; --gpu names another")
     return read_hardware(named)
-
-
-def _show(given: PlanRequest, as_json: bool) -> None:
-    """Print the plan, and exit with USER_ERROR if the run does not fit."""
-    from or1_megatron.plan.request import outcome
-    from or1_megatron.plan.tables import as_dict, render, time_tables
-
-    planned, time, lacks = outcome(given)
-    if as_json:
-        print(json.dumps(as_dict(planned, time, lacks), indent=2))
-    else:
-        console = Console()
-        console.print(render(planned))
-        console.print(time_tables(given, planned, time))
-        for line in lacks:
-            note(f"does not fit: {line}")
-    if lacks:
-        raise typer.Exit(USER_ERROR)

@@ -11,9 +11,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from or1_megatron.config.algorithm import AlgorithmConfig
+from or1_megatron.config.hardware import Hardware
 from or1_megatron.config.resume import leaves
 from or1_megatron.config.schema import Config, OptimizerConfig
-from or1_megatron.plan.request import PlanRequest
+from or1_megatron.plan.lengths import Lengths
 from or1_megatron.plan.run_time import RunTime
 from or1_megatron.sizing.conflicts import kv_tokens, longest_row
 from or1_megatron.sizing.memory import PHASES, gib, needed
@@ -154,9 +155,12 @@ def _memory_rows(planned: Plan) -> Iterator[Row]:
         yield "at one time", gib(needed(planned.config, planned.memory, planned.device))
 
 
-def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType:
-    """Return tables of predicted time (seconds per verb and stage, hours), disk space, and the estimates' sources."""
-    config, hardware = given.config, given.hardware
+def time_tables(plan: Plan, time: RunTime, hardware: Hardware, lengths: Lengths, here: bool) -> RenderableType:
+    """Return tables of predicted time (seconds per verb and stage, hours), disk space, and the estimates' sources.
+
+    ``here``: the run would be on this machine, so that the room on its disk is shown.
+    """
+    config = plan.config
     fit = hardware.fit_for(plan.shape.parameters, plan.shape.experts is not None)
     stages = _by_stage("Time of a step, s", (stage.name for stage in time.stages))
     for verb in time.step_s:
@@ -172,8 +176,8 @@ def time_tables(given: PlanRequest, plan: Plan, time: RunTime) -> RenderableType
         ("evaluation", f"{time.evaluations_s:,.0f} s before and after training"),
         ("binds", time.binds),
         ("hardware", f"{hardware.title}; {fit.update_share.source}"),
-        ("lengths", given.lengths.source),
-        ("disk", disk_line(config, plan.shape, given.is_for_here)),
+        ("lengths", lengths.source),
+        ("disk", disk_line(config, plan.shape, here)),
     ]
     if plan.device == "cuda":
         rows.append(("host of a node", str(node_memory(config, plan.shape, int(hardware.node_devices.value)))))

@@ -27,11 +27,10 @@ from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.run_folder import LOOP_STATE, RunFolder, step_of
 from or1_megatron.runtime.trackers import check_trackers
 from or1_megatron.sizing.conflicts import Device
-from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import with_gpu_memory
 from or1_megatron.sizing.memory import NotEnoughMemory, memory_short
 from or1_megatron.sizing.parallel_layouts import choose_layers
-from or1_megatron.sizing.run_plan import Plan
+from or1_megatron.sizing.run_plan import Plan, plan_run
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files

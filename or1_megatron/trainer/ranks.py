@@ -48,9 +48,8 @@ from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.versions import session
 from or1_megatron.runtime.world import ranks_per_node
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
-from or1_megatron.trainer.engine_start import offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.nodes_alike import join_world
-from or1_megatron.trainer.placement import engine_places
+from or1_megatron.trainer.placement import engine_places, offloads, sized_rollout, takes_turns
 from or1_megatron.trainer.preflight import begin_of, checkpoint_keeper
 from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 

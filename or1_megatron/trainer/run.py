@@ -86,7 +86,7 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
         start_ray(config.cluster.ray_address, folder.run_id)
         stack.callback(stop_ray)
         with quick_imports():
-            from or1_megatron.trainer.engine_start import start_engines
+            from or1_megatron.trainer.placement import start_engines
 
         engines = start_engines(config, folder, stack)
         with quick_imports():

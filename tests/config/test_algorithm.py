@@ -13,9 +13,8 @@ import pytest
 
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.dry_run import check_reference
 from or1_megatron.sizing.memory import STATE
-from or1_megatron.sizing.run_plan import PlanError, plan
+from or1_megatron.sizing.run_plan import PlanError, check_reference, plan
 
 BASE = """\
 run: {dir: runs/x}

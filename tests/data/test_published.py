@@ -24,7 +24,7 @@ import pytest
 
 from or1_megatron.config.schema import SourceConfig
 from or1_megatron.data.problems import check_ground_truths, is_hub_id, load_problems
-from or1_megatron.sizing.dry_run import _count_rows
+from or1_megatron.sizing.run_plan import _count_rows
 from or1_verify.code.ground_truth import parse_code_tests
 from or1_verify.code.verifier import CodeVerifier
 from or1_verify.config import VerifyConfig

@@ -11,8 +11,8 @@ import pytest
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.memory import memory_short
+from or1_megatron.sizing.run_plan import plan_run
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"

@@ -118,7 +118,7 @@ def test_handoffs_keep_to_the_devices(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -> None:
     """`or1 plan` for GPUs accepts what would be started, of 20 steps."""
-    from or1_megatron.sizing.dry_run import plan_run
+    from or1_megatron.sizing.run_plan import plan_run
 
     if placement == "separate" and devices == 1:
         pytest.skip("needs two devices")

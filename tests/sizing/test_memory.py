@@ -46,7 +46,7 @@ from or1_megatron.sizing.storage import (
     disk_short,
     node_memory,
 )
-from or1_megatron.trainer import engine_start, preflight
+from or1_megatron.trainer import placement, preflight
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import BYTES, Shape
 
@@ -382,13 +382,13 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
 
 def test_engines_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nobody takes turns; with one its memory counts, unless the config says another."""
-    monkeypatch.setattr(engine_start, "read_hf_config", lambda folder: SEVEN_B)
+    monkeypatch.setattr(placement, "read_hf_config", lambda folder: SEVEN_B)
     unknown = config(gpu_gb=None)
-    assert engine_start.sized_rollout(unknown) == unknown.rollout
+    assert placement.sized_rollout(unknown) == unknown.rollout
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: type("Card", (), {"total_memory": 90_000_000_000})
     )
-    assert engine_start.sized_rollout(unknown).kv_cache_bytes == 59_503_069_184
-    assert engine_start.sized_rollout(config()).kv_cache_bytes == 49_503_069_184
-    assert engine_start.sized_rollout(config(rollout={"kv_cache_bytes": 7})).kv_cache_bytes == 7
+    assert placement.sized_rollout(unknown).kv_cache_bytes == 59_503_069_184
+    assert placement.sized_rollout(config()).kv_cache_bytes == 49_503_069_184
+    assert placement.sized_rollout(config(rollout={"kv_cache_bytes": 7})).kv_cache_bytes == 7
