@@ -99,6 +99,14 @@ def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path) -> 
     assert "responses per step" in refused.stdout
 
 
+def test_check_refuses_adapters_that_are_not_there(config: Path) -> None:
+    model = ROOT / "examples/quickstart/base_model"
+    changed = [f"model.hf={model}", f"model.lora={{adapter: {config.parent}/model}}"]
+    result = invoke("train", config, "--check", "--device", "cpu", *(word for key in changed for word in ("--set", key)))
+    assert result.exit_code == 2, result.stdout
+    assert f"model.lora.adapter = {config.parent}/model is no folder of adapters" in result.stderr
+
+
 def test_options_of_nodes_that_contradict_each_other_are_refused_before_the_start(config: Path) -> None:
     result = invoke("train", config, "--check", "--nnodes", "2", "--node-rank", "5", "--device", "cpu")
     assert result.exit_code == 2 and "--node-rank 5: expected 0 to 1, since --nnodes is 2" in result.stderr
