@@ -99,11 +99,6 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
 def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
     """Return each engine's node and GPUs: the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
     size, engines = rollout.tensor_parallel, rollout.engines
-    if size * engines > len(ranks):
-        raise PlacementError(
-            f"rollout: {engines} engines of tensor_parallel {size} need {size * engines} GPUs; placement 'colocated' "
-            f"has the trainer's {len(ranks)}"
-        )
     node_of = {uuid: node.node_id for node in nodes for uuid in node.gpus}
     for number, rank in enumerate(ranks[: size * engines]):
         if rank.uuid not in node_of:
