@@ -101,8 +101,8 @@ def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path) -> 
 
 def test_check_refuses_adapters_that_are_not_there(config: Path) -> None:
     model = ROOT / "examples/quickstart/base_model"
-    changed = [f"model.hf={model}", f"model.lora={{adapter: {config.parent}/model}}"]
-    result = invoke("train", config, "--check", "--device", "cpu", *(word for key in changed for word in ("--set", key)))
+    changed = "--set", f"model.hf={model}", "--set", f"model.lora={{adapter: {config.parent}/model}}"
+    result = invoke("train", config, "--check", "--device", "cpu", *changed)
     assert result.exit_code == 2, result.stdout
     assert f"model.lora.adapter = {config.parent}/model is no folder of adapters" in result.stderr
 
