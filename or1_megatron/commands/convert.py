@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 convert = typer.Typer(no_args_is_help=True, help="Convert between HF folders and Megatron checkpoints, on the CPU.")
 
-_Dtype = Annotated[
-    Literal["float64", "float32", "bfloat16", "float16"] | None, typer.Option(help="Unset: as the source.")
-]
+_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; as the source, if not given.")]
 _Verify = Annotated[bool, typer.Option("--verify", help="Read every tensor again from the disk and compare it.")]
 
 
@@ -55,6 +53,9 @@ def megatron_to_hf(
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
+    from or1_megatron.convert.hf_folder import DTYPES
 
-    return None if name is None else getattr(torch, name)
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if name is not None and name not in known:
+        raise typer.BadParameter(f"'{name}' is none of {', '.join(known)}", param_hint="--dtype")
+    return known[name] if name is not None else None

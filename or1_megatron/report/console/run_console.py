@@ -114,17 +114,17 @@ class RunConsole:
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:
-            self.say("  ".join(name.rjust(width) for name, width in _WIDTHS.items()), style="bold")
+            self._print("  ".join(name.rjust(width) for name, width in _WIDTHS.items()), style="bold")
         self._lines += 1
         self._took_s.append(metrics.get("time/step", 0.0))
         cells = self._cells(step, metrics)
-        self.say("  ".join(cells[name].rjust(width) for name, width in _WIDTHS.items()))
+        self._print("  ".join(cells[name].rjust(width) for name, width in _WIDTHS.items()))
         late, failed = (int(metrics.get(f"verify/{status}", 0)) for status in ("timeout", "error"))
         if late or failed:
-            self.say(f"step {step}: {late} verdicts ran out of time (verify.timeout_s), {failed} failed", "yellow")
+            self._print(f"step {step}: {late} verdicts ran out of time (verify.timeout_s), {failed} failed", "yellow")
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        self.say(
+        self._print(
             f"evaluation after step {step}: accuracy {fraction(result.accuracy)}"
             f" (non-truncated {fraction(result.non_truncated_accuracy)}), "
             f"truncated {fraction(result.truncation_ratio)}, mean length {number(result.mean_length_tokens)} tokens; "
@@ -133,10 +133,14 @@ class RunConsole:
         )
 
     def alarmed(self, text: str) -> None:
-        self.say(text, style="yellow")
+        self._print(text, style="yellow")
 
     def resumed(self, step: int) -> None:
-        self.say(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
+        self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
+
+    def say(self, text: str) -> None:
+        """Print a line of text, such as where the run is written."""
+        self._print(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Remove the bar, and print the run's outcome (fields of ``schemas.SUMMARY``)."""
@@ -150,8 +154,7 @@ class RunConsole:
             self._poller.join(timeout=1.0)
         self._bar.stop()
 
-    def say(self, text: str, style: str | None = None) -> None:
-        """Print a line of text."""
+    def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def _cells(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
