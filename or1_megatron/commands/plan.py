@@ -55,7 +55,7 @@ def plan(
         if hardware.match and loaded.cluster.gpu_memory_gb is None:
             cluster = loaded.cluster.model_copy(update={"gpu_memory_gb": hardware.memory_bytes.value / 1e9})
             loaded = loaded.model_copy(update={"cluster": cluster})
-        drawn = read_lengths(lengths)
+        drawn = read_lengths(lengths, loaded.data.max_prompt_tokens)
         planned = plan_run(loaded, "cuda" if hardware.match else "cpu", folder)
         machine = Machine.of(hardware, planned.shape, planned.device)
         time = run_time(loaded, machine, drawn, planned.held_out)

@@ -52,6 +52,7 @@ class Moment:
 class RecipeLengths:
     """The recipe's distribution of lengths over training (see the module's docstring)."""
 
+    prompt_tokens: int = PROMPT_TOKENS
     kept_share: float = KEPT_SHARE
     """Share of the groups that are not rejected."""
     source: str = "the recipe's shape (an assumption: or1_megatron/plan/lengths.py)"
@@ -72,7 +73,7 @@ class RecipeLengths:
         of_prompt = np.repeat(random.standard_normal(prompts), group_size)
         normal = math.sqrt(0.5) * (of_prompt + random.standard_normal(of_prompt.size))
         lengths = self.median(when) * np.exp(SIGMA * normal)
-        return np.full(prompts, PROMPT_TOKENS), np.clip(lengths, 1, limit).astype(np.int64)
+        return np.full(prompts, self.prompt_tokens), np.clip(lengths, 1, limit).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,15 @@ class MeasuredLengths:
 Lengths = RecipeLengths | MeasuredLengths
 
 
-def read_lengths(run: Path | None) -> Lengths:
-    """Return the lengths in a past run's rollout files; without a run, the recipe's distribution.
+def read_lengths(run: Path | None, longest_prompt: int) -> Lengths:
+    """Return the lengths in a past run's rollout files; without a run, the recipe's distribution. Prompts have at most
+    ``longest_prompt`` tokens.
 
     Raises:
         LengthsError: the folder is missing or has no rollouts.
     """
     if run is None:
-        return RecipeLengths()
+        return RecipeLengths(min(PROMPT_TOKENS, longest_prompt))
     files = rollout_files(run / "rollouts")
     if not files:
         raise LengthsError(f"--lengths {run}: no rollouts: {run / 'rollouts'} holds no step_*.parquet")
@@ -116,4 +118,5 @@ def read_lengths(run: Path | None) -> Lengths:
         prompts += pc.list_value_length(table["prompt_token_ids"]).to_numpy()[starts].tolist()
         kept += int(table["kept"].to_numpy(zero_copy_only=False)[starts].sum())
     source = f"{len(groups):,} groups of {run} ({len(files)} steps)"
-    return MeasuredLengths(tuple(groups), np.array(prompts, np.int64), max(kept, 1) / len(groups), source)
+    known = np.minimum(prompts, longest_prompt).astype(np.int64)
+    return MeasuredLengths(tuple(groups), known, max(kept, 1) / len(groups), source)

@@ -102,10 +102,13 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     }
     (tmp_path / "rollouts").mkdir()
     pq.write_table(pa.table(table), tmp_path / "rollouts" / "step_000001.parquet")
-    lengths = read_lengths(tmp_path)
+    lengths = read_lengths(tmp_path, 2048)
     stages = load_config(named("recipe")["or1_7b"], SMALL).stages
     prompts, drawn = lengths.draw(Moment(stages, 0, 0), 50, 4, 1024, np.random.default_rng(1))
     assert lengths.kept_share == 0.5 and set(prompts.tolist()) == {20}
+    for run_or_none in (tmp_path, None):  # longer prompts than the configuration lets in are not planned with
+        prompts, _ = read_lengths(run_or_none, 16).draw(Moment(stages, 0, 0), 3, 4, 1024, np.random.default_rng(1))
+        assert prompts.tolist() == [16] * 3
     assert all(set(group) <= {7, 9} or set(group) == {1024} for group in drawn.reshape(50, 4).tolist())
 
 
