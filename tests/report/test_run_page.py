@@ -302,7 +302,9 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert said(str(tmp_path / "none")) == (2, f"or1: error: no run folder {tmp_path / 'none'}\n")
     status, text = said(str(tmp_path))
     assert status == 2 and "is not a run folder: it has neither config.yaml nor metrics.jsonl nor rollouts/" in text
-    assert "; these folders in it have: run" in text
+    (tmp_path / "both" / "stage_1").mkdir(parents=True)
+    (tmp_path / "both" / "stage_1" / "config.yaml").touch()
+    assert said(str(tmp_path / "both"))[1].endswith("; these folders in it have: stage_1\n")
     (tmp_path / "evaluated").mkdir()
     (tmp_path / "evaluated" / "responses.jsonl").touch()
     status, text = said(str(tmp_path / "evaluated"))
