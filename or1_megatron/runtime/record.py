@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -84,11 +83,11 @@ class RunRecord:
         self._opened()[2].write(step, HELD_OUT, self._held_out, [])
         self._held_out = []
 
-    def alarmed(self, text: str) -> None:
-        """Write an alarm's text and the step that it names, or 0."""
+    def alarmed(self, step: int, text: str) -> None:
+        """Write an alarm's step and text."""
         self._opened()
         alarms = JsonlWriter(self._folder.alarms, "alarms")
-        alarms.write({"step": int([*re.findall(r"\bstep (\d+)", text), 0][0]), "text": text})
+        alarms.write({"step": step, "text": text})
         alarms.close()
 
     def close(self) -> None:
@@ -144,9 +143,9 @@ class Observers:
         for observer in self._observers:
             observer.evaluated(step, result)
 
-    def alarmed(self, text: str) -> None:
+    def alarmed(self, step: int, text: str) -> None:
         for observer in self._observers:
-            observer.alarmed(text)
+            observer.alarmed(step, text)
 
     def resumed(self, step: int) -> None:
         for observer in self._observers:

@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
 from or1_megatron.report.page.behaviour import measure
 from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
@@ -94,13 +93,14 @@ def write_report(
     notes: list[str] = []
     if len(listed) < len(table):
         notes.append(
-            f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step. Histograms "
-            "and the migration of problems count all of them"
+            f"{len(listed):,} of {len(table):,} responses are listed and counted, those of every n-th step. "
+            "Behaviour is measured over all of them"
         )
     others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
     packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = head_packet(recordings, table, {}, tokenizer), rows_packet(table, listed, chosen, {"notes": notes})
+    more = {"notes": notes, "behaviour": behaviours(recordings, table, tokenizer)}
+    head, rows = head_packet(recordings, {}), rows_packet(table, listed, chosen, more)
     named_runs = [recording.label for recording in recordings]
     page = html(named_runs, {"head": head, "rows": rows}, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,50 +109,31 @@ def write_report(
     return Written(len(page), len(listed), len(table), len(chosen), said)
 
 
-def head_packet(
-    recordings: Sequence[Recording],
-    table: pd.DataFrame,
-    more: Mapping[str, Any],
-    tokenizer: Path | None = None,
-    most: int = 0,
-) -> bytes:
+def head_packet(recordings: Sequence[Recording], more: Mapping[str, Any], most: int = 0) -> bytes:
     """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
     header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
-    runs: list[dict[str, Any]] = []
-    columns: dict[str, NDArray[Any]] = {}
-    for number, recording in enumerate(recordings):
-        rows = table[table["run"] == number]
-        trained = [recording.files[file] for file in rows.loc[rows["stage"] != HELD_OUT, "file"].unique()]
-        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if trained else None
-        moved = migration(rows)
-        if moved is not None:
-            columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
-        runs.append(
-            {
-                "label": recording.label,
-                "path": str(recording.path),
-                "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
-                "notes": recording.notes,
-                "config": recording.config,
-                "sessions": recording.sessions,
-                "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
-                "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
-                "alarms": recording.alarms,
-                "behaviour": measure(trained, tokens) or None,
-                "steps": list(recording.metrics),
-                "metrics": _series(recording, names, most),
-                "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
-                "migration": moved,
-                "responses": len(rows),
-            }
-        )
+    runs = [
+        {
+            "label": recording.label,
+            "path": str(recording.path),
+            "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
+            "notes": recording.notes,
+            "config": recording.config,
+            "sessions": recording.sessions,
+            "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
+            "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
+            "alarms": recording.alarms,
+            "steps": list(recording.metrics),
+            "metrics": _series(recording, names, most),
+        }
+        for recording in recordings
+    ]
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    more = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}
-    return packet(more, columns, 1 if most else 6)
+    return packet({"runs": runs, "metrics": described, **more}, {}, 1 if most else 6)
 
 
 def _series(recording: Recording, names: Sequence[str], most: int) -> dict[str, Any]:
@@ -175,6 +156,16 @@ def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
     """Return the indices of the lowest and the highest of every ``per`` values in a row; nan is the lowest."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
+
+
+def behaviours(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
+    """Return for each run what ``behaviour.measure`` finds in the files of ``table`` with training responses."""
+    found = []
+    for number, recording in enumerate(recordings):
+        numbers = table.loc[(table["run"] == number) & (table["stage"] != HELD_OUT), "file"].unique()
+        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if len(numbers) else None
+        found.append(measure([recording.files[number] for number in numbers], tokens))
+    return found
 
 
 def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,9 @@ function rated(page, data) {
 }
 
 async function rolloutsTab(page) {
-  const { header, columns } = await (page.rows ??= packet("rows", { step: page.step }).then((data) => rated(page, data)));
+  const shown = live ? responsesOfStep(page) : [];
+  const data = await (live ? page.rows : allRows(page));
+  const { header, columns } = data;
   if (!columns.step.length) return [el("p", { class: "note" }, "No rollouts are kept: there is nothing to browse.")];
   const words = header.words;
   const place = el("div", { id: "detail", hidden: true });
@@ -15,7 +17,7 @@ async function rolloutsTab(page) {
   const table = virtualTable(tableColumns(page, columns, words), (row) => open(row));
   const told = el("p", { class: "note", role: "status" });
   const filters = filterControls(page, columns, words, () => filter());
-  if (live) filters.root.prepend(stepControl(page, header));
+  if (live) filters.root.prepend(stepControl(page, ...shown));
   let chosen = -1;
   let only = null; // {run, problems, title} of a cell of the migration table
 
@@ -25,7 +27,7 @@ async function rolloutsTab(page) {
     let [size, rewards, texts] = [0, 0, 0];
     for (let row = 0; row < columns.step.length; row++) {
       if (!page.shown.has(columns.run[row]) || !fits(row)) continue;
-      if (only && (columns.run[row] !== only.run || !only.problems.has(page.problems ? words.problem[columns.problem[row]] : columns.problem[row]))) continue;
+      if (only && (columns.run[row] !== only.run || !only.problems.has(words.problem[columns.problem[row]]))) continue;
       found[size++] = row;
       rewards += columns.reward[row];
       texts += columns.text[row] >= 0;
@@ -44,7 +46,7 @@ async function rolloutsTab(page) {
     const facts = factsOf(page, columns, words, row);
     const head = [el("h3", {}, `step ${columns.step[row]}, sample ${columns.sample[row]} of problem `, el("code", {}, words.problem[columns.problem[row]]))];
     chosen = row;
-    const text = await Promise.resolve(textOf(columns, row)).catch((error) => ({ error }));
+    const text = await Promise.resolve(textOf(data, row)).catch((error) => ({ error }));
     if (chosen !== row) return; // another was chosen meanwhile
     if (text?.error) return place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, text.error.message));
     if (!text) {
