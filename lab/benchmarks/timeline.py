@@ -28,7 +28,7 @@ SETS = (
     "run.stage=1", "optimizer.lr=1e-12", "evaluate.every_steps=100000", "checkpoint.every_steps=100000",
     "track.timeline=true", "track.console=plain", "run.dir=runs/timeline_cost",
 )  # fmt: skip
-HOOK = '''
+HOOK = """
 import json, mmap, os, random, time
 from pathlib import Path
 
@@ -58,7 +58,7 @@ if folder := os.environ.get("TIMELINE_COST"):
             flag[0] = 1 - flag[0] if args["step"] % 2 else drawn.randrange(2)
 
     timeline.add = add
-'''
+"""
 
 
 def main() -> None:

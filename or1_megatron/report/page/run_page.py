@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
@@ -23,8 +23,7 @@ from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
-from or1_megatron.report.page.selection import choose, named, pairs, thinned
-from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.report.page.selection import choose, named, pairs
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_megatron.runtime.run_folder import RunFolder
@@ -32,8 +31,6 @@ from or1_megatron.schemas.metrics import METRICS, Metric
 
 TEXTS = 200
 """Default number of responses that are chosen to be shown in full."""
-ROWS = 250_000
-"""Default limit of responses in the page's table; with more, whole steps are left out."""
 
 _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
@@ -42,8 +39,6 @@ _SCRIPTS = (
     *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "behaviour.js", "setup.js", "live.js"),
     "main.js",
 )
-_SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
-"""Fields of summary.json that the page shows."""
 _NUMBERS = {
     "uint8": ("truncated", "kept"),
     "uint16": ("run",),
@@ -57,11 +52,10 @@ _NAMED_RUNS = 3
 
 @dataclass(frozen=True)
 class Written:
-    """What a written page has: it lists ``rows`` of ``all_rows`` responses, and shows ``texts`` of them in full."""
+    """What a written page has: it lists ``rows`` responses, and shows ``texts`` of them in full."""
 
     size_bytes: int
     rows: int
-    all_rows: int
     texts: int
     notes: tuple[str, ...]
 
@@ -73,7 +67,6 @@ def write_report(
     ids: Sequence[str] = (),
     tokenizer: Path | None = None,
     texts: int = TEXTS,
-    most_rows: int = ROWS,
 ) -> Written:
     """Write the page of ``runs`` to ``out``.
 
@@ -89,24 +82,18 @@ def write_report(
     recordings = read_recordings(runs)
     table = join([recording.rows for recording in recordings])
     wanted = named(table, ids)
-    listed = thinned(table, most_rows, wanted)
     notes: list[str] = []
-    if len(listed) < len(table):
-        notes.append(
-            f"{len(listed):,} of {len(table):,} responses are listed and counted, those of every n-th step. "
-            "Behaviour is measured over all of them"
-        )
-    others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
+    others = dict.fromkeys([*pairs(table, texts // 4), *choose(table, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
     packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
     more = {"notes": notes, "behaviour": behaviours(recordings, table, tokenizer)}
-    head, rows = head_packet(recordings, {}), rows_packet(table, listed, chosen, more)
+    head, rows = head_packet(recordings, {}), rows_packet(table, chosen, more)
     named_runs = [recording.label for recording in recordings]
     page = html(named_runs, {"head": head, "rows": rows}, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
-    return Written(len(page), len(listed), len(table), len(chosen), said)
+    return Written(len(page), len(table), len(chosen), said)
 
 
 def head_packet(recordings: Sequence[Recording], more: Mapping[str, Any], most: int = 0) -> bytes:
@@ -119,13 +106,8 @@ def head_packet(recordings: Sequence[Recording], more: Mapping[str, Any], most: 
         {
             "label": recording.label,
             "path": str(recording.path),
-            "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
             "notes": recording.notes,
-            "config": recording.config,
-            "sessions": recording.sessions,
-            "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
-            "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
-            "alarms": recording.alarms,
+            **recording.facts,
             "steps": list(recording.metrics),
             "metrics": _series(recording, names, most),
         }
@@ -168,16 +150,16 @@ def behaviours(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: 
     return found
 
 
-def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
-    """Return the packet of the responses in ``listed``. ``texts``: those in full. ``more``: see ``head_packet``."""
+def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
+    """Return the packet of the responses in ``table``. ``texts``: those in full. ``more``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
-        name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
+        name: table[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
-    columns |= {name: listed[name].cat.codes.to_numpy("int32") for name in WORDS}
+    columns |= {name: table[name].cat.codes.to_numpy("int32") for name in WORDS}
     text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
-    columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
+    columns["text"] = text_of.reindex(table.index, fill_value=-1).to_numpy("int32")
     words = {name: table[name].cat.categories.tolist() for name in WORDS}
-    return packet({"words": words, "all": len(table), **more}, columns)
+    return packet({"words": words, **more}, columns)
 
 
 def text_packets(

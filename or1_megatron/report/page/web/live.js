@@ -42,7 +42,7 @@ function renew(page, { header }) {
   const responses = String(page.kept) !== String(header.kept);
   take(page, header);
   Object.assign(page, { version: header.version, kept: header.kept, metrics: header.metrics });
-  describe(page, { notes: [] });
+  describe(page, []);
   if (same) {
     for (const fresh of page.onnew) fresh();
     for (const plot of page.redraws) if (!zoomed(plot.chart)) plot.redraw();

@@ -4,9 +4,9 @@ const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metr
 const COUNTED = ["behaviour", "lengths", "problems"]; // these tabs count over responses, and are drawn from them
 const OF_ROWS = [...COUNTED, "rollouts"]; // these tabs wait for the table of responses
 
-function describe(page, { notes: noted, all }) {
+function describe(page, noted, responses = 0) {
   const steps = Math.max(0, ...page.runs.map((run) => (run.steps.length ? run.steps[run.steps.length - 1] : 0)));
-  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${live ? `${plural(page.kept.length, "file")} of responses` : plural(all, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
+  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${live ? `${plural(page.kept.length, "file")} of responses` : plural(responses, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
   const notes = [...noted, ...page.runs.flatMap((run) => run.notes.map((note) => (page.runs.length > 1 ? `${run.label}: ${note}` : note)))];
   if (!notes.length) return;
   document.getElementById("notes").replaceChildren(el("details", { open: notes.length <= 3 }, el("summary", {}, notes.length === 1 ? "A note" : `${notes.length} notes`), el("ul", {}, ...notes.map((note) => el("li", {}, note)))));
@@ -88,7 +88,8 @@ async function start() {
   if (id.length) page.step = Number(id[1]);
   await page.open(TABS.some(([name]) => name === wanted) && !OF_ROWS.includes(wanted) ? wanted : "overview");
   performance.mark("curves");
-  describe(page, live ? { notes: [] } : (await allRows(page)).header);
+  const { header: { notes }, columns } = live ? { header: { notes: [] } } : await allRows(page);
+  describe(page, notes, columns?.step.length);
   if (OF_ROWS.includes(wanted)) {
     await page.open(wanted);
     if (wanted === "rollouts" && id.length) page.find?.(Number(run), id.join("/"));

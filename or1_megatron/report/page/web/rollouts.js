@@ -33,8 +33,7 @@ async function rolloutsTab(page) {
       texts += columns.text[row] >= 0;
     }
     table.show(found.slice(0, size));
-    const fewer = header.all > columns.step.length ? ` (of ${count(header.all)} that are kept)` : "";
-    told.replaceChildren(`${count(size)} of ${plural(columns.step.length, "response")}${fewer}` + (size ? `, mean reward ${number(rewards / size)}, ${count(texts)} in full ●` : ""));
+    told.replaceChildren(`${count(size)} of ${plural(columns.step.length, "response")}` + (size ? `, mean reward ${number(rewards / size)}, ${count(texts)} in full ●` : ""));
     if (only) told.append(" · ", el("button", { type: "button", onclick: () => { only = null; filter(); } }, `pass rate ${only.title} ✕`));
   }
 
