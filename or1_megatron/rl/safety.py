@@ -25,9 +25,7 @@ class UpdateGuard:
         one_pass: whether the policy's output head is one-pass (``objectives.scored.needs_scores``).
     """
 
-    def __init__(
-        self, max_in_a_row: int, policy: Policy, tell: Callable[[int, str], None], one_pass: bool = False
-    ) -> None:
+    def __init__(self, max_in_a_row: int, policy: Policy, tell: Callable[[int, str], None], one_pass: bool) -> None:
         self._max_in_a_row, self._policy, self._tell, self._one_pass = max_in_a_row, policy, tell, one_pass
         self.in_a_row = 0
         self.total = 0

@@ -162,7 +162,7 @@ def test_a_long_table_has_whole_steps_and_says_so(run: Path, tmp_path: Path, mon
     monkeypatch.setattr(recordings, "ROWS", 24)
     page, thin = report([run], tmp_path / "r.html")
     assert set(unpacked(page, "rows")[1]["step"].tolist()) == {2, 4} and thin.rows == 24
-    assert "the responses of 2 of 4 steps are listed and counted" in thin.notes[0]
+    assert "responses of 2 of 4 steps are listed and counted" in thin.notes[0]
 
 
 def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) -> None:
@@ -175,6 +175,7 @@ def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) ->
     old = pq.read_table(rollouts / "step_000004.parquet").drop_columns(["reward"])
     pq.write_table(old, rollouts / "step_000006.parquet")
     (rollouts / "step_000005.parquet.partial").write_bytes(b"half")
+    (own / "config.yaml").write_text("stages: [")
     (own / "summary.json").write_text('{"steps": 4, "seed": 3, "unknown": 1}')
     with (own / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 2, "loss": null}\n{"step": 5, "accuracy/all": 0.')
@@ -182,10 +183,11 @@ def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) ->
     assert written.rows == 24
     for said, note in zip(
         (
+            "config.yaml is left out: while parsing a flow node",
+            "step_000005.parquet.partial: half-written",
             "step_000002.parquet is left out: not a rollout file",
             "step_000003.parquet is left out: not a rollout file",
             "step_000006.parquet is left out: it lacks reward",
-            "step_000005.parquet.partial: half-written",
         ),
         written.notes,
         strict=True,

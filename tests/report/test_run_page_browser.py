@@ -247,7 +247,9 @@ def test_filters(opened: Chromium, page: Path) -> None:
     assert told().startswith(f"48 of 48 responses, mean reward 0.479, {texts} in full")
     controls = {
         name: f"#filters label:has(:nth-child(1)):nth-of-type({place}) :is(select, input)"
-        for place, name in enumerate(("from", "to", "reward", "truncated", "source", "status", "problem"), start=1)
+        for place, name in enumerate(
+            ("from", "to", "reward", "truncated", "source", "status", "stage", "problem"), start=1
+        )
     }
     for changes, count in (
         ({"reward": "1"}, 23),
@@ -256,6 +258,7 @@ def test_filters(opened: Chromium, page: Path) -> None:
         ({"source": "1"}, 16),
         ({"from": "2", "to": "3"}, 24),
         ({"problem": "p2", "to": "1"}, 4),
+        ({"stage": "1", "reward": "1"}, 11),
         ({"problem": "none such"}, 0),
     ):
         opened.evaluate("[...document.querySelectorAll('#filters button')].pop().click()")

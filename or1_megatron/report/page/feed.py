@@ -68,7 +68,8 @@ class Feed:
             ]
         recordings, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in chosen))
         if name == "/data/text":
-            row = table.loc[[int(asked["row"])]]
+            if (row := table[table.index == int(asked["row"])]).empty:
+                raise LookupError("this response is not kept (any more)")
             return next(iter(text_packets(recordings, row, self._tokenizer, []).values()))
         if name not in ("/data/rows", "/data/counts"):
             raise LookupError(f"nothing is called {name}")

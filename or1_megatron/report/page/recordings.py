@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -64,27 +64,26 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 
 def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None) -> Recording:
     """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
-    not of all. Rollout files that cannot be read are left out, and named in its notes."""
+    not of all. Files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
-    config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
+    config = _document(folder.config, yaml.safe_load, notes)
     if metrics is None:
         metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
-    every = [rollout_files(place) for place in (folder.rollouts, folder.evaluations)] if files is None else [files]
-    found = [path for its in every for path in (spread(its, ROWS) if files is None else its)]
-    rows = read_table(found, notes)
-    if files is None and len(found) < (kept := sum(map(len, every))):
-        notes.append(
-            f"the responses of {len(found):,} of {kept:,} steps are listed and counted, those of every n-th step"
-        )
-    if files is None and (partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}"))):
-        notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
-    if files is None and rows.empty:
-        notes.append("no rollouts are kept or could be read: there is nothing to browse, and no histogram")
+    if files is None:
+        kept = [rollout_files(place) for place in (folder.rollouts, folder.evaluations)]
+        files = [path for its in kept for path in spread(its, ROWS)]
+        if len(files) < (every := sum(map(len, kept))):
+            notes.append(f"responses of {len(files):,} of {every:,} steps are listed and counted, those of every n-th")
+        if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
+            notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
+        if not files:
+            notes.append("no rollouts are kept: there is nothing to browse, and no histogram")
+    rows = read_table(files, notes)
     model = config.get("model", {}).get("hf")
     alarms, sessions = (
         list(read_rows(path, bad_lines=[])) if path.is_file() else [] for path in (folder.alarms, folder.sessions)
     )
-    summary = json.loads(folder.summary.read_text()) if folder.summary.is_file() else {}
+    summary = _document(folder.summary, json.loads, notes)
     facts = {
         "stages": _stages(config, metrics),
         "config": config,
@@ -93,7 +92,16 @@ def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[P
         "faults": [astuple(fault) for fault in FaultRecord(run).read()],
         "summary": {name: summary[name] for name in _SUMMARY if name in summary},
     }
-    return Recording(label, run, metrics, found, rows, None if model is None else Path(model), facts, notes)
+    return Recording(label, run, metrics, files, rows, None if model is None else Path(model), facts, notes)
+
+
+def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
+    """Return what a file of the run holds: {} if there is none, and with a note if it cannot be read."""
+    try:
+        return (load(path.read_text()) or {}) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} is left out: {' '.join(str(error).split())}")
+        return {}
 
 
 def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:

@@ -46,8 +46,6 @@ _NUMBERS = {
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
-_NAMED_RUNS = 3
-"""Largest number of runs whose names the page's title lists."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTex
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
     """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
-    title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
+    title = ", ".join(named)
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]

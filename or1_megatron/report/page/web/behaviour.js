@@ -169,7 +169,8 @@ function comparison(page, counted) {
   }
   function draw() {
     const [gained, lost] = [found.filter((each) => each.after > each.before), found.filter((each) => each.after < each.before)];
-    told.textContent = `${plural(found.length, "prompt")} in both: ${count(gained.length)} gained, ${count(lost.length)} lost, ${count(found.length - gained.length - lost.length)} as before`;
+    const notes = live ? data.header.notes.map((note) => `${note}. `).join("") : ""; // else they are at the top
+    told.textContent = `${notes}${plural(found.length, "prompt")} in both: ${count(gained.length)} gained, ${count(lost.length)} lost, ${count(found.length - gained.length - lost.length)} as before`;
     const fits = { changed: (each) => each.before !== each.after, gained: (each) => each.after > each.before, lost: (each) => each.after < each.before, all: () => true }[which.value];
     const order = [...found.keys()].filter((i) => fits(found[i])).sort((i, j) => inFull(j) - inFull(i) || Math.abs(found[j].after - found[j].before) - Math.abs(found[i].after - found[i].before));
     if (!table.root.isConnected) place.replaceChildren(table.root, prompt);
