@@ -103,7 +103,7 @@ def measure_layouts(
         console.print(f"objective {task['objective']}: {line}", style="red", soft_wrap=True)
     if wrong:
         return 1
-    status, (rows,) = differences([task], tolerance)
+    status, rows = differences(task, tolerance)
     show(rows, model.dtype, tolerance, console)
     if out is not None:
         out.write_text(json.dumps(rows, indent=1))

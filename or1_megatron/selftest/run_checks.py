@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Final
 
 import psutil
 
+from or1_megatron.runtime.signals import asked_by_signals
 from or1_megatron.runtime.versions import ROOT, commit, versions
 from or1_megatron.selftest.one_check import Check, CheckOutcome
 from or1_megatron.selftest.outcome_report import Report
@@ -32,8 +32,6 @@ from or1_megatron.selftest.process import MODULE, write_task
 from or1_verify.child_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
-_TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
 """Least remaining time with which a check is started."""
@@ -64,7 +62,8 @@ def run_checks(
         show: called with the outcome after each check.
 
     Raises:
-        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number. No process is left running.
+        SystemExit: on a signal that asks to stop (``runtime.signals.ASKS``), with 128 plus its number. No process is
+            left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(
@@ -100,6 +99,7 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
     files = folder / "files"
     files.mkdir(parents=True)
     task = {"check": asdict(check), "folder": str(files), "parent": os.getpid()}
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:
@@ -108,7 +108,7 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(scratch),
+            env={**os.environ, **SETTINGS, "TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C comes to this process, which ends the check
         )
         try:
@@ -131,19 +131,6 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
     return outcome
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment variables: those of this process without torchrun's, and ``SETTINGS``. Temporary
-    files go to ``scratch``."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
-    }
-    environment = {**kept, **SETTINGS, "TMPDIR": str(scratch)}
-    path = [str(ROOT), environment.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
 def end_children() -> None:
     """Kill all descendants of this process, orphans included, and wait until they are gone."""
     while children := psutil.Process().children(recursive=True):
@@ -157,23 +144,18 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Within the block, raise SystemExit on a signal and adopt orphans; after it, end all child processes."""
+    """Within the block, raise SystemExit on the first signal and adopt orphans; after it, end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def ignore() -> None:
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN)
+    ending: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        ignore()  # once is enough
-        raise SystemExit(128 + number)
+        if not ending:
+            ending.append(number)
+            raise SystemExit(128 + number)
 
-    previous = {number: signal.signal(number, stop) for number in handled}
-    try:
-        yield
-    finally:
-        ignore()
-        end_children()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with asked_by_signals(stop):
+        try:
+            yield
+        finally:
+            ending.append(0)
+            end_children()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from training import read_rows
 
-from or1_megatron.parallel.check_parity import measure_on_ranks
+from or1_megatron.parallel.parity import measure_on_ranks
 from or1_megatron.parallel.packed import PackedRotary
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.selftest.checks.layouts import beyond

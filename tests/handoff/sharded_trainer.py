@@ -15,7 +15,7 @@ from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.check_parity import by_file_name
+from or1_megatron.parallel.parity import by_file_name
 from or1_megatron.weights.families import family_of
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import cut

@@ -27,8 +27,7 @@ from or1_megatron.commands.check_parity import measure_layouts, parameters
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import TokenInputs
-from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
-from or1_megatron.parallel.parity import Deviation, Numbers, compare
+from or1_megatron.parallel.parity import Deviation, Numbers, compare, load_network, record_probe, reference
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
@@ -292,7 +291,7 @@ def test_reference_is_what_it_says(mean: str, tiny_qwen2: Path) -> None:
     samples, objective = record_probe(network, 24, 48, 1), probe_objective("float32")
     log_probs, gradient = reference_numbers(tiny_qwen2, samples, mean=mean)
     for _ in range(2):
-        numbers = transformers_numbers(network, samples, objective, "float32", mean == "responses")
+        numbers = reference(network, samples, objective, "float32", mean == "responses")
         for computed, expected in zip(numbers.log_probs, log_probs, strict=True):
             np.testing.assert_allclose(computed, expected, atol=1e-5)
         assert gradient.keys() == numbers.gradient.keys()

@@ -1,6 +1,6 @@
 """Compares Megatron at every parallel layout with transformers + torch: a self-test, and ``or1 check-parity``.
 
-The ranks (``parallel.check_parity``) are started once, as many as the largest layout needs.
+The ranks (``parallel.parity``) are started once, as many as the largest layout needs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ change parameters by less than bf16 resolves, so ``parameters`` is left out."""
 _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
 """Largest tolerated ratio of a difference to the one that rounding alone causes in transformers, since the order of
 sums differs. In a deep model this allows more than ``TOLERANCE``."""
+_DTYPES: Final[dict[str, Any]] = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
 """Defaults of a task: number of sequences, longest sequence in tokens, seed, and arguments of ``probe_objective``."""
 
@@ -60,29 +61,22 @@ def layouts(context: Context) -> None:
     # On a GPU the order of a product's sums depends on its size, so fp32's last bits differ more than on CPU. On CPU:
     # four rows, two of them with two sequences.
     sequences, longest, tolerance = (16, 256, 3.0) if machine.cuda else (6, 48, 1.0)
-    both = (ModelConfig(hf=model, dtype="float32"), ModelConfig(hf=model, dtype="bfloat16"))
-    tasks = [task_of(of_dtype, names, sequences=sequences, longest=longest) for of_dtype in both]
     context.measure("bf16: layers", choose_layers(ParallelConfig(), "bfloat16").kind)
-    status, rows = differences(tasks, tolerance)
-    for short, task, of_task in zip(("fp32", "bf16"), tasks, rows, strict=True):
-        _note(context, short, of_task)
-        if missing := task["layouts"][len(of_task) :]:
-            raise CheckFailed(f"{short}: the ranks ended with exit status {status}; not measured: {', '.join(missing)}")
-
-
-def _note(context: Context, short: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Note the largest difference of each kind with its layout; fail if a layout differs too much."""
-    differing = [f"{row['name']}: {line}" for row in rows for line in row["beyond"]]
-    beyond_bounds = sum(bool(row["beyond"]) for row in rows)
-    context.measure(f"{short}: layouts", len(rows))
-    context.require(f"{short}: layouts that differ from transformers", beyond_bounds, at_most=0)
-    for kind in ("log_prob", "gradient", "entropy"):
-        worst = max(rows, key=lambda row: row["difference"][kind], default=None)
-        if worst is not None:
-            value = worst["difference"][kind]
-            context.measure(f"{short}: largest difference, {kind_in_words(kind)} ({worst['name']})", value)
-    if differing:
-        raise CheckFailed(f"{short}: {'; '.join(differing)}")
+    wrong = []
+    for short, dtype in _DTYPES.items():
+        task = task_of(ModelConfig(hf=model, dtype=dtype), names, sequences=sequences, longest=longest)
+        status, rows = differences(task, tolerance)
+        context.measure(f"{short}: layouts", len(rows))
+        differing = [row for row in rows if row["beyond"]]
+        context.require(f"{short}: layouts that differ from transformers", len(differing), at_most=0)
+        for kind in ("log_prob", "gradient", "entropy") if rows else ():
+            value, name = max((row["difference"][kind], row["name"]) for row in rows)
+            context.measure(f"{short}: largest difference, {kind_in_words(kind)} ({name})", value)
+        wrong += [f"{short}: {row['name']}: {line}" for row in differing for line in row["beyond"]]
+        if missing := names[len(rows) :]:
+            wrong.append(f"{short}: the ranks ended with exit status {status}; not measured: {', '.join(missing)}")
+    if wrong:
+        raise CheckFailed("; ".join(wrong))
 
 
 def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
@@ -138,42 +132,37 @@ def task_of(
     return task
 
 
-def differences(tasks: Sequence[Mapping[str, Any]], tolerance: float) -> tuple[int, list[list[dict[str, Any]]]]:
-    """Measure all tasks, one after the other, on ranks that are started once. Call it in the main thread only.
+def differences(task: Mapping[str, Any], tolerance: float) -> tuple[int, list[dict[str, Any]]]:
+    """Measure the layouts of a task on ranks that are started once. Call it in the main thread only.
 
     Args:
         tolerance: factor of ``TOLERANCE``.
 
     Returns:
-        The ranks' exit status, and for each task a record (``measure_on_ranks``) per layout that was measured before
-        the ranks ended, with ``beyond``: a sentence for each difference that exceeds its bound.
+        The ranks' exit status, and a record (``measure_on_ranks``) for each layout that was measured before the ranks
+        ended, with ``beyond``: a sentence for each difference that exceeds its bound.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
-    cases = [parse_layout(name, task["longest"]) for task in tasks for name in task["layouts"]]
-    ranks = max((case.parallel.ranks for case in cases), default=1)
-    status, rows = run_function(f"{__name__}:one_rank", {"tasks": tasks}, ranks, "the comparison")
-    rows = rows or [[] for _ in tasks]
-    for task, of_task in zip(tasks, rows, strict=True):
-        for row in of_task:
-            row["beyond"] = list(beyond(row, task["model"]["dtype"], tolerance))
-            row["times"] = max(
-                row["difference"][kind] / max(row["rounding"][kind], 1e-12)
-                for kind in TOLERANCE[task["model"]["dtype"]]
-            )
+    dtype = task["model"]["dtype"]
+    ranks = max((parse_layout(name, task["longest"]).parallel.ranks for name in task["layouts"]), default=1)
+    status, noted = run_function(f"{__name__}:one_rank", task, ranks, "the comparison")
+    rows = noted or []
+    for row in rows:
+        row["beyond"] = list(beyond(row, dtype, tolerance))
+        row["times"] = max(row["difference"][kind] / max(row["rounding"][kind], 1e-12) for kind in TOLERANCE[dtype])
     return status, rows
 
 
-def one_rank(given: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Measure all tasks' layouts as one rank; rank 0 notes each layout's numbers as soon as they are measured."""
-    from or1_megatron.parallel.check_parity import measure_on_ranks
+def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
+    """Measure a task's layouts as one rank; rank 0 notes each layout's numbers as soon as they are measured."""
+    from or1_megatron.parallel.parity import measure_on_ranks
 
     torch.set_num_threads(1)
     store, rank, _ = next(dist.rendezvous("env://"))
-    measured: list[list[dict[str, Any]]] = [[] for _ in given["tasks"]]
-    for number, task in enumerate(given["tasks"]):
-        for row in measure_on_ranks(task, f"task {number}", store, rank):
-            measured[number].append(row)
-            note(measured)
+    measured = []
+    for row in measure_on_ranks(task, "probe", store, rank):
+        measured.append(row)
+        note(measured)
 
 
 def beyond(row: Mapping[str, Any], dtype: str, tolerance: float) -> Iterator[str]:
