@@ -15,7 +15,7 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.selftest.models import random_qwen2
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import layouts_for, small_shape
+from or1_megatron.selftest.plans import KINDS, layouts_for, small_shape
 from or1_megatron.selftest.process import run_function
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import LayoutError, choose_layers, parse_layout
@@ -84,19 +84,7 @@ def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
 
     ``longest``: longest sequence in tokens.
     """
-    kinds: tuple[str, ...] = (
-        "1",
-        "TP2",
-        "PP2",
-        "TP2 SP",
-        "PP2 VPP2",
-        "CP2",
-        "DP2",
-        "DP2 distopt",
-        "TP2 PP2",
-        "TP2 CP2",
-    )
-    kinds += ("EP2",) if experts else ()
+    kinds = ("1", *KINDS, "TP2 PP2", "TP2 CP2", *(("EP2",) if experts else ()))
     return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
 
 
