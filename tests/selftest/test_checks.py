@@ -27,7 +27,7 @@ from or1_megatron.selftest.plans import (
     placements_for,
     save_and_load_layouts,
     small_shape,
-    training_values,
+    training_run,
 )
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
@@ -126,9 +126,7 @@ def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -
     data.mkdir()
     for name in ("train", "heldout"):
         (data / f"{name}.jsonl").write_text("".join(f'{{"prompt": "1+{n}?", "answer": "2"}}\n' for n in range(128)))
-    path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(training_values(CheckedMachine(True, devices, ""), placement, tmp_path / "run", data)))
-    config = load_config(path, [])
+    config = load_config(*training_run(CheckedMachine(True, devices, ""), placement, tmp_path / "run", data))
     plan_run(config, "cuda")
     assert config.total_steps == 20
     engines = config.rollout.engines * config.rollout.tensor_parallel
