@@ -273,10 +273,9 @@ def references(
     first = computed()
     cast(network, torch.float64 if exactly else torch.bfloat16)
     second = computed()
-    if exactly:
-        return {name: (second[name], compare(first[name], second[name])) for name in aggregations}
-    share = 2.0**-16 if dtype == "float32" else 1.0
-    return {name: (first[name], _times(share, compare(second[name], first[name]))) for name in aggregations}
+    exact, rounded = (second, first) if exactly else (first, second)
+    share = 2.0**-16 if dtype == "float32" and not exactly else 1.0
+    return {name: (exact[name], _times(share, compare(rounded[name], exact[name]))) for name in aggregations}
 
 
 def _times(share: float, deviation: Deviation) -> Deviation:

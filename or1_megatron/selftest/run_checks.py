@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ import psutil
 from or1_megatron.runtime.signals import asked_by_signals
 from or1_megatron.runtime.versions import ROOT, commit, versions
 from or1_megatron.selftest.one_check import Check, CheckOutcome
-from or1_megatron.selftest.outcome_report import Report
+from or1_megatron.selftest.outcome_report import Report, lines_of
 from or1_megatron.selftest.process import MODULE, write_task
 from or1_verify.child_process import describe_exit
 
@@ -46,20 +46,13 @@ SETTINGS: Final = {
 """Environment variables of every check."""
 
 
-def run_checks(
-    checks: Sequence[Check],
-    out: Path,
-    *,
-    minutes: float = 10.0,
-    show: Callable[[CheckOutcome], None] = lambda outcome: None,
-) -> Report:
-    """Run checks (in the main thread only), and write the report to ``out`` after each.
+def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> Report:
+    """Run checks (in the main thread only), print each outcome, and write the report to ``out`` after each.
 
     Args:
         out: folder, made if missing, of ``selftest.json``, ``selftest.txt`` and each check's ``logs/<check>.log``.
         minutes: time limit of all checks: after it, the running check is ended and no other starts. Each check's own
             limit, which is meant for 10 minutes in all, is scaled accordingly.
-        show: called with the outcome after each check.
 
     Raises:
         SystemExit: on a signal that asks to stop (``runtime.signals.ASKS``), with 128 plus its number. No process is
@@ -89,7 +82,7 @@ def run_checks(
                 outcome = _run(check, limit_s, scratch, out)
             report.outcomes.append(outcome)
             report.write(out)
-            show(outcome)
+            print(*lines_of(outcome), sep="\n", flush=True)
     return report
 
 
