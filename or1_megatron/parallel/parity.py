@@ -31,7 +31,7 @@ from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
 from or1_megatron.types import Aggregation, Batch, Float32Array, Int32Array, Sample
 from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.stacked import part_of, split
+from or1_megatron.weights.stacked import split
 
 STEPS: Final = 3
 _RANK_WAIT_S: Final = 1800.0
@@ -230,7 +230,7 @@ def reference(
         for name, p in parameters.items():
             p.copy_(start[name])
     log_probs, entropies = ([x.float().cpu().numpy() for x in kind] for kind in zip(*scores, strict=True))
-    return Numbers(log_probs, entropies, losses, norms, by_file_name(gradient), by_file_name(moved))
+    return Numbers(log_probs, entropies, losses, norms, by_file_name(network, gradient), by_file_name(network, moved))
 
 
 def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
@@ -282,19 +282,11 @@ def _times(share: float, deviation: Deviation) -> Deviation:
     return {name: value * share if isinstance(value, float) else value for name, value in deviation.items()}
 
 
-def by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_file_name(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name and split tensors as the weight table does, experts separately; in memory transformers stacks them."""
-    named = {}
-    for name, tensor in split(tensors).items():
-        prefix, joined, last = name.partition(".experts.")
-        if not joined or part_of(name):
-            named[name] = tensor
-            continue
-        for expert, of_expert in enumerate(tensor):
-            parts = of_expert.chunk(2) if last == "gate_up_proj" else (of_expert,)
-            for kind, part in zip(last.removesuffix("_proj").split("_"), parts, strict=True):
-                named[f"{prefix}.experts.{expert}.{kind}_proj.weight"] = part
-    return named
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return split(revert_weight_conversion(network, dict(tensors)))
 
 
 Deviation = dict[str, Any]

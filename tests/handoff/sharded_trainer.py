@@ -82,7 +82,7 @@ class RankWeights:
         grid, size = self._grid, self._grid.grid.tensor
         row = next(row for row in grid.rows if name in row.hf)
         assert grid.stage(row) == self.stage, f"rank {self._rank} does not hold {name}"
-        state = by_file_name(grid.model.state_dict())
+        state = by_file_name(grid.model, grid.model.state_dict())
         whole = row.layout.fuse([state[hf] for hf in row.hf], grid.hf)
         shard = cut(whole, row.cut, self.tensor_rank, size)
         for piece in pieces(row, grid.hf, grid.shapes, self.tensor_rank, size):

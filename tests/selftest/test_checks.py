@@ -6,7 +6,6 @@ Not proven here: a GPU's figures and branches beyond their plans; the whole run 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -191,9 +190,3 @@ def test_sandbox_that_confines_nothing_fails() -> None:
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     assert given.outcome.wrong == ["weak: the host's files cannot be read is no, expected yes"]
-
-
-def test_not_a_number_is_not_met() -> None:
-    given = context_of(False, 2)
-    given.require("difference", math.nan, at_most=1.0)
-    assert given.outcome.wrong == ["difference is nan, expected ≤ 1.000"]
