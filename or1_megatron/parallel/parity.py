@@ -172,20 +172,16 @@ def measure(
     after = _whole(policy)
     if mesh.rank > 0:
         return None
+    places = np.argsort(order)  # of the recorded samples in the batch
     return Numbers(
-        log_probs=_in_probe_order(scores.log_probs, order),
-        entropies=_in_probe_order(scores.entropies, order),
+        log_probs=[scores.log_probs[place] for place in places],
+        entropies=[scores.entropies[place] for place in places],
         losses=[report.sums["loss"] / report.token_count for report in reports],
         grad_norms=[report.grad_norm for report in reports],
         gradient=gradient,
         moved=_difference(after, before, 1.0),
         micro_batches=len(batch.ranks[0]),
     )
-
-
-def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> list[Float32Array]:
-    by_sample = dict(zip(order, values, strict=True))
-    return [by_sample[i] for i in range(len(order))]
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:

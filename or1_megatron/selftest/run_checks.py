@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Final
 import psutil
 
 from or1_megatron.runtime.signals import asked_by_signals
-from or1_megatron.runtime.versions import ROOT, commit, versions
+from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.one_check import Check, CheckOutcome
 from or1_megatron.selftest.outcome_report import Report, lines_of
 from or1_megatron.selftest.process import MODULE, write_task
@@ -59,14 +58,7 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
             left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    report = Report(
-        command=" ".join(["or1", *sys.argv[1:]]),
-        commit=commit(),
-        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        host=socket.gethostname(),
-        versions=versions(),
-        checks=[check.name for check in checks],
-    )
+    report = Report([check.name for check in checks])
     report.write(out)
     end_s = time.monotonic() + 60.0 * minutes
     temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
@@ -89,9 +81,8 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
     """Run one check in its own process, end all processes that it started, and return its outcome."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
-    files = folder / "files"
-    files.mkdir(parents=True)
-    task = {"check": asdict(check), "folder": str(files), "parent": os.getpid()}
+    folder.mkdir()
+    task = {"check": asdict(check), "folder": str(folder), "parent": os.getpid()}
     path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     todo, result = write_task(folder, task)
     started_s = time.monotonic()

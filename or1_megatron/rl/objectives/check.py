@@ -139,8 +139,12 @@ def _faults(objective: Objective) -> Iterator[str]:
             f"{_raised(name, error)}, where the inputs that a run need not have are None: log-probs of a reference and "
             "of the policy before the update, weights. If it needs one, let it raise ValueError"
         )
-    yield from _not_finite(name, whole)
-    if not all(torch.isfinite(values).all() for values in (whole[0], whole[2], *whole[1].values())):
+    for key, value in whole[1].items():
+        if value.requires_grad:
+            yield f"{name} returns the sum '{key}' with a gradient; detach it"
+    kinds = {"loss": whole[0], "gradient": whole[2], **whole[1]}
+    if strange := [what for what, values in kinds.items() if not torch.isfinite(values).all()]:
+        yield from (f"{name} returns a {what} that is not finite, on log-probs between -3 and 0" for what in strange)
         return  # and cannot be compared
     if float(whole[0]) != float(again[0]) or not torch.equal(whole[2], again[2]):
         yield (
@@ -159,15 +163,6 @@ def _faults(objective: Objective) -> Iterator[str]:
 def _raised(name: str, error: Exception) -> str:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
-
-
-def _not_finite(name: str, whole: Result) -> Iterator[str]:
-    loss, sums, gradients = whole
-    for what, values in {"loss": loss, "gradient": gradients, **sums}.items():
-        if not torch.isfinite(values).all():
-            yield f"{name} returns a {what} that is not finite, on log-probs between -3 and 0"
-        if values.requires_grad:
-            yield f"{name} returns the sum '{what}' with a gradient; detach it"
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:

@@ -63,16 +63,14 @@ def layouts(context: Context) -> None:
     wrong = []
     for short, dtype in _DTYPES.items():
         task = task_of(ModelConfig(hf=model, dtype=dtype), names, sequences=sequences, longest=longest)
-        status, rows = differences(task)
+        rows, lines = differences(task)
+        wrong += [f"{short}: {line}" for line in lines]
+        differing = sum(bool(row["beyond"]) for row in rows)
         context.measure(f"{short}: layouts", len(rows))
-        differing = [row for row in rows if row["beyond"]]
-        context.require(f"{short}: layouts that differ from transformers", len(differing), at_most=0)
+        context.require(f"{short}: layouts that differ from transformers", differing, at_most=0)
         for kind in ("log_prob", "gradient", "entropy") if rows else ():
             value, name = max((row["difference"][kind], row["name"]) for row in rows)
             context.measure(f"{short}: largest difference, {kind_in_words(kind)} ({name})", value)
-        wrong += [f"{short}: {row['name']}: {line}" for row in differing for line in row["beyond"]]
-        if missing := names[len(rows) :]:
-            wrong.append(f"{short}: the ranks ended with exit status {status}; not measured: {', '.join(missing)}")
     if wrong:
         raise CheckFailed("; ".join(wrong))
 
@@ -118,12 +116,12 @@ def task_of(
     return task
 
 
-def differences(task: Mapping[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+def differences(task: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure the layouts of a task on ranks that are started once. Call it in the main thread only.
 
     Returns:
-        The ranks' exit status, and a record (``measure_on_ranks``) for each layout that was measured before the ranks
-        ended, with ``beyond``: a sentence for each difference that exceeds its bound.
+        A record (``measure_on_ranks``) for each layout that was measured before the ranks ended, with ``beyond``: a
+        sentence for each difference that exceeds its bound; and these sentences and what was not measured, in lines.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
     dtype = task["model"]["dtype"]
@@ -133,7 +131,11 @@ def differences(task: Mapping[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     for row in rows:
         row["beyond"] = list(beyond(row, dtype))
         row["times"] = max(row["difference"][kind] / max(row["rounding"][kind], 1e-12) for kind in TOLERANCE[dtype])
-    return status, rows
+    wrong = [f"{row['name']}: {line}" for row in rows for line in row["beyond"]]
+    if status:
+        missing = ", ".join(task["layouts"][len(rows) :]) or "nothing"
+        wrong.append(f"the ranks ended with exit status {status}; not measured: {missing}")
+    return rows, wrong
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
@@ -154,11 +156,8 @@ def beyond(row: Mapping[str, Any], dtype: str) -> Iterator[str]:
     for kind, bound in bounds(row["rounding"], dtype).items():
         value = difference[kind]
         if not value <= bound:
-            where = difference.get(f"{kind}_at", "")
-            yield (
-                f"{kind_in_words(kind)}{' of ' + where if where else ''} differs by {value:.2e}; "
-                f"expected at most {bound:.0e}"
-            )
+            where = f" of {difference[f'{kind}_at']}" if f"{kind}_at" in difference else ""
+            yield f"{kind_in_words(kind)}{where} differs by {value:.2e}; expected at most {bound:.0e}"
 
 
 def bounds(rounding: Mapping[str, Any], dtype: str) -> dict[str, float]:
