@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.schema import ModelConfig
-from or1_megatron.parallel.parity import Deviation, Numbers, compare, load_network, record_probe, reference
+from or1_megatron.parallel.parity import Deviation, Numbers, cast, compare, load_network, record_probe, reference
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.scored import inputs_of
@@ -95,24 +95,15 @@ def named(layouts: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Each model's rows by layout, from the ranks that the command runs."""
-    size = {"sequences": 24, "longest": 48}
+    """The rows by layout of both models and of each objective, from the ranks that the command runs."""
+    size, smaller = {"sequences": 24, "longest": 48}, {"sequences": 16, "longest": 32}
     cases = {
         "untied": {"model": tiny_qwen2, "layouts": LAYOUTS, **size},
         "tied": {"model": tied_qwen2, "layouts": TIED, **size},
     }
+    for key, (name, args, layouts) in OBJECTIVES.items():
+        cases[key] = {"model": tiny_qwen2, "layouts": layouts, "objective": name, "args": args, **smaller}
     return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("measured"), joined=False)[0]
-
-
-@pytest.fixture(scope="module")
-def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The rows of each objective by layout, likewise."""
-    common = {"model": tiny_qwen2, "sequences": 16, "longest": 32}
-    cases = {
-        key: {**common, "layouts": layouts, "objective": name, "args": args}
-        for key, (name, args, layouts) in OBJECTIVES.items()
-    }
-    return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("by_objective"), joined=False)[0]
 
 
 def assert_equal(row: dict[str, Any]) -> None:
@@ -123,9 +114,16 @@ def assert_equal(row: dict[str, Any]) -> None:
     assert max(difference["grad_norm"], difference["gradient"], 0.1 * difference["parameters"]) <= 1e-4, row
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_transformers(layout: str, measured: dict[str, dict[str, Any]]) -> None:
-    assert_equal(measured["untied"][layout])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("untied", at) for at in LAYOUTS] + [("tied", at) for at in TIED]
+    + [(name, at) for name, (_, _, layouts) in OBJECTIVES.items() for at in layouts],
+)  # fmt: skip
+def test_equals_transformers(case: str, layout: str, measured: dict[str, dict[str, Any]]) -> None:
+    """Tied embeddings are one tensor with two uses: under PP its two copies share their gradient; a head that writes
+    main_grad keeps both. Objectives are cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or
+    before (``rl.objectives.scored``); the reference sees all tokens at once; tests/rl compares each with its paper."""
+    assert_equal(measured[case][layout])
 
 
 def test_rows_differ_between_packings(measured: dict[str, dict[str, Any]]) -> None:
@@ -134,21 +132,6 @@ def test_rows_differ_between_packings(measured: dict[str, dict[str, Any]]) -> No
     assert rows["1 rows1200"] == 1
     assert rows["1"] < rows["1 rows160 shuffled"] < rows["1 rows96"]
     assert rows["PP2 VPP2"] % 2 == 0
-
-
-@pytest.mark.parametrize("layout", TIED)
-def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dict[str, Any]]) -> None:
-    """One tensor, two uses: under PP its two copies share their gradient; a head that writes main_grad keeps both."""
-    assert_equal(measured["tied"][layout])
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"), [(name, at) for name, (_, _, layouts) in OBJECTIVES.items() for at in layouts]
-)
-def test_objectives_equal_transformers(name: str, layout: str, by_objective: dict[str, dict[str, Any]]) -> None:
-    """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
-    The reference sees all tokens at once; tests/rl compares each objective with its paper."""
-    assert_equal(by_objective[name][layout])
 
 
 def test_an_objective_of_ones_own_at_several_layouts(tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -330,3 +313,10 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
         for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")
     }
     assert all(0.01 < value < 0.5 for value in seen.values()), seen
+
+
+def test_a_cast_keeps_rotary_frequencies(tiny_qwen2: Path) -> None:
+    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
+    cast(network, torch.bfloat16)
+    assert {each.dtype for each in network.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in network.buffers()} == {torch.float32}
