@@ -25,7 +25,7 @@ def main() -> int:
     layouts = (*default_layouts(longest=48), *MORE)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "or1_megatron.commands.app", "check-parity", MODEL, "--out", out]
+        command = [sys.executable, "-m", "or1_megatron.commands.app", "check-parity", str(MODEL), "--out", str(out)]
         status = subprocess.run([*command, *(f"--layout={layout}" for layout in layouts)], check=False).returncode
         rows = json.loads(out.read_text())
     figures = {
