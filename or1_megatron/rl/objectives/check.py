@@ -22,9 +22,7 @@ _TOLERANCE: Final = 1e-9
 
 Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
 """(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
-_ADVICE: Final = (
-    "expected a sum over tokens, or a name that begins with max_. The policy divides once, by the batch's tokens"
-)
+_ADVICE: Final = "expected a sum over tokens, or max_ before its name; the policy divides once, by the batch's tokens"
 _LARGEST: Final = "the sum 'max_"
 
 _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
