@@ -339,20 +339,6 @@ def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
         ray.get(handle.harvest.remote(0.1), timeout=PATIENCE_S)
 
 
-def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_cluster: None) -> None:
-    run_id = f"{RUN_ID}-dies"
-    config = rollout_config(engines=1)
-    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
-    client = RolloutsClient(pool, config, VerifyConfig(workers=1), frozenset({"math"}), run_id)
-    pool.wait_ready()
-    client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
-    ray.kill(pool.handles[0], no_restart=True)
-    with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
-        client.collect()
-    client.close()
-    pool.close()
-
-
 @pytest.mark.slow
 def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_cluster: None) -> None:
     """It is stopped, which looks like an answer that the network has lost: its process lives, and Ray sees nothing."""

@@ -34,10 +34,10 @@ LAST = 10  # rollout steps; the first is a stage of its own
 def test_nothing_in_flight_is_lost_or_doubled(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """Engines are killed and stopped in turn at the five points, each in another handoff: every step has the responses to the
-    requests of an undisturbed run, once each, those that died with an engine too. No token is of newer weights than its
-    step trains, or more than 2 versions older, and each has the log-prob that transformers gives it with the weights of
-    its version. Not proven: that the run learns."""
+    """Engines are killed and stopped in turn at the five points, each in another handoff: every step has the responses
+    to the requests of an undisturbed run, once each, those that died with an engine too. No token is of newer weights
+    than its step trains, or more than 2 versions older, and each has the log-prob that transformers gives it with the
+    weights of its version. Not proven: that the run learns."""
     run, done = tmp_path / "run", tmp_path / "done"
     done.mkdir()
     ahead = [f"rollout.max_staleness={STALENESS}", "rollout.placement=separate", "rollout.max_engine_restarts=5"]

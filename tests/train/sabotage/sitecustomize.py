@@ -9,8 +9,9 @@ while decoding, before they sleep; so does the RolloutManager. An engine that sl
 the device when: test_synced_policy.
 clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
 in_flight: engines are killed and stopped in turn, one at each of POINTS, each in another handoff of the loop, with
-requests in flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a handoff when
-a response of the last step that is asked is there. The file of a point has the seeds of the engine's requests.
+requests in flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a
+handoff when a response of the last step that is asked is there. The file of a point has the seeds of the engine's
+requests.
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
