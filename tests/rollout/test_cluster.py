@@ -16,8 +16,6 @@ import ray
 from openai_server import serving
 from waiting import PATIENCE_S, lives, wait_until
 
-from or1_megatron.rollout import cluster
-
 DRIVER = """
 import os, sys
 import ray
@@ -148,16 +146,6 @@ def test_a_raylet_that_died_is_not_waited_for() -> None:
     command = [sys.executable, "-c", code, "raylet/raylet"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "RayDidNotStart: Ray did not start on this machine: its raylet ended" in ended.stderr, ended.stderr
-
-
-def test_any_failure_to_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_options: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "init", full)
-    with pytest.raises(cluster.ClusterError, match="No space left"):
-        cluster.start_ray(None, "full")
 
 
 LOSES_RAY = """
