@@ -5,8 +5,8 @@ SHELL := /bin/bash
 export PYTHON TE
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
-# Three workers for two cores, since much of a test is waiting for processes. How tests are shared out: tests/conftest.py.
-WORKERS := -n 3 --dist loadfile
+# Two workers, since much of a test is waiting for processes. How tests are shared out: tests/conftest.py.
+WORKERS := -n 2 --dist loadfile
 # Compiled tests are kept, whatever the environment says: to compile their asserts takes longer than to import them.
 PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
