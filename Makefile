@@ -5,9 +5,10 @@ SHELL := /bin/bash
 export PYTHON TE
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
-# Two workers, since much of a test is waiting for processes. A file's tests stay together and share what they start.
+# Two workers, since much of a test is waiting for processes. How tests are shared out: tests/conftest.py.
 WORKERS := -n 2 --dist loadfile
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+# Compiled tests are kept, whatever the environment says: to compile their asserts takes longer than to import them.
+PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

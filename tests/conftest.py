@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import uuid
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, a worker takes a file's tests, or those of a folder whose tests share engines."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            return folder if folder in ("tests/handoff", "tests/rollout") else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 # Every process that a test starts inherits this variable, also when its parent has died.

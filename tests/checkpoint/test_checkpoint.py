@@ -27,18 +27,16 @@ from or1_megatron.checkpoint.sharded_state import slices_of
 from or1_megatron.runtime.seeds import random_state, seed_everything
 
 FLOAT32 = [
-    {"tensor": 2},
-    {"pipeline": 2},
+    {"tensor": 2, "sequence": True},
     {"pipeline": 2, "virtual_pipeline": 2},
     {"pipeline": 2, "layers_per_stage": [1, 3]},
     {"context": 2},
-    {},
     {"distributed_optimizer": False},
-    {"tensor": 2, "sequence": True},
+    {"tensor": 2},
 ]
-BFLOAT16 = [{}, {"tensor": 2}, {"distributed_optimizer": False}, {"pipeline": 2}]
-TIED = [{"pipeline": 2}, {}, {"tensor": 2}, {"pipeline": 2}]
-ONE_KV_HEAD = [{"tensor": 2}, {}, {"tensor": 2, "sequence": True}]
+BFLOAT16 = [{}, {"tensor": 2}, {"distributed_optimizer": False}]
+TIED = [{"pipeline": 2}, {"tensor": 2}, {"pipeline": 2}]
+ONE_KV_HEAD = [{"tensor": 2}, {}]
 EXPERTS = [
     {"expert": 2},
     {"tensor": 2, "sequence": True},
@@ -116,7 +114,7 @@ def results(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scrat
         "tied": (tied_qwen2, "float32", TIED),
         "one_kv_head": (one_kv_head, "float32", ONE_KV_HEAD),
         "experts": (experts, "float32", EXPERTS),
-        "gpt_oss": (tiny("gpt_oss"), "float32", EXPERTS),
+        "gpt_oss": (tiny("gpt_oss"), "float32", EXPERTS[:2]),
     }
     return ranks.call(resume_and_travel, 2, tiny_qwen2, plan, scratch)[0]
 
@@ -142,7 +140,7 @@ def test_same_layout_resumes_to_the_bit(results: Any) -> None:
         ("tied", TIED),
         ("one_kv_head", ONE_KV_HEAD),
         ("experts", EXPERTS),
-        ("gpt_oss", EXPERTS),
+        ("gpt_oss", EXPERTS[:2]),
     ],
 )
 def test_any_layout_loads_any_other(results: Any, name: str, layouts: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Plans carried out by ranks that are threads, over real transports: what arrives, in which order things happen.
 
 No engine and no model: tensors are random, and "loading" is putting rectangles together. Not tried here: processes
-that die (test_engine_death), several nodes, GPUs.
+that die (train/test_in_flight_over_handoffs), several nodes, GPUs.
 """
 
 from __future__ import annotations

@@ -34,17 +34,12 @@ NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SEQUENCE = {"tensor": 2, "sequence": True}
 EXPERTS = {"expert": 2}
 CASES: dict[str, tuple[str, list[str], list[str], list[dict[str, Any]]]] = {
-    "dense": (
-        "qwen2",
-        LINEARS,
-        ["1", "TP2", "PP2", "TP2 SP", "CP2", "full"],
-        [SEQUENCE, {"pipeline": 2}, {"tensor": 2}],
-    ),
-    "some": ("one_kv_head", ["q_proj", "v_proj", "up_proj"], ["1", "TP2"], [{"tensor": 2}, {}]),
-    "experts": ("qwen3_moe", LINEARS, ["1", "TP2 SP", "DP2 EP2", "PP2"], [EXPERTS, SEQUENCE, {"pipeline": 2}]),
+    "dense": ("qwen2", LINEARS, ["PP2", "CP2", "full"], [SEQUENCE, {"pipeline": 2}]),
+    "some": ("one_kv_head", ["q_proj", "v_proj", "up_proj"], ["TP2"], [{"tensor": 2}]),
+    "experts": ("qwen3_moe", LINEARS, ["TP2 SP", "DP2 EP2"], [EXPERTS, SEQUENCE]),
     "only experts": ("qwen3_moe", ["gate_proj"], ["PP2"], [{"pipeline": 2}, EXPERTS]),  # on the second stage
     "latents": ("deepseek_v3", [*LATENTS, *LINEARS[3:]], ["TP2 SP"], [SEQUENCE, {"pipeline": 2}]),
-    "gpt_oss": ("gpt_oss", LINEARS[:4], ["TP2 SP"], [SEQUENCE, EXPERTS]),
+    "gpt_oss": ("gpt_oss", LINEARS[:4], ["TP2 SP"], [SEQUENCE]),
     "delta net": ("qwen3_5", [*LINEARS, *NET], ["TP2 SP"], [SEQUENCE, {"context": 2}]),
 }
 """Model, targets, layouts compared, layouts that load each other's checkpoints."""

@@ -35,11 +35,7 @@ from or1_megatron.weights.families import read_hf_config
 
 LAYOUTS = [
     "1",
-    "selective",
-    "full rows96",
-    "TP2 SP",
     "PP2 VPP2 selective rows96",
-    "CP2 EP2",
     "DP2 EP2 one_pass",
     "TP2 PP2 SP full rows96",
     "TP2 CP2 SP EP2 selective",

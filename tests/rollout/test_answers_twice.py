@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from engine_fixtures import answer, prompt
+from engine_fixtures import RUN_ID, answer, prompt, rollout_config
 from waiting import PATIENCE_S
 
+from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.request_plan import plan_requests
@@ -145,6 +147,18 @@ async def is_lost(manager: RolloutManager) -> bool:
 async def has_ended(manager: RolloutManager, drains: int) -> bool:
     """Whether so many engines are listened to."""
     return sum(task.get_coro().__name__ == "_drain" for task in manager._tasks) == drains  # type: ignore[union-attr]
+
+
+def test_dead_engine_ends_the_roll_out_with_its_name(ray_cluster: None) -> None:
+    """Where nobody can start another."""
+    engine, run_id = start_engine(), f"{RUN_ID}-dies"
+    pool: Any = SimpleNamespace(handles=[engine])
+    client = RolloutsClient(pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), run_id)
+    client.roll_out(PROMPTS, GROUP, SAMPLING, seed=3)
+    ray.kill(engine, no_restart=True)
+    with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
+        client.collect()
+    client.close()
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])

@@ -14,9 +14,7 @@ import psutil
 import pytest
 import ray
 from openai_server import serving
-from waiting import PATIENCE_S, wait_until
-
-from or1_megatron.rollout import cluster
+from waiting import PATIENCE_S, lives, wait_until
 
 DRIVER = """
 import os, sys
@@ -71,14 +69,16 @@ def test_no_process_survives_the_driver(how: str) -> None:
     Does not prove it for a node that loses power, nor for vLLM's own worker processes under tensor parallelism.
     """
     driver, session = start_driver(RAY_ADDRESS="127.0.0.1:1")
-    assert len(session_processes(session)) >= 5
+    started = session_processes(session)
+    assert len(started) >= 5
     if how == "killed":
         driver.send_signal(signal.SIGKILL)
     else:
         driver.communicate("\n", timeout=PATIENCE_S)
         assert driver.returncode == 0
     driver.wait(timeout=PATIENCE_S)
-    wait_until(lambda: not session_processes(session), "the processes of the session to end")
+    wait_until(lambda: not any(lives(each.pid) for each in started), "the processes of the session to end", every_s=0.5)
+    assert not session_processes(session)
 
 
 def test_actors_have_the_priority_of_the_driver(ray_cluster: None) -> None:
@@ -127,12 +127,18 @@ cluster.stop_ray()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["raylet/raylet", "dashboard/agent.py", "runtime_env/agent/main.py"])
-def test_a_start_may_take_longer_than_ray_allows_by_itself(program: str) -> None:
-    """A process of Ray does nothing for 45 s, as on a busy machine. Ray gives up after 15 or 30 s."""
-    command = [sys.executable, "-c", SLOW_START, program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 0 and "up" in ended.stdout, ended.stderr
+def test_a_start_may_take_longer_than_ray_allows_by_itself() -> None:
+    """In each of three starts, at the same time, a process of Ray does nothing for 45 s, as on a busy machine. Ray
+    gives up after 15 or 30 s."""
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_START, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for program in ("raylet/raylet", "dashboard/agent.py", "runtime_env/agent/main.py")
+    ]
+    for start in starts:
+        output, errors = start.communicate(timeout=PATIENCE_S)
+        assert start.returncode == 0 and "up" in output, errors
 
 
 def test_a_raylet_that_died_is_not_waited_for() -> None:
@@ -140,16 +146,6 @@ def test_a_raylet_that_died_is_not_waited_for() -> None:
     command = [sys.executable, "-c", code, "raylet/raylet"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "RayDidNotStart: Ray did not start on this machine: its raylet ended" in ended.stderr, ended.stderr
-
-
-def test_any_failure_to_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_options: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "init", full)
-    with pytest.raises(cluster.ClusterError, match="No space left"):
-        cluster.start_ray(None, "full")
 
 
 LOSES_RAY = """

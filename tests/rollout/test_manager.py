@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import lost_engines
-from or1_megatron.rollout.engine_pool import EnginePool
+from or1_megatron.rollout.engine_pool import EngineError, EnginePool
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
@@ -339,25 +339,12 @@ def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
         ray.get(handle.harvest.remote(0.1), timeout=PATIENCE_S)
 
 
-def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_cluster: None) -> None:
-    run_id = f"{RUN_ID}-dies"
-    config = rollout_config(engines=1)
-    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
-    client = RolloutsClient(pool, config, VerifyConfig(workers=1), frozenset({"math"}), run_id)
-    pool.wait_ready()
-    client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
-    ray.kill(pool.handles[0], no_restart=True)
-    with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
-        client.collect()
-    client.close()
-    pool.close()
-
-
 @pytest.mark.slow
 def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_cluster: None) -> None:
-    """It is stopped, which looks like an answer that the network has lost: its process lives, and Ray sees nothing."""
+    """It is stopped, which looks like an answer that the network has lost: its process lives, and Ray sees nothing. One
+    loss more than max_engine_restarts ends the run."""
     run_id = f"{RUN_ID}-silent"
-    config = rollout_config(engines=1)
+    config = rollout_config(engines=1, max_engine_restarts=0)
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
     verify = VerifyConfig(workers=1)
     client = RolloutsClient(pool, config, verify, frozenset({"math"}), run_id, answer_s=15.0)
@@ -372,6 +359,8 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
             client.collect()
     finally:
         engine.kill()
+    with pytest.raises(EngineError, match=r"engine 0 is lost after 0 restarts \(rollout.max_engine_restarts = 0\)"):
+        pool.restart_lost()
     client.close()
     pool.close()
 
@@ -398,8 +387,6 @@ def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) 
 
 
 def test_engine_that_cannot_start_says_why(tmp_path: Any, ray_cluster: None) -> None:
-    from or1_megatron.rollout.engine_pool import EngineError
-
     pool = EnginePool(rollout_config(engines=1), tmp_path, "float32", 64, f"{RUN_ID}-none", on_cpu=True)
     with pytest.raises(
         EngineError, match=rf"(?s)engine 0 did not start.*{re.escape(str(tmp_path))} is not an HF model"

@@ -16,17 +16,12 @@ import torch
 from engine_fixtures import END, MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, requests, rollout_config
 from rigs import in_engine
 
-from or1_megatron.rollout.engine_pool import EngineError, EnginePool
+from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.types import Completion, Request, Sampling
 
 SPARSE, CHOSEN = (0, 2, 3), 2
 PLAIN, ASKED = (Sampling(1.0, 1.0, 30, routed_experts=asked) for asked in (False, True))
-
-
-def pool_of(folder: Path, name: str, **changes: Any) -> EnginePool:
-    config = rollout_config(engines=1, router_replay=True, **changes)
-    return EnginePool(config, folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-{name}", on_cpu=True)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,8 @@ def mixture(tiny_model: TinyModel, tiny: Callable[..., Path], ray_cluster: None)
     folder = tiny("qwen3_moe", vocab_size=len(WORDS), head_dim=32, pad_token_id=0, eos_token_id=END, bos_token_id=None)
     for file in tiny_model.folder.glob("*token*"):
         shutil.copy(file, folder)
-    pool = pool_of(folder, "mixture", engine_args={"max_num_batched_tokens": 64})
+    config = rollout_config(engines=1, router_replay=True, engine_args={"max_num_batched_tokens": 64})
+    pool = EnginePool(config, folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-mixture", on_cpu=True)
     pool.wait_ready()
     yield pool.handles[0], AutoModelForCausalLM.from_pretrained(folder).eval()
     pool.close()
@@ -84,11 +80,18 @@ def test_experts_of_requests_that_are_read_anew(mixture: tuple[Any, Any]) -> Non
     assert_chosen(mixture[1], [found[request.seed] for request in sent], sent)
 
 
-def test_experts_come_only_where_they_are_asked(mixture: tuple[Any, Any], tiny_model: TinyModel) -> None:
-    """An evaluation does not ask; what was sampled without experts is sampled anew. A dense engine is refused."""
+def test_experts_come_only_where_they_are_asked(mixture: tuple[Any, Any], engine_pool: EnginePool) -> None:
+    """An evaluation does not ask; what was sampled without experts is sampled anew. A dense model has none."""
     assert all(completion.routed_experts is None for completion in decode(mixture[0], requests(PLAIN)))
     assert request_digest(requests(PLAIN)[0]) != request_digest(requests(ASKED)[0])
-    pool = pool_of(tiny_model.folder, "dense")
-    with pytest.raises(EngineError, match=r"router_replay = true, but this engine cannot return the experts"):
-        pool.wait_ready()
-    pool.close()
+
+    def route(engine: Any) -> None:
+        def keep(worker: Any) -> None:
+            from or1_megatron.rollout.routed_experts import RoutingCache
+
+            RoutingCache(worker.model_runner)
+
+        engine._llm.collective_rpc(keep)
+
+    with pytest.raises(ValueError, match=r"router_replay = true, but this engine cannot return the experts"):
+        in_engine(engine_pool.handles[0], route)

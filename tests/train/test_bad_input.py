@@ -235,9 +235,7 @@ def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path
 def test_what_rank_0_finds_ends_both_ranks(
     small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """No checkpoint but a damaged one, then (the checkpoint removed) a gold answer without text."""
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(ROW % i for i in range(8)) + '{"prompt": "2+2?", "answer": " "}')
+    """No checkpoint but a damaged one."""
     config = small_config(tmp_path / "run")
     checkpoint = begun(config, tmp_path / "run")
     (checkpoint / "loop.json").write_text("{")
@@ -247,17 +245,6 @@ def test_what_rank_0_finds_ends_both_ranks(
     assert len(lines) == 1 and lines[0].startswith("or1: error: none of the checkpoints in"), output
     assert "does not start from scratch" in output and f"{checkpoint / 'loop.json'} has 1 bytes" in output
     assert checkpoint.is_dir()
-
-    shutil.rmtree(checkpoint)
-    training = train(config, f"data.train=[{{path: {data}}}]")
-    status, output = training.finish()
-    assert status == 2
-    assert output.splitlines()[1:] == [  # behind the run's folder
-        f"or1: error: {data}:9: field 'ground_truth': expected a JSON list of one or more acceptable answers as "
-        """strings, such as ["15625"]; found ' ' among the answers""",
-        "Correct them, or leave them out with data.unusable=drop",
-    ]
-    assert training.survivors() == []
 
 
 def test_prompts(small_config: SmallConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -453,20 +440,21 @@ from or1_megatron.runtime.launch import run_ranks
 sys.exit(run_ranks("or1_port_rank", [], ranks=2, grace_s=5.0, task="training"))
 """
 PORT_RANK = """
-from or1_megatron.parallel.mesh import start_process_group, stop_process_group
+from or1_megatron.runtime.world import choose_gloo_interface
 from torch import distributed
-start_process_group(300)
+choose_gloo_interface()  # as parallel.mesh does; Megatron is not needed
+distributed.init_process_group("gloo")
 distributed.barrier()  # else the first to leave may close the other's connection while it is made
-stop_process_group()
+distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("host", ["", "gpu-node-17.example"])
-def test_a_port_in_use_or_a_host_name_that_leads_nowhere(host: str, tmp_path: Path) -> None:
-    """``or1 train`` takes free ports, whatever MASTER_PORT says, and on one machine needs no name of its own."""
-    named = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"] if host else []
-    if host and subprocess.run([*named, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("cannot name a host here (needs root)")
+def test_a_port_in_use_and_a_host_name_that_leads_nowhere(tmp_path: Path) -> None:
+    """``or1 train`` takes free ports, whatever MASTER_PORT says, and on one machine needs no name of its own. The host
+    is named where that is allowed (root)."""
+    named = ["unshare", "--uts", "sh", "-c", 'hostname gpu-node-17.example; exec "$@"', "sh"]
+    if subprocess.run([*named, "true"], capture_output=True, check=False).returncode:
+        named = []
     (tmp_path / "or1_port_rank.py").write_text(PORT_RANK)
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])

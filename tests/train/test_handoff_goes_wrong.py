@@ -43,8 +43,8 @@ def test_a_run_outlives_its_engines(
 def test_bits_that_flip_in_memory_are_found_before_they_train(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """A bit of a message to an engine, an exponent bit of an engine's norm, later a bit of a batch on its way to rank 1
-    and one of the responses on their way to rank 0. Each time the ranks start again from the newest checkpoint. Not
+    """An exponent bit of an engine's norm, later a bit of a batch on its way to rank 1. Each time the ranks start again
+    from the newest checkpoint. Bits of messages to engines: handoff/test_faults; of others: runtime/test_message. Not
     shown: flips in the trainer's own memory."""
     run = tmp_path / "run"
     config = small_config(run)
@@ -55,7 +55,7 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
         "rollout.engines=1",
         "evaluate.data=[]",
         "evaluate.every_steps=0",
-        "run.max_restarts=4",
+        "run.max_restarts=2",
         "parallel.offload=never",
         "stages.0.steps=2",
         "stages.1.steps=1",
@@ -64,11 +64,10 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     )
     status, output = training.finish()
     assert status == 0, output[-3000:]
-    assert {path.name for path in (tmp_path / "done").iterdir()} == {"message", "engine", "batch", "responses"}
-    assert re.search(r"'model\.[a-z0-9_.]+'\[.* from trainer rank 0 did not arrive as it was sent in handoff 2", output)
+    assert {path.name for path in (tmp_path / "done").iterdir()} == {"engine", "batch"}
     assert "engine 0 does not compute what the policy computes" in output
-    assert len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with", output)) >= 2
-    assert output.count("The ranks start again") == 4
+    assert re.search(r"a message of \d+ bytes between two processes of the run arrived with", output)
+    assert output.count("The ranks start again") == 2
     rows = [row for row in read_rows(run / "metrics.jsonl") if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert training.survivors() == []

@@ -7,7 +7,6 @@ a manager that dies meanwhile (test_keeps_running).
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,20 @@ LAST = 10  # rollout steps; the first is a stage of its own
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_nothing_in_flight_is_lost_or_doubled(
-    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path, how: signal.Signals
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """Engines are killed or stopped at the five points, each in another handoff: every step has the responses to the
-    requests of an undisturbed run, once each, those that died with an engine too. No token is of newer weights than its
-    step trains, or more than 2 versions older, and each has the log-prob that transformers gives it with the weights of
-    its version. Not proven: that the run learns."""
+    """Engines are killed and stopped in turn at the five points, each in another handoff: every step has the responses
+    to the requests of an undisturbed run, once each, those that died with an engine too. No token is of newer weights
+    than its step trains, or more than 2 versions older, and each has the log-prob that transformers gives it with the
+    weights of its version. Not proven: that the run learns."""
     run, done = tmp_path / "run", tmp_path / "done"
     done.mkdir()
     ahead = [f"rollout.max_staleness={STALENESS}", "rollout.placement=separate", "rollout.max_engine_restarts=5"]
     few = ["rollout.max_concurrent=4", "stages.1.prompts_per_update=8"]
     steps = ["stages.0.steps=1", f"stages.1.steps={LAST - 1}", "evaluate.data=[]", "evaluate.every_steps=0"]
     more = ["cluster.heartbeat_s=6", "checkpoint.every_steps=100", "checkpoint.export_hf_every_steps=1"]
-    sabotage = {"SABOTAGE": "in_flight", "SABOTAGE_FOLDER": str(done), "SABOTAGE_SIGNAL": str(int(how))}
+    sabotage = {"SABOTAGE": "in_flight", "SABOTAGE_FOLDER": str(done)}
     training = train(small_config(run), *ahead, *few, *steps, *more, **sabotage)
     status, output = training.finish()
     assert status == 0, output[-6000:]
@@ -55,7 +53,7 @@ def test_nothing_in_flight_is_lost_or_doubled(
     assert in_flight.keys() == POINTS and all(in_flight.values()), in_flight
     kinds = [fault["kind"] for fault in faults(run)]
     assert kinds.count("engine") == len(POINTS), faults(run)
-    assert kinds.count("stalled") == (len(POINTS) if how == signal.SIGSTOP else 0), faults(run)
+    assert kinds.count("stalled") == 2, faults(run)  # the others were killed
 
     metrics = [row for row in read_rows(run / "metrics.jsonl") if "rollout/staleness" in row]
     assert [row["step"] for row in metrics] == list(range(1, LAST + 1))

@@ -1,4 +1,4 @@
-"""One run of the whole trainer, stopped, damaged and (slow) killed, and always resumed to its end.
+"""One run of the whole trainer, stopped and damaged, and always resumed to its end.
 
 Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
 GPUs, several nodes.
@@ -52,24 +52,6 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     status, output = train(config).finish()
     assert status == 0
     assert "holds a finished run" in output
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_after_its_launcher_has_died(
-    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
-) -> None:
-    """Nobody is left to tell its ranks (test_keeps_running kills those)."""
-    run = tmp_path / "run"
-    config = small_config(run)
-    training = train(config, hold_after=1)
-    training.wait_for_checkpoint(run, 1)
-    training.process.kill()
-    status, output = training.finish()
-    assert status != 0
-    assert training.survivors() == []
-    status, output = train(config).finish()
-    assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]
-    check_folder(run)
 
 
 def check_folder(run: Path) -> None:

@@ -67,16 +67,6 @@ class Training:
                 continue
         return found
 
-    def rank(self, index: int) -> psutil.Process:
-        """Return the process of a trainer rank."""
-        for child in self.descendants():
-            try:
-                if child.environ().get("RANK") == str(index) and "or1_megatron.trainer.run" in child.cmdline():
-                    return child
-            except psutil.Error:
-                continue
-        raise AssertionError(f"no process of rank {index}")
-
     def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the checkpoint of this step, or a later one, is complete."""
 

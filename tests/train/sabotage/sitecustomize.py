@@ -2,16 +2,16 @@
 
 SABOTAGE_FOLDER holds what has happened; each death and each flipped bit comes once.
 
-memory: bits flip, each in an attempt of its own: of a message to the engines, in the second handoff; of an engine's
-final norm, when its tensors have been compared with what it received; of a batch on its way to rank 1; of the responses
-on their way to rank 0.
+memory: bits flip, each in an attempt of its own: of an engine's final norm, when its tensors have been compared with
+what it received; of a batch on its way to rank 1.
 turns: engines that take turns with the trainer as on its GPUs kill themselves: while receiving, when they have loaded,
 while decoding, before they sleep; so does the RolloutManager. An engine that sleeps loses its weights to NaN. Who has
 the device when: test_synced_policy.
 clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
-in_flight: engines get SABOTAGE_SIGNAL, one at each of POINTS, each in another handoff of the loop, with requests in
-flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a handoff when
-a response of the last step that is asked is there. The file of a point has the seeds of the engine's requests.
+in_flight: engines are killed and stopped in turn, one at each of POINTS, each in another handoff of the loop, with
+requests in flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a
+handoff when a response of the last step that is asked is there. The file of a point has the seeds of the engine's
+requests.
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
@@ -72,7 +72,7 @@ def nth(number: int, act: Callable[[], Any]) -> Callable[..., Any]:
     return lambda *_: act() if next(calls) == number else None
 
 
-FLIPS = ("message", "engine", "batch", "responses")
+FLIPS = ("engine", "batch")
 
 
 def flips_now(what: str) -> Callable[[], bool]:
@@ -80,16 +80,6 @@ def flips_now(what: str) -> Callable[[], bool]:
     earlier = FLIPS[: FLIPS.index(what)]
     ready = all(in_folder(flip).exists() for flip in earlier)  # as this attempt's process begins
     return lambda: ready and once(what)
-
-
-def flip_message(transfer: Any) -> None:
-    now = flips_now("message")
-
-    def spoil(shipment: Any, message: Any, read: Any, handoff: int) -> None:
-        if handoff == 2 and os.environ["RANK"] == "0" and now():
-            message[1001] ^= 2
-
-    wrap(transfer, "pack", after=spoil)
 
 
 def flip_in_engine(worker: Any) -> None:
@@ -115,17 +105,6 @@ def flip_in_batch(lockstep: Any) -> None:
         return source
 
     lockstep.dist.recv_object_list = receive_and_flip
-
-
-def flip_in_responses(client: Any) -> None:
-    unpack, now = client.unpack, flips_now("responses")
-
-    def flip_and_unpack(packed: bytes) -> Any:
-        if now():
-            packed = packed[:1000] + bytes([packed[1000] ^ 1]) + packed[1001:]
-        return unpack(packed)
-
-    client.unpack = flip_and_unpack
 
 
 def give_turns(synced: Any) -> None:
@@ -175,6 +154,7 @@ def kill_manager(scheduler: Any) -> None:
 
 
 POINTS = ("before start", "receiving", "loaded", "before certify", "serving")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 flying: list[int] = []
 """Seeds of the requests that this engine had when its last handoff began."""
 
@@ -188,7 +168,7 @@ def strike(point: str) -> None:
     except FileNotFoundError:
         return
     in_folder(point).write_text(" ".join(map(str, flying)))
-    os.kill(os.getpid(), int(os.environ["SABOTAGE_SIGNAL"]))
+    os.kill(os.getpid(), SIGNALS[POINTS.index(point) % 2])
 
 
 def strike_receiving(worker: Any) -> None:
@@ -281,10 +261,8 @@ FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
         "rollout.engine": strike_in_handoffs,
     },
     "memory": {
-        "handoff.transfer": flip_message,
         "handoff.vllm.receiver": flip_in_engine,
         "parallel.lockstep": flip_in_batch,
-        "rollout.client": flip_in_responses,
     },
     "turns": {
         "trainer.synced_policy": give_turns,
