@@ -159,10 +159,10 @@ class EngineThread:
 
     def _serve_calls(self, engine: Any, block: bool) -> None:
         """Run the queued calls. With ``block``, wait up to ``BEAT_S`` for the first call."""
-        while True:
+        while block or not self._calls.empty():
             try:
                 with span("wait", waits_for="requests or weights"):
-                    function, future = self._calls.get(block=block, timeout=BEAT_S)
+                    function, future = self._calls.get(timeout=BEAT_S)
             except queue.Empty:
                 return
             block = False

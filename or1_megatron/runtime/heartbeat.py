@@ -72,7 +72,7 @@ class Heartbeat:
         with naming_disk_full(aside, "the process's signs of life"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = threading.Lock()
+        self._lock, self._worked = threading.Lock(), -1
         self._beat = Beat(os.getpid(), start_ticks(os.getpid()), who[:_WORDS])
         self.says(doing, long)
         aside.rename(self._path)
@@ -85,8 +85,8 @@ class Heartbeat:
         self._write(doing=doing[:_WORDS], long=long)
 
     def worked(self) -> None:
-        """Write that the watched thread has advanced. It must call this again within ``cluster.heartbeat_s``."""
-        self._write(worked=max(self._beat.worked, 0) + 1)
+        """Count, in the next beat, that the watched thread has advanced. It must call this every ``cluster.heartbeat_s``."""
+        self._worked = max(self._worked, 0) + 1
 
     @contextmanager
     def busy_with(self, doing: str) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Heartbeat:
 
     def _write(self, **changes: Any) -> None:
         with self._lock:
-            self._beat = replace(self._beat, **changes)
+            self._beat = replace(self._beat, worked=self._worked, **changes)
             os.pwrite(self._file, json.dumps(asdict(self._beat), ensure_ascii=False).encode().ljust(_BYTES), 0)
 
     def _keep_beating(self) -> None:
