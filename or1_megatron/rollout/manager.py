@@ -84,7 +84,7 @@ class RolloutManager:
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
         self._why_lost: dict[int, str] = {}  # by engine that is not yet replaced
-        self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
+        self._busy_s = [0.0] * len(self._engines)
         self._verify = verify
         self._abilities = abilities
         self._step_timeout_s = step_timeout_s
@@ -236,7 +236,7 @@ class RolloutManager:
             timeout_s = self._answer_s
             if self._engines[index] != engine or index in self._scheduler.lost:
                 return  # its requests are being sampled elsewhere
-            self._busy_s[index].extend(harvest.busy_s)
+            self._busy_s[index] += harvest.busy_s
             try:
                 self._perform(self._scheduler.finished(index, harvest.completions))
             except ValueError as error:
@@ -323,8 +323,7 @@ class RolloutManager:
         assert self._verifiers is not None
         # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
-        busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
-        self._busy_s = [[] for _ in self._engines]
+        busy_s, self._busy_s = self._busy_s, [0.0] * len(self._engines)
         finished_s = (made.finished_s for group in current.roll_out.result() for made in group.completions)
         return current.roll_out.report(
             busy_s,
