@@ -31,7 +31,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.template import load_tokenizer
 from or1_megatron.rollout.engine_metrics import EngineMetrics
 from or1_megatron.rollout.request_plan import request_digest
-from or1_megatron.runtime.allocator import return_large_blocks
+from or1_megatron.runtime.host_memory import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, RoutedExperts, VersionSpan

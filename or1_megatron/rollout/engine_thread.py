@@ -49,7 +49,6 @@ class EngineThread:
         self._busy_s = 0.0  # since the last harvest
         self._is_dry = True  # the last step left nothing to do
         self._caller = 0
-        self._has_stepped = False
         self.failure: str | None = None
         """The error that ended the engine, with its traceback; None while it runs."""
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -127,25 +126,19 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
-            self._heart.says("decoding, or waiting for requests")
+            starts = True  # until the first step has ended, which may take long, because vLLM may compile kernels
             while True:
                 self._heart.worked()
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
                     started_s = time.monotonic()
-                    completions = self._step(engine)
+                    completions = engine.step()
+                    if starts:
+                        starts = False
+                        self._heart.says("decoding, or waiting for requests")
                     self._store(completions, time.monotonic() - started_s, is_dry=engine.pending == 0)
         except BaseException:  # the callers that wait get any
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
-
-    def _step(self, engine: Any) -> list[Completion]:
-        """Step the engine. The first step may take long, because vLLM may compile kernels."""
-        if self._has_stepped:
-            completions: list[Completion] = engine.step()
-            return completions
-        self._has_stepped = True
-        with self._heart.busy_with("decoding for the first time"):
-            return self._step(engine)
 
     def _serve_calls(self, engine: Any, block: bool) -> None:
         """Run the queued calls. With ``block``, wait up to ``BEAT_S`` for the first call."""

@@ -205,13 +205,6 @@ class RolloutManager:
                 current.judged_s = time.time()
         self._changed.set()
 
-    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until ``holds`` returns true or the manager has failed. Raises TimeoutError."""
-        async with asyncio.timeout(max(timeout_s, 0.0)):
-            while self._failure is None and not holds():
-                self._changed.clear()
-                await self._changed.wait()
-
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
         """Submit requests to ``engine``, which was engine ``index`` at the scheduler's choice (it may be replaced)."""
         try:
@@ -282,7 +275,10 @@ class RolloutManager:
             began_s = time.monotonic() if len(self._open) > 1 else current.opened_s
             current.deadline_s = began_s + self._step_timeout_s
         try:
-            await self._until(holds, current.deadline_s - time.monotonic())
+            async with asyncio.timeout(max(current.deadline_s - time.monotonic(), 0.0)):
+                while self._failure is None and not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             roll_out = current.roll_out
             done = roll_out.verdicts if what == "judged" else roll_out.completions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,10 +54,8 @@ class CountingEngine:
 
 
 @pytest.fixture
-def heart(tmp_path: Path) -> Iterator[Heartbeat]:
-    beats = Heartbeat(tmp_path, "engine 0")
-    yield beats
-    beats.close()
+def heart(tmp_path: Path) -> Heartbeat:
+    return Heartbeat(tmp_path, "engine 0")
 
 
 def test_harvest_of_a_running_engine_does_not_wait_for_its_end(heart: Heartbeat) -> None:
