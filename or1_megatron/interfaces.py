@@ -344,8 +344,8 @@ class Observer(Protocol):
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
-    def alarmed(self, text: str) -> None:
-        """Take an alarm's text: the step, the value and its limit, and what to do."""
+    def alarmed(self, step: int, text: str) -> None:
+        """Take an alarm of a step; its text says the step, the value and its limit, and what to do."""
 
     def resumed(self, step: int) -> None:
         """Discard the records after ``step``, because its checkpoint has been loaded."""

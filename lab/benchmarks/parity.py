@@ -8,15 +8,13 @@ What `or1 check-parity examples/quickstart/base_model` prints, kept as a result 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from result import ROOT, figure, write_result
-from rich.console import Console
 
-from or1_megatron.commands.check_parity import measure_layouts
-from or1_megatron.config.schema import ModelConfig
 from or1_megatron.selftest.checks.layouts import TOLERANCE, default_layouts
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
@@ -27,7 +25,8 @@ def main() -> int:
     layouts = (*default_layouts(longest=48), *MORE)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        status = measure_layouts(ModelConfig(hf=MODEL, dtype="float32"), layouts, Console(), out=out)
+        command = [sys.executable, "-m", "or1_megatron.commands.app", "check-parity", str(MODEL), "--out", str(out)]
+        status = subprocess.run([*command, *(f"--layout={layout}" for layout in layouts)], check=False).returncode
         rows = json.loads(out.read_text())
     figures = {
         f"{row['name']}: {kind.replace('_', ' ')}": figure(row["difference"][kind], at_most=bound)

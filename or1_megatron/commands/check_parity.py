@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,9 +14,6 @@ from rich.table import Column, Table
 
 from or1_megatron.commands.explained import explained
 from or1_megatron.runtime.nvidia_driver import check_driver
-
-if TYPE_CHECKING:
-    from or1_megatron.config.schema import ModelConfig
 
 
 def check_parity(
@@ -30,7 +28,6 @@ def check_parity(
         ),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model.")] = "float32",
-    tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
     objective: Annotated[
         str,
@@ -43,22 +40,30 @@ def check_parity(
 ) -> None:
     """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
 
-    Exits with 1 and names what differs when a layout computes something else.
+    Exits with 1 and names what differs when a layout computes something else; of an objective with a fault only that.
     """
     with explained():
         check_driver()
         from or1_megatron.config.schema import ModelConfig
+        from or1_megatron.rl.objectives.check import faults, probe_objective
+        from or1_megatron.selftest.checks.layouts import differences, task_of
 
-        code = measure_layouts(
-            ModelConfig(hf=model, dtype=dtype),
-            layouts or (),
-            Console(),
-            tolerance=tolerance,
-            out=out,
-            objective=objective,
-            args=parameters(args or ()),
-        )
-    raise typer.Exit(code)
+        console, values = Console(), parameters(args or ())
+        wrong = list(faults(probe_objective(dtype, objective, values)))
+        for line in wrong:
+            console.print(f"objective {objective}: {line}", style="red", soft_wrap=True)
+        if wrong:
+            raise typer.Exit(1)
+        left_out = partial(console.print, "left out:", style="yellow")
+        settings = ModelConfig(hf=model, dtype=dtype)
+        task = task_of(settings, layouts or (), left_out, objective=objective, args=values)
+        rows, wrong = differences(task)
+    show(rows, dtype, console)
+    if out is not None:
+        out.write_text(json.dumps(rows, indent=1))
+    for line in wrong:
+        console.print(line, style="red", soft_wrap=True)
+    raise typer.Exit(int(bool(wrong)))
 
 
 def parameters(given: Iterable[str]) -> dict[str, Any]:
@@ -75,54 +80,13 @@ def parameters(given: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def measure_layouts(
-    model: ModelConfig,
-    layouts: Sequence[str],
-    console: Console,
-    *,
-    tolerance: float = 1.0,
-    out: Path | None = None,
-    **settings: Any,
-) -> int:
-    """Measure parallel layouts, print a table, and return the exit status: 0 when all agree with transformers.
-
-    Args:
-        layouts, settings: the arguments of ``task_of``. For an objective with a fault, only the fault is printed.
-        tolerance: multiplies ``TOLERANCE``.
-        out: the JSON file for the differences.
-
-    Raises:
-        ConfigError, LayoutError, ModelError: before any rank starts.
-    """
-    from or1_megatron.rl.objectives.check import faults, probe_objective
-    from or1_megatron.selftest.checks.layouts import differences, task_of
-
-    task = task_of(model, layouts, lambda sentence: console.print(f"left out: {sentence}", style="yellow"), **settings)
-    wrong = list(faults(probe_objective(model.dtype, task["objective"], task["args"])))
-    for line in wrong:
-        console.print(f"objective {task['objective']}: {line}", style="red", soft_wrap=True)
-    if wrong:
-        return 1
-    status, (rows,) = differences([task], tolerance)
-    show(rows, model.dtype, tolerance, console)
-    if out is not None:
-        out.write_text(json.dumps(rows, indent=1))
-    for row in rows:
-        for line in row["beyond"]:
-            console.print(f"{row['name']}: {line}", style="red", soft_wrap=True)
-    missing = task["layouts"][len(rows) :]
-    if missing:
-        console.print(f"not measured: {', '.join(missing)}", style="red")
-    return status or int(bool(missing) or any(row["beyond"] for row in rows))
-
-
-def show(rows: Sequence[Mapping[str, Any]], dtype: str, tolerance: float, console: Console) -> None:
+def show(rows: Sequence[Mapping[str, Any]], dtype: str, console: Console) -> None:
     """Print a table of the layouts' largest differences from transformers + torch, by kind."""
     from or1_megatron.selftest.checks.layouts import TOLERANCE, bounds, kind_in_words
 
     kinds = TOLERANCE[dtype]
     title = f"Largest difference from transformers + torch ({dtype})"
-    limits = bounds(rows[0]["rounding"], dtype, tolerance) if rows else kinds
+    limits = bounds(rows[0]["rounding"], dtype) if rows else kinds
     heads = [f"{kind_in_words(kind)}\n≤ {limit:.0e}" for kind, limit in limits.items()]
     table = Table(
         Column("layout\n", no_wrap=True),

@@ -39,5 +39,4 @@ def report(
         written = write_report(runs, path, ids=named, tokenizer=tokenizer, texts=texts)
         for note in written.notes:
             print(f"or1: note: {note}", file=sys.stderr)
-        listed = f"{written.rows:,} responses" + (f" of {written.all_rows:,}" * (written.rows < written.all_rows))
-        print(f"{path}: {listed}, {written.texts} in full, {written.size_bytes / 1e6:.1f} MB")
+        print(f"{path}: {written.rows:,} responses, {written.texts} in full, {written.size_bytes / 1e6:.1f} MB")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from or1_megatron.commands.explained import explained
 from or1_megatron.runtime.nvidia_driver import check_driver
-
-if TYPE_CHECKING:
-    from or1_megatron.selftest.one_check import CheckOutcome
 
 
 def selftest(
@@ -27,7 +22,6 @@ def selftest(
     Writes a report that can be attached to an issue. Exits with 1 when a check fails or had no time; what is not
     possible here does not count.
     """
-    console = Console(highlight=False)
     with explained():
         from or1_megatron.selftest.known_checks import chosen
         from or1_megatron.selftest.run_checks import run_checks
@@ -35,28 +29,15 @@ def selftest(
         wanted = chosen(checks or ())
         if list_checks:
             for check in wanted:
-                needs = f" (needs {', '.join(check.needs)})" if check.needs else ""
-                console.print(f"[bold]{check.name}[/]: {check.proves}{needs}", soft_wrap=True)
+                print(f"{check.name}: {check.proves}" + (f" (needs {', '.join(check.needs)})" if check.needs else ""))
             return
         check_driver()
-        show = partial(_show, console)
         try:
-            report = run_checks(wanted, out, minutes=minutes, show=show)
+            report = run_checks(wanted, out, minutes=minutes)
         except SystemExit:  # a signal
-            console.print(f"stopped; what was found until then: {out / 'selftest.txt'}", soft_wrap=True)
+            print(f"stopped; what was found until then: {out / 'selftest.txt'}")
             raise
-    console.print(f"report: {out / 'selftest.txt'} and selftest.json beside it", soft_wrap=True)
-    failed = report.ended("failed")
-    if failed:
-        console.print(f"failed: {', '.join(failed)}", style="red", soft_wrap=True)
+    print(f"report: {out / 'selftest.txt'} and selftest.json beside it")
+    if failed := report.ended("failed"):
+        print(f"failed: {', '.join(failed)}")
     raise typer.Exit(1 if failed else 0)
-
-
-def _show(console: Console, outcome: CheckOutcome) -> None:
-    from or1_megatron.selftest.outcome_report import lines_of
-
-    first, *others = lines_of(outcome)
-    style = {"passed": "green", "failed": "red"}.get(outcome.status, "yellow")
-    console.print(first, style=style, soft_wrap=True, markup=False)
-    for line in others:
-        console.print(line, style="yellow" if line.startswith("  !") else None, soft_wrap=True, markup=False)

@@ -1,41 +1,42 @@
-"""Measures scores, loss, gradient and parameter changes of a parallel layout on a recorded batch, for comparison.
+"""Compares each parallel layout's numbers with transformers': what one rank of `or1 check-parity` does.
 
-The batch is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters: one
-step of a special optimizer subtracts a known multiple of the gradient from them. This works however parameters and
-gradients are cut, with the distributed optimizer too.
+Rank 0 computes the reference with transformers and torch's own AdamW. Each layout runs on as many ranks as it needs.
+The recorded batch is scored, differentiated once, and trained on for three steps. The gradient is read off the
+parameters: one step of a special optimizer subtracts a known multiple of the gradient from them. This works however
+parameters and gradients are cut, with the distributed optimizer too.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.mesh import Mesh, SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
+from or1_megatron.rl.aggregation import weigh
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
 from or1_megatron.rl.objectives.scored import inputs_of, update
-from or1_megatron.types import Batch, Float32Array, Sample
+from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
+from or1_megatron.types import Aggregation, Batch, Float32Array, Int32Array, Sample
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.stacked import split
 
-STEPS = 3
-
-
-def trained_by(dtype: str) -> OptimizerConfig:
-    """Return the optimizer settings for the three training steps on the recorded batch; ``dtype`` decides the rate.
-
-    A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
-    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does: the
-    reference's fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses
-    differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
-    weights; only in float32 are losses and weights compared.
-    """
-    return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
+STEPS: Final = 3
+_RANK_WAIT_S: Final = 1800.0
+_FLOAT64_BYTES: Final = 48
+"""Memory per parameter of the float64 reference: values, a copy, gradient, two moments, and the fp32 results."""
 
 
 _SCALE = 2.0**20
@@ -60,6 +61,85 @@ class Numbers:
     moved: Mapping[str, Tensor]
     """Parameters after the three steps minus those before."""
     micro_batches: int = 1
+
+
+def load_network(model: ModelConfig) -> Any:
+    """Load the HF model in fp32, with weights rounded to ``model.dtype``, in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, model.dtype)  # torch has no grouped product of float64 for experts
+    network = AutoModelForCausalLM.from_pretrained(model.hf, dtype=dtype, experts_implementation="eager").float()
+    return (network.cuda() if torch.cuda.is_available() else network).train()
+
+
+def cast(network: Any, dtype: torch.dtype) -> None:
+    """Give the parameters another dtype. Buffers keep theirs: rotary frequencies in bfloat16 would be other ones."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def logits_of(network: Any, prompt: Int32Array, response: Int32Array) -> Tensor:
+    """Return transformers' logits [n, V], from which the n tokens of a response are drawn."""
+    ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64))
+    logits: Tensor = network(ids[None].to(network.device)).logits[0, len(prompt) - 1 : len(ids) - 1]
+    return logits
+
+
+def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Sample]:
+    """Sample ``count`` sequences of 4 to ``longest`` tokens from the model, as a rollout does.
+
+    In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy, the
+    engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding token is
+    never sampled: transformers gives it no gradient.
+    """
+    rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary, padding = network.config.vocab_size, network.config.pad_token_id
+    ids = torch.randint(0, vocabulary, (count, 1), generator=generator)
+    if padding is not None:
+        ids[ids == padding] = (padding + 1) % vocabulary
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        while ids.shape[1] < longest:
+            logits = network(ids.to(device)).logits[:, -1].float().cpu() / PROBE_TEMPERATURE
+            if padding is not None:
+                logits[:, padding] = float("-inf")
+            ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
+        logits = network(ids.to(device)).logits.float().cpu() / PROBE_TEMPERATURE
+    log_probs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0].numpy()
+    made: list[Sample] = []
+    for row, of_row in zip(ids.numpy().astype(np.int32), log_probs, strict=True):
+        tokens = int(rng.integers(4, longest + 1))
+        prompt = int(rng.integers(1, max(2, tokens // 3)))
+        mask = np.ones(tokens - prompt, dtype=np.bool_)
+        mask[(tokens - prompt) // 2] = False
+        own = of_row[prompt - 1 : tokens - 1]
+        noise = rng.normal(0.0, 0.3, tokens - prompt)
+        engine, reference = others.normal(0.0, 0.3, (2, tokens - prompt))
+        made.append(
+            Sample(
+                prompt_ids=row[:prompt],
+                response_ids=row[prompt:tokens],
+                advantage=float(rng.normal()),
+                loss_mask=mask,
+                engine_log_probs=(own + noise + engine).astype(np.float32),
+                policy_log_probs=(own + noise).astype(np.float32),
+                reference_log_probs=(own + reference).astype(np.float32),
+            )
+        )
+    return made
+
+
+def trained_by(dtype: str) -> OptimizerConfig:
+    """Return the optimizer settings for the three training steps on the recorded batch; ``dtype`` decides the rate.
+
+    A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
+    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does: the
+    reference's fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses
+    differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
+    weights; only in float32 are losses and weights compared.
+    """
+    return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
 
 def measure(
@@ -92,20 +172,16 @@ def measure(
     after = _whole(policy)
     if mesh.rank > 0:
         return None
+    places = np.argsort(order)  # of the recorded samples in the batch
     return Numbers(
-        log_probs=_in_probe_order(scores.log_probs, order),
-        entropies=_in_probe_order(scores.entropies, order),
+        log_probs=[scores.log_probs[place] for place in places],
+        entropies=[scores.entropies[place] for place in places],
         losses=[report.sums["loss"] / report.token_count for report in reports],
         grad_norms=[report.grad_norm for report in reports],
         gradient=gradient,
         moved=_difference(after, before, 1.0),
         micro_batches=len(batch.ranks[0]),
     )
-
-
-def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> list[Float32Array]:
-    by_sample = dict(zip(order, values, strict=True))
-    return [by_sample[i] for i in range(len(order))]
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
@@ -118,15 +194,16 @@ def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float) 
 
 
 def reference(
-    network: Any, samples: Sequence[Sample], objective: Objective, trained: OptimizerConfig, by_response: bool = False
+    network: Any, samples: Sequence[Sample], objective: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
     """Compute the numbers with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
 
     Args:
         network: from transformers; its parameters are trained in place and restored.
-        trained: the optimizer settings, from ``trained_by``.
+        dtype: of the parallel layouts that are compared (``trained_by``).
         by_response: average the loss over each response's tokens and then over responses, not over all tokens.
     """
+    trained = trained_by(dtype)
     parameters = dict(network.named_parameters())
     start = {name: p.detach().clone() for name, p in parameters.items()}
     betas = (trained.beta1, trained.beta2)
@@ -149,18 +226,15 @@ def reference(
         for name, p in parameters.items():
             p.copy_(start[name])
     log_probs, entropies = ([x.float().cpu().numpy() for x in kind] for kind in zip(*scores, strict=True))
-    return Numbers(log_probs, entropies, losses, norms, gradient, moved)
+    return Numbers(log_probs, entropies, losses, norms, by_file_name(network, gradient), by_file_name(network, moved))
 
 
 def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-probs, entropies) of a sample's counted tokens."""
-    ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))
-    logits = network(ids[None].to(network.device)).logits[0]
-    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)[
-        len(sample.prompt_ids) - 1 : len(ids) - 1
-    ]
-    mask = torch.from_numpy(sample.loss_mask).to(log_p.device)
-    chosen = log_p.gather(1, ids[len(sample.prompt_ids) :, None].to(log_p.device))[:, 0]
+    logits = logits_of(network, sample.prompt_ids, sample.response_ids)
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+    ids, mask = (torch.from_numpy(each).to(log_p.device) for each in (sample.response_ids, sample.loss_mask))
+    chosen = log_p.gather(1, ids[:, None].long())[:, 0]
     return chosen[mask], -(log_p.exp() * log_p).sum(-1)[mask]
 
 
@@ -175,6 +249,40 @@ def _mean_loss(
         share = counts.sum() / ((counts > 0).sum() * counts)
         inputs = replace(inputs, weights=share.repeat_interleave(counts).to(log_probs))
     return objective(log_probs, entropies, inputs)[0] / counts.sum()
+
+
+def references(
+    network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
+) -> dict[Aggregation, tuple[Numbers, Deviation]]:
+    """Return for each aggregation (reference numbers, transformers' deviation from them by rounding alone).
+
+    If ``dtype`` is float32 and float64 fits in the CPU's memory, the reference is float64, the deviation is fp32's.
+    Otherwise the reference is fp32 and the deviation is bf16's; for float32 it is multiplied by 2^-16, the ratio of the
+    two types' rounding. The function changes the dtype of ``network``.
+    """
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
+
+    def computed() -> dict[Aggregation, Numbers]:
+        return {name: reference(network, samples, judged, dtype, name == "response_mean") for name in aggregations}
+
+    first = computed()
+    cast(network, torch.float64 if exactly else torch.bfloat16)
+    second = computed()
+    exact, rounded = (second, first) if exactly else (first, second)
+    share = 2.0**-16 if dtype == "float32" and not exactly else 1.0
+    return {name: (exact[name], _times(share, compare(rounded[name], exact[name]))) for name in aggregations}
+
+
+def _times(share: float, deviation: Deviation) -> Deviation:
+    return {name: value * share if isinstance(value, float) else value for name, value in deviation.items()}
+
+
+def by_file_name(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name and split tensors as the weight table does, experts separately; in memory transformers stacks them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return split(revert_weight_conversion(network, dict(tensors)))
 
 
 Deviation = dict[str, Any]
@@ -226,3 +334,55 @@ def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tu
         if difference >= worst:
             worst, where = difference, name
     return worst, where
+
+
+def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, world: SubWorld) -> Numbers | None:
+    start_process_group(_RANK_WAIT_S, world)
+    try:
+        mesh = build_mesh(case.parallel, seed=1)
+        samples: list[Sample] = pickle.loads(world.store.get(key))  # rank 0 sets the key before it joins this world
+        order = case.order(len(samples))
+        layout = batch_layout(case.parallel, read_hf_config(model.hf))
+        longest = max(sample.response_ids.size for sample in samples)
+        weighed = weigh(samples, case.aggregation, longest)
+        batch = pack([weighed[i] for i in order], layout)
+        return measure(model, case.parallel, mesh, batch, order, judged)
+    finally:
+        stop_process_group()
+
+
+def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
+    """Do one rank's part in the measurement of a task's parallel layouts; rank 0 yields a dict for each layout.
+
+    The dict has ``name``, ``micro_batches`` (of a rank), ``difference`` (the ``Deviation`` from the reference) and
+    ``rounding`` (the deviation by rounding alone, from ``references``).
+
+    Args:
+        task: ``model`` (fields of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and, unless the
+            objective is the recipe's, ``objective`` (a name) and ``args``.
+        key: the probe's key in the store, different for each task.
+        store: shared by all ranks.
+    """
+    model = ModelConfig(**task["model"])
+    judged = probe_objective(model.dtype, task.get("objective", "clipped"), task.get("args", {}))
+    cases = [parse_layout(name, task["longest"]) for name in task["layouts"]]
+    expected: dict[Aggregation, tuple[Numbers, Deviation]] = {}
+    if rank == 0:
+        network = load_network(model)
+        samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
+        store.set(key, pickle.dumps(samples))  # type: ignore[arg-type]  # the stub takes only str
+        expected = references(network, samples, judged, model.dtype, {case.aggregation for case in cases})
+        del network
+    for number, case in enumerate(cases):
+        if rank >= case.parallel.ranks:
+            continue
+        try:
+            world = SubWorld(case.parallel.ranks, store, f"{key}/{number}")
+            numbers = _measure_case(case, model, judged, key, world)
+        except Exception as error:
+            error.add_note(f"layout '{case.name}', rank {rank}")
+            raise
+        if numbers is not None:
+            exact, rounding = expected[case.aggregation]
+            row = {"name": case.name, "micro_batches": numbers.micro_batches}
+            yield {**row, "difference": compare(numbers, exact), "rounding": rounding}

@@ -312,7 +312,7 @@ class Loop:
                 StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics, reasons)
             )
             for text in texts:
-                self._alarm(text)
+                self._alarm(self.steps_done, text)
             metrics |= raised
         self.schedule.read(metrics | evaluation_metrics(evaluation))
         return metrics
@@ -414,9 +414,9 @@ class Loop:
         self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])
 
-    def _alarm(self, text: str) -> None:
+    def _alarm(self, step: int, text: str) -> None:
         logger.info("%s", text)  # not as a warning: the observer shows it
-        self.ports.observer.alarmed(text)
+        self.ports.observer.alarmed(step, text)
 
     def _evaluation_due(self) -> Due:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)

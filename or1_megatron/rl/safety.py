@@ -21,11 +21,11 @@ class UpdateGuard:
 
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.
-        tell: takes a sentence for the log and the console.
+        tell: takes the step and a sentence for the log and the console.
         one_pass: whether the policy's output head is one-pass (``objectives.scored.needs_scores``).
     """
 
-    def __init__(self, max_in_a_row: int, policy: Policy, tell: Callable[[str], None], one_pass: bool = False) -> None:
+    def __init__(self, max_in_a_row: int, policy: Policy, tell: Callable[[int, str], None], one_pass: bool) -> None:
         self._max_in_a_row, self._policy, self._tell, self._one_pass = max_in_a_row, policy, tell, one_pass
         self.in_a_row = 0
         self.total = 0
@@ -40,9 +40,10 @@ class UpdateGuard:
         self.total += 1
         loss = report.sums.get("loss", math.nan) / report.token_count
         self._tell(
+            step,
             f"step {step}, SGD step {index}: skipped, because the loss ({loss:.6g}) or the gradient "
             f"norm ({report.grad_norm:.6g}) is not finite; parameters and optimizer are unchanged. To repeat it, "
-            "resume a copy of the run from a checkpoint before it"
+            "resume a copy of the run from a checkpoint before it",
         )
         if self.in_a_row >= self._max_in_a_row:
             raise TooManySkipped(

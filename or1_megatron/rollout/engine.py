@@ -182,6 +182,10 @@ class VllmEngine:
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
 
+    def unserved(self) -> str:
+        """Return why nobody can read the engine's metrics; empty if they can be read or are not asked for."""
+        return "" if self._metrics is None else self._metrics.fault
+
     @property
     def pending(self) -> int:
         return len(self._pending) + len(self._finished)

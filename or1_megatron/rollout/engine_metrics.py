@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from prometheus_client import start_http_server
@@ -13,9 +12,11 @@ class EngineMetrics:
     """Feeds the logger of an LLMEngine's metrics, as vLLM's output processor, which we leave out, would do."""
 
     def __init__(self, engine: Any, port: int) -> None:
-        self._engine = engine
-        with suppress(OSError):  # the port was free when the run began; one that is taken since ends no run
+        self._engine, self.fault = engine, ""
+        try:  # the port was free when the run began; one that is taken since ends no run
             start_http_server(port)
+        except OSError as error:
+            self.fault = f"Prometheus cannot read this engine's metrics: port {port}: {error}"
 
     def record(self, iteration: Any, in_flight: Mapping[str, Any]) -> None:
         """Count an iteration of vLLM's core. ``in_flight``: the requests by name, with those that it ended."""

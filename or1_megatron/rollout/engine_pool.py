@@ -170,6 +170,11 @@ class EnginePool:
         left_s = timeout_s - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
         gather(calls, max(left_s, 0.1), "start", reason)
+        if self._settings[0].metrics_port is not None:
+            asked = [handle.call.remote("unserved") for handle in self.handles]
+            for index, fault in enumerate(gather(asked, timeout_s, "tell its port", reason)):
+                if fault:
+                    log.warning("engine %d: %s", index, fault)
 
     def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
         """Replace the engines that have died, failed or stopped answering, and return their indices.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -84,11 +83,11 @@ class RunRecord:
         self._opened()[2].write(step, HELD_OUT, self._held_out, [])
         self._held_out = []
 
-    def alarmed(self, text: str) -> None:
-        """Write an alarm's text and the step that it names, or 0."""
+    def alarmed(self, step: int, text: str) -> None:
+        """Write an alarm's step and text."""
         self._opened()
         alarms = JsonlWriter(self._folder.alarms, "alarms")
-        alarms.write({"step": int([*re.findall(r"\bstep (\d+)", text), 0][0]), "text": text})
+        alarms.write({"step": step, "text": text})
         alarms.close()
 
     def close(self) -> None:
@@ -113,6 +112,16 @@ class RunRecord:
         return self._files
 
 
+def _passed_on(name: str) -> Any:
+    """Return the method ``name`` of Observers."""
+
+    def call(self: Observers, *args: Any, **more: Any) -> None:
+        for observer in self._observers:
+            getattr(observer, name)(*args, **more)
+
+    return call
+
+
 class Observers:
     """An observer and tracker that passes each call on to several others, in order. Put the most important first."""
 
@@ -121,9 +130,8 @@ class Observers:
         self._observers = tuple(observers)
         self._says = says
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.log(step, metrics)
+    log, rolled_out, evaluated = _passed_on("log"), _passed_on("rolled_out"), _passed_on("evaluated")
+    alarmed, resumed = _passed_on("alarmed"), _passed_on("resumed")
 
     def close(self) -> None:
         """Close all observers. An error is raised once all are closed."""
@@ -135,19 +143,3 @@ class Observers:
         self._says(f"{verb} after step {step}")
         for observer in self._observers:
             observer.verb_started(step, verb)
-
-    def rolled_out(self, *rollout: Any, **more: Any) -> None:
-        for observer in self._observers:
-            observer.rolled_out(*rollout, **more)
-
-    def evaluated(self, step: int, result: EvaluationResult) -> None:
-        for observer in self._observers:
-            observer.evaluated(step, result)
-
-    def alarmed(self, text: str) -> None:
-        for observer in self._observers:
-            observer.alarmed(text)
-
-    def resumed(self, step: int) -> None:
-        for observer in self._observers:
-            observer.resumed(step)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,16 +58,11 @@ def add_tokenizer(model: Path) -> None:
 
 def one_rank() -> Mesh:
     """Start a process group of this process alone (NCCL on a GPU), as under torchrun, and return its mesh."""
-    from or1_megatron.parallel.mesh import build_mesh, start_process_group
+    from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group
 
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in here.items()})
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it for its overlaps
-    start_process_group(300)
+    start_process_group(300, SubWorld(1, torch.distributed.HashStore(), "one rank"))
     return build_mesh(ParallelConfig(), seed=1)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import platform
+import socket
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from pydantic_core import to_json
 
 from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.versions import commit, versions
 from or1_megatron.selftest.one_check import CheckOutcome, CheckStatus, shown
 
 
@@ -18,13 +23,13 @@ from or1_megatron.selftest.one_check import CheckOutcome, CheckStatus, shown
 class Report:
     """The report of a finished or unfinished self-test."""
 
-    command: str
-    commit: str
-    started: str
-    host: str
-    versions: Mapping[str, str]
     checks: list[str]
     """Names of the checks to run; ``outcomes`` has the outcomes of the first of them, which have ended."""
+    command: str = field(default_factory=lambda: " ".join(["or1", *sys.argv[1:]]))
+    commit: str = field(default_factory=commit)
+    started: str = field(default_factory=partial(time.strftime, "%Y-%m-%dT%H:%M:%S%z"))
+    host: str = field(default_factory=socket.gethostname)
+    versions: Mapping[str, str] = field(default_factory=versions)
     outcomes: list[CheckOutcome] = field(default_factory=list)
 
     def ended(self, status: CheckStatus) -> list[str]:

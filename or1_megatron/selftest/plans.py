@@ -41,19 +41,21 @@ def small_shape(cuda: bool) -> str:
     return "small, 8 ways" if cuda else "small"
 
 
-_PARTS_OF_OTHERS: Final = {"1 selective", "1 distopt", "TP2", "PP2", "DP2", "DP2 distopt"}
-"""Layouts left out on CPU, to keep within three minutes, because other layouts contain the same kind of parallelism."""
+KINDS: Final = ("TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt")
+"""One layout per kind of parallelism, of two devices each."""
 
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
-    """Return the parallel layouts to compare: of one device, of two devices, and combinations on all devices."""
+    """Return the parallel layouts to compare: of one device, of two devices, and combinations on all devices.
+
+    On CPU, to keep within three minutes, a layout is left out if another contains its kind of parallelism.
+    """
+    if not cuda:
+        return ["1", "1 full", "1 one_pass", "TP2 SP", "PP2 VPP2", "CP2", "DP2 distopt overlap"]
     names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
-        names += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2"]
-        names += ["DP2", "DP2 distopt", "DP2 distopt overlap"]
-    if devices > 2:
-        names += [name for name in _mixtures(devices) if name not in names]
-    return names if cuda else [name for name in names if name not in _PARTS_OF_OTHERS]
+        names += [*KINDS, "DP2 distopt overlap"]
+    return list(dict.fromkeys([*names, *_mixtures(devices)] if devices > 2 else names))
 
 
 def _mixtures(devices: int) -> Iterator[str]:
@@ -109,27 +111,14 @@ def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: 
     return Config.model_validate(values)
 
 
-def training_values(machine: CheckedMachine, placement: str, run: Path, data: Path) -> dict[str, Any]:
-    """Return the configuration of a short run over the quickstart's: 20 steps on GPUs, on CPU 5 with few problems."""
-    steps, prompts, group = (20, 128, 8) if machine.cuda else (5, 16, 4)
-    size = {"prompts_per_step": prompts, "prompts_per_update": prompts, "group_size": group}
-    values: dict[str, Any] = {
-        "base": str(QUICKSTART / "quickstart.yaml"),
-        "run": {"dir": str(run)},
-        "model": {"hf": str(QUICKSTART / "base_model")},
-        "data": {"train": [{"path": str(data / "train.jsonl")}]},
-        "stages": [{"name": "short", "steps": steps, "max_response_tokens": 56, **size}],
-        "evaluate": {"data": [{"path": str(data / "heldout.jsonl")}], "every_steps": 10, "samples": 4},
-        "checkpoint": {"every_steps": 10},
-        "track": {"console": "plain"},
-        "rollout": {"engines": 1},
-    }
+def training_run(machine: CheckedMachine, placement: str, run: Path, data: Path) -> tuple[Path, list[str]]:
+    """Return (configuration of a short run over the quickstart's, overrides): 20 steps on GPUs, 5 on CPU."""
+    values: dict[str, Any] = {"run.dir": run, "model.hf": QUICKSTART / "base_model"}
+    values |= {"data.train.0.path": data / "train.jsonl", "evaluate.data.0.path": data / "heldout.jsonl"}
     if machine.cuda:
         trainers = machine.devices if placement == "colocated" else machine.devices // 2
         engines = machine.devices - (0 if placement == "colocated" else trainers)
-        tensor = _tensor_ranks(trainers)
-        values["model"]["dtype"] = "bfloat16"
-        values["parallel"] = {"ranks": trainers, "pipeline": 1, "tensor": tensor, "micro_batch_tokens": 8192}
-        values["rollout"] = {"engines": engines, "placement": placement, "gpu_memory_fraction": 0.5}
-        values["handoff"] = {"probe_every_steps": 1}
-    return values
+        values |= {"parallel.ranks": trainers, "parallel.tensor": _tensor_ranks(trainers)}
+        values |= {"rollout.engines": engines, "rollout.placement": placement}
+    file = QUICKSTART / ("selftest_gpu.yaml" if machine.cuda else "selftest.yaml")
+    return file, [f"{key}={value}" for key, value in values.items()]

@@ -10,13 +10,11 @@ import ctypes
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,15 +23,14 @@ from typing import Final
 
 import psutil
 
-from or1_megatron.runtime.versions import ROOT, commit, versions
+from or1_megatron.runtime.signals import asked_by_signals
+from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.one_check import Check, CheckOutcome
-from or1_megatron.selftest.outcome_report import Report
+from or1_megatron.selftest.outcome_report import Report, lines_of
 from or1_megatron.selftest.process import MODULE, write_task
 from or1_verify.child_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
-_TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "MASTER_")
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
 """Least remaining time with which a check is started."""
@@ -48,33 +45,20 @@ SETTINGS: Final = {
 """Environment variables of every check."""
 
 
-def run_checks(
-    checks: Sequence[Check],
-    out: Path,
-    *,
-    minutes: float = 10.0,
-    show: Callable[[CheckOutcome], None] = lambda outcome: None,
-) -> Report:
-    """Run checks (in the main thread only), and write the report to ``out`` after each.
+def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> Report:
+    """Run checks (in the main thread only), print each outcome, and write the report to ``out`` after each.
 
     Args:
         out: folder, made if missing, of ``selftest.json``, ``selftest.txt`` and each check's ``logs/<check>.log``.
         minutes: time limit of all checks: after it, the running check is ended and no other starts. Each check's own
             limit, which is meant for 10 minutes in all, is scaled accordingly.
-        show: called with the outcome after each check.
 
     Raises:
-        SystemExit: on SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number. No process is left running.
+        SystemExit: on a signal that asks to stop (``runtime.signals.ASKS``), with 128 plus its number. No process is
+            left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    report = Report(
-        command=" ".join(["or1", *sys.argv[1:]]),
-        commit=commit(),
-        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        host=socket.gethostname(),
-        versions=versions(),
-        checks=[check.name for check in checks],
-    )
+    report = Report([check.name for check in checks])
     report.write(out)
     end_s = time.monotonic() + 60.0 * minutes
     temporary = tempfile.TemporaryDirectory(prefix="or1-", dir="/tmp", ignore_cleanup_errors=True)
@@ -90,16 +74,16 @@ def run_checks(
                 outcome = _run(check, limit_s, scratch, out)
             report.outcomes.append(outcome)
             report.write(out)
-            show(outcome)
+            print(*lines_of(outcome), sep="\n", flush=True)
     return report
 
 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
     """Run one check in its own process, end all processes that it started, and return its outcome."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
-    files = folder / "files"
-    files.mkdir(parents=True)
-    task = {"check": asdict(check), "folder": str(files), "parent": os.getpid()}
+    folder.mkdir()
+    task = {"check": asdict(check), "folder": str(folder), "parent": os.getpid()}
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     todo, result = write_task(folder, task)
     started_s = time.monotonic()
     with log.open("wb") as file:
@@ -108,7 +92,7 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(scratch),
+            env={**os.environ, **SETTINGS, "TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C comes to this process, which ends the check
         )
         try:
@@ -131,19 +115,6 @@ def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome
     return outcome
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    """Return the checks' environment variables: those of this process without torchrun's, and ``SETTINGS``. Temporary
-    files go to ``scratch``."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
-    }
-    environment = {**kept, **SETTINGS, "TMPDIR": str(scratch)}
-    path = [str(ROOT), environment.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
 def end_children() -> None:
     """Kill all descendants of this process, orphans included, and wait until they are gone."""
     while children := psutil.Process().children(recursive=True):
@@ -157,23 +128,18 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Within the block, raise SystemExit on a signal and adopt orphans; after it, end all child processes."""
+    """Within the block, raise SystemExit on the first signal and adopt orphans; after it, end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def ignore() -> None:
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN)
+    ending: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        ignore()  # once is enough
-        raise SystemExit(128 + number)
+        if not ending:
+            ending.append(number)
+            raise SystemExit(128 + number)
 
-    previous = {number: signal.signal(number, stop) for number in handled}
-    try:
-        yield
-    finally:
-        ignore()
-        end_children()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with asked_by_signals(stop):
+        try:
+            yield
+        finally:
+            ending.append(0)
+            end_children()

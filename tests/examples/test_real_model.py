@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from training import read_rows
 
-from or1_megatron.parallel.check_parity import measure_on_ranks
 from or1_megatron.parallel.packed import PackedRotary
+from or1_megatron.parallel.parity import measure_on_ranks
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.selftest.checks.layouts import beyond
 
@@ -114,9 +114,9 @@ def test_its_layouts_equal_transformers_and_faults_are_found(model: Path) -> Non
     }
     rows = ranks.call(compared, 3, task, list(FAULTS), joined=False)[0]
     assert [row["name"] for row in rows[""]] == LAYOUTS
-    assert {row["name"]: list(beyond(row, "float32", 1.0)) for row in rows[""]} == {name: [] for name in LAYOUTS}
+    assert {row["name"]: list(beyond(row, "float32")) for row in rows[""]} == {name: [] for name in LAYOUTS}
     for fault in FAULTS:
-        assert any("log-prob" in line for line in beyond(rows[fault][0], "float32", 1.0)), fault
+        assert any("log-prob" in line for line in beyond(rows[fault][0], "float32")), fault
 
 
 @pytest.mark.parametrize("lora", ["null", "{rank: 16}"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.check_parity import by_file_name
+from or1_megatron.parallel.parity import by_file_name
 from or1_megatron.weights.families import family_of
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import cut
@@ -82,7 +82,7 @@ class RankWeights:
         grid, size = self._grid, self._grid.grid.tensor
         row = next(row for row in grid.rows if name in row.hf)
         assert grid.stage(row) == self.stage, f"rank {self._rank} does not hold {name}"
-        state = by_file_name(grid.model.state_dict())
+        state = by_file_name(grid.model, grid.model.state_dict())
         whole = row.layout.fuse([state[hf] for hf in row.hf], grid.hf)
         shard = cut(whole, row.cut, self.tensor_rank, size)
         for piece in pieces(row, grid.hf, grid.shapes, self.tensor_rank, size):

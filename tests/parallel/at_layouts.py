@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 from or1_megatron.checkpoint import loader
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel.check_parity import measure_on_ranks
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.parity import measure_on_ranks
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.packing import BatchLayout

@@ -37,7 +37,7 @@ import torch.nn.attention.bias  # noqa: F401  # torch's compiler with it, which 
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from megatron.core import dist_checkpointing  # noqa: F401
 
-from or1_megatron.parallel import check_parity  # noqa: F401
+from or1_megatron.parallel import parity  # noqa: F401
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
 from or1_megatron.trainer import synced_policy  # noqa: F401
 

@@ -86,7 +86,7 @@ def check(case: tuple[Path, Path, dict[str, Any]], compared: list[str], exported
     model, exports, rows = case
     assert list(rows) == compared
     for layout, row in rows.items():
-        assert not list(beyond(row, "float32", 1.0)), (layout, row)
+        assert not list(beyond(row, "float32")), (layout, row)
     source = load_file(model / "model.safetensors")
     for layout in exported:
         folder = exports / layout.replace(" ", "_")

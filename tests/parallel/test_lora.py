@@ -19,7 +19,7 @@ from at_layouts import Rank, travel
 from safetensors.torch import load_file, save_file
 
 from or1_megatron.config.schema import LoraConfig
-from or1_megatron.parallel import check_parity
+from or1_megatron.parallel import parity
 from or1_megatron.parallel.mesh import start_process_group
 from or1_megatron.parallel.policy import export_hf
 from or1_megatron.selftest.checks.layouts import beyond
@@ -101,17 +101,16 @@ def use(cases: dict[str, tuple[Path, LoraConfig]], scratch: Path) -> dict[str, A
     """Return of each case check-parity's rows, whose gradients and steps are those of A and B, the policy's scores with
     adapters, without them and of the bare model, what the handoff would misread, and the travels of a checkpoint."""
     store, rank, _ = next(dist.rendezvous("env://"))
-    load = check_parity.load_network
-    check_parity.by_file_name = dict  # type: ignore[assignment]  # the oracle has the files' names
+    load = parity.load_network
+    parity.by_file_name = lambda _, tensors: dict(tensors)  # the oracle has the files' names
+    parity.cast = Adapted.to  # type: ignore[assignment]  # of the base model, too
     results: dict[str, Any] = {}
     for case, (model, lora) in cases.items():
         assert lora.adapter is not None
-        check_parity.load_network = lambda of, to=lora.adapter: Adapted(load(of), to)  # type: ignore[assignment]
+        parity.load_network = lambda of, to=lora.adapter: Adapted(load(of), to)  # type: ignore[assignment]
         task = {"model": {"hf": model, "dtype": "float32", "lora": lora}, "layouts": CASES[case][2]}
-        parity = list(
-            check_parity.measure_on_ranks({**task, "sequences": 8, "longest": 40, "seed": 1}, case, store, rank)
-        )
-        results[case] = {"parity": parity}
+        task |= {"sequences": 8, "longest": 40, "seed": 1}
+        results[case] = {"parity": list(parity.measure_on_ranks(task, case, store, rank))}
     start_process_group(60)
     for case, (model, lora) in cases.items():
         layouts = CASES[case][3]
@@ -154,7 +153,7 @@ def test_equals_transformers(case: str, everyone: list[dict[str, Any]]) -> None:
     """Log-probs, entropies, gradients of A and B, and A and B after three AdamW steps."""
     rows = everyone[0][case]["parity"]
     assert [row["name"] for row in rows] == CASES[case][2]
-    assert [line for row in rows for line in beyond(row, "float32", 1.0)] == []
+    assert [line for row in rows for line in beyond(row, "float32")] == []
 
 
 @pytest.mark.parametrize("case", CASES)

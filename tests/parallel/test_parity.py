@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,15 @@ import pytest
 import ranks
 import torch
 from at_layouts import compare_and_export
-from rich.console import Console
+from typer.testing import CliRunner
 
-from or1_megatron.commands.check_parity import measure_layouts, parameters
-from or1_megatron.config.base import ConfigError
+from or1_megatron.commands.app import app
 from or1_megatron.config.schema import ModelConfig
-from or1_megatron.interfaces import TokenInputs
-from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
-from or1_megatron.parallel.parity import Deviation, Numbers, compare
+from or1_megatron.parallel.parity import Deviation, Numbers, cast, compare, load_network, record_probe, reference
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.scored import inputs_of
 from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
-from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
 
 LAYOUTS = [
@@ -51,36 +46,19 @@ LAYOUTS = [
     "PP2 VPP2 one_pass overlap",
 ]
 TIED = ["TP2", "PP2 one_pass", "PP2 VPP2 one_pass overlap"]
-MORE = [
-    "TP2",
-    "PP2",
-    "CP2",
-    "DP2",
-    "DP2 distopt",
-    "DP2 overlap response_mean",
-    "TP2 PP2",
-    "TP2 CP2",
-    "PP2 VPP2 DP2 distopt full",
-    "selective",
-    "TP2 SP one_pass response_mean",
-]
+MORE = ["DP2 overlap response_mean", "PP2 VPP2 DP2 distopt full", "selective", "TP2 SP one_pass response_mean"]
 MORE_TIED = ["PP2", "PP2 VPP2 distopt", "one_pass overlap"]
 OBJECTIVES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "gspo": (
-        "gspo",
-        {"clip_low": 0.03, "clip_high": 0.03},
-        ["CP2 PP2 shuffled response_mean", "DP2 rows64", "TP2 one_pass"],
-    ),
+    "gspo": ("gspo", {}, ["CP2 PP2 shuffled response_mean", "DP2 rows64", "TP2 one_pass"]),
     "gspo on policy": ("gspo", {"on_policy": True, "correction": "off"}, ["CP2 shuffled", "TP2 one_pass"]),
     "gspo on policy, corrected": ("gspo", {"on_policy": True}, ["CP2 PP2", "DP2 one_pass"]),
-    "cispo": ("cispo", {"clip_low": 0.1, "clip_high": 0.1}, ["TP2 SP CP2", "PP2 DP2 one_pass"]),
-    "dr_grpo": ("dr_grpo", {"length_share": 0.3}, ["PP2 one_pass", "TP2 CP2"]),
-    "dapo": ("dapo", {"clip_high": 0.28}, ["DP2 CP2", "TP2 PP2 one_pass"]),
+    "cispo": ("cispo", {}, ["TP2 SP CP2", "PP2 DP2 one_pass"]),
+    "dr_grpo": ("dr_grpo", {}, ["PP2 one_pass", "TP2 CP2"]),
+    "dapo": ("dapo", {}, ["DP2 CP2", "TP2 PP2 one_pass"]),
     "sequence": ("clipped", {"correction_level": "sequence"}, ["CP2 PP2 shuffled", "TP2 one_pass"]),
     "geometric": ("clipped", {"correction_level": "geometric", "correction_cap": 1.05}, ["CP2 DP2", "PP2 one_pass"]),
 }
-"""An objective, parameters that let its own part act on the probe, and layouts. gspo and the last two need whole
-sequences."""
+"""An objective, parameters beside ``probe_objective``'s, and layouts. gspo and the last two need whole sequences."""
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -94,18 +72,17 @@ MIXED = [
 """Several kinds at once, on up to eight ranks."""
 
 
-def check_parity(model: Path, out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+STRICT = """
+from or1_megatron.selftest.checks import layouts
+layouts.TOLERANCE["bfloat16"] = dict.fromkeys(layouts.TOLERANCE["bfloat16"], 1e-5)
+layouts._ROUNDINGS["bfloat16"] = 0.0
+"""
+
+
+def check_parity(model: Path, out: Path, *arguments: str, before: str = "") -> tuple[int, str, dict[str, Any]]:
     """Run ``or1 check-parity`` in the folder of ``out``; return (exit status, output, rows by layout)."""
-    command = [
-        sys.executable,
-        "-m",
-        "or1_megatron.commands.app",
-        "check-parity",
-        str(model),
-        "--out",
-        str(out),
-        *arguments,
-    ]
+    program = f"{before}\nfrom or1_megatron.commands.app import app\napp()"
+    command = [sys.executable, "-c", program, "check-parity", str(model), "--out", str(out), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=out.parent)
     rows = {row["name"]: row for row in json.loads(out.read_text())} if out.is_file() else {}
@@ -118,24 +95,15 @@ def named(layouts: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Each model's rows by layout, from the ranks that the command runs."""
-    size = {"sequences": 24, "longest": 48}
+    """The rows by layout of both models and of each objective, from the ranks that the command runs."""
+    size, smaller = {"sequences": 24, "longest": 48}, {"sequences": 16, "longest": 32}
     cases = {
         "untied": {"model": tiny_qwen2, "layouts": LAYOUTS, **size},
         "tied": {"model": tied_qwen2, "layouts": TIED, **size},
     }
+    for key, (name, args, layouts) in OBJECTIVES.items():
+        cases[key] = {"model": tiny_qwen2, "layouts": layouts, "objective": name, "args": args, **smaller}
     return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("measured"), joined=False)[0]
-
-
-@pytest.fixture(scope="module")
-def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The rows of each objective by layout, likewise."""
-    common = {"model": tiny_qwen2, "sequences": 16, "longest": 32}
-    cases = {
-        key: {**common, "layouts": layouts, "objective": name, "args": args}
-        for key, (name, args, layouts) in OBJECTIVES.items()
-    }
-    return ranks.call(compare_and_export, 4, cases, tmp_path_factory.mktemp("by_objective"), joined=False)[0]
 
 
 def assert_equal(row: dict[str, Any]) -> None:
@@ -146,9 +114,16 @@ def assert_equal(row: dict[str, Any]) -> None:
     assert max(difference["grad_norm"], difference["gradient"], 0.1 * difference["parameters"]) <= 1e-4, row
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_transformers(layout: str, measured: dict[str, dict[str, Any]]) -> None:
-    assert_equal(measured["untied"][layout])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("untied", at) for at in LAYOUTS] + [("tied", at) for at in TIED]
+    + [(name, at) for name, (_, _, layouts) in OBJECTIVES.items() for at in layouts],
+)  # fmt: skip
+def test_equals_transformers(case: str, layout: str, measured: dict[str, dict[str, Any]]) -> None:
+    """Tied embeddings are one tensor with two uses: under PP its two copies share their gradient; a head that writes
+    main_grad keeps both. Objectives are cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or
+    before (``rl.objectives.scored``); the reference sees all tokens at once; tests/rl compares each with its paper."""
+    assert_equal(measured[case][layout])
 
 
 def test_rows_differ_between_packings(measured: dict[str, dict[str, Any]]) -> None:
@@ -157,21 +132,6 @@ def test_rows_differ_between_packings(measured: dict[str, dict[str, Any]]) -> No
     assert rows["1 rows1200"] == 1
     assert rows["1"] < rows["1 rows160 shuffled"] < rows["1 rows96"]
     assert rows["PP2 VPP2"] % 2 == 0
-
-
-@pytest.mark.parametrize("layout", TIED)
-def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dict[str, Any]]) -> None:
-    """One tensor, two uses: under PP its two copies share their gradient; a head that writes main_grad keeps both."""
-    assert_equal(measured["tied"][layout])
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"), [(name, at) for name, (_, _, layouts) in OBJECTIVES.items() for at in layouts]
-)
-def test_objectives_equal_transformers(name: str, layout: str, by_objective: dict[str, dict[str, Any]]) -> None:
-    """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
-    The reference sees all tokens at once; tests/rl compares each objective with its paper."""
-    assert_equal(by_objective[name][layout])
 
 
 def test_an_objective_of_ones_own_at_several_layouts(tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -202,11 +162,9 @@ def test_more_layouts_equal_transformers(
 
 @pytest.mark.slow
 def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: Path) -> None:
-    """bf16 passes at its own bounds. At a thousandth of them it fails, as the status and the output say."""
-    layouts = named(["TP2 SP", "PP2", "PP2"])
-    status, printed, rows = check_parity(
-        tiny_qwen2, tmp_path / "out.json", "--dtype", "bfloat16", "--tolerance", "1e-3", *layouts
-    )
+    """bf16 passes at its own bounds. At stricter ones it fails, as the status and the output say."""
+    given = ["--dtype", "bfloat16", *named(["TP2 SP", "PP2", "PP2"])]
+    status, printed, rows = check_parity(tiny_qwen2, tmp_path / "out.json", *given, before=STRICT)
     assert status == 1
     assert "PP2: log-prob differs by" in printed
     assert "PP2: gradient of model.layers." in printed
@@ -216,7 +174,6 @@ def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: P
 
 
 def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen2: Path) -> None:
-    model = ModelConfig(hf=tiny_qwen2, dtype="float32")
     for layout, expected in {
         "TP3": "does not divide the model's num_attention_heads = 4",
         "PP3": "does not divide the model's num_hidden_layers = 4",
@@ -227,8 +184,8 @@ def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen
         "TQ2": "'TQ2' is not known",
         "rows40": "rows of 40 tokens do not hold the longest sequence, 48",
     }.items():
-        with pytest.raises(LayoutError, match=re.escape(expected)):
-            measure_layouts(model, [layout], Console())
+        refused = CliRunner().invoke(app, ["check-parity", str(tiny_qwen2), "--layout", layout])
+        assert refused.exit_code == 2 and expected in refused.stderr, layout
 
 
 def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
@@ -240,16 +197,17 @@ def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
     code += "        loss = -self.scale * (log_probs * tokens.advantages).sum() / max(len(log_probs), 1)\n"
     (tmp_path / "faulty_of_test.py").write_text(f"{code}        return loss, {{}}\n")
     monkeypatch.chdir(tmp_path)
-    given = StringIO()
-    args = parameters(["scale=0.5"])
-    model = ModelConfig(hf=tiny_qwen2, dtype="float32")
-    assert args == {"scale": 0.5}
-    assert measure_layouts(model, [], Console(file=given), objective="faulty_of_test:Mean", args=args) == 1
-    assert "objective faulty_of_test:Mean: Mean returns a mean: its loss is" in given.getvalue()
-    with pytest.raises(ConfigError, match="did you mean cispo"):
-        measure_layouts(model, [], Console(), objective="cisop")
-    with pytest.raises(ConfigError, match="--arg scale: expected NAME=VALUE"):
-        parameters(["scale"])
+    for given, status, said in (
+        (
+            ["faulty_of_test:Mean", "--arg", "scale=0.5"],
+            1,
+            "faulty_of_test:Mean: Mean returns a mean: its loss is",
+        ),
+        (["cisop"], 2, "did you mean cispo"),
+        (["clipped", "--arg", "scale"], 2, "--arg scale: expected NAME=VALUE"),
+    ):
+        ended = CliRunner().invoke(app, ["check-parity", str(tiny_qwen2), "--objective", *given])
+        assert ended.exit_code == status and said in ended.output, given
 
 
 def reference_numbers(
@@ -292,7 +250,7 @@ def test_reference_is_what_it_says(mean: str, tiny_qwen2: Path) -> None:
     samples, objective = record_probe(network, 24, 48, 1), probe_objective("float32")
     log_probs, gradient = reference_numbers(tiny_qwen2, samples, mean=mean)
     for _ in range(2):
-        numbers = transformers_numbers(network, samples, objective, "float32", mean == "responses")
+        numbers = reference(network, samples, objective, "float32", mean == "responses")
         for computed, expected in zip(numbers.log_probs, log_probs, strict=True):
             np.testing.assert_allclose(computed, expected, atol=1e-5)
         assert gradient.keys() == numbers.gradient.keys()
@@ -316,7 +274,7 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
 
     def said_of(difference: Deviation, **rounding: float) -> Iterator[str]:
         row = {"difference": difference, "rounding": dict.fromkeys(TOLERANCE["float32"], 0.0) | rounding}
-        return beyond(row, "float32", 1.0)
+        return beyond(row, "float32")
 
     assert not list(said_of(compare(numbers(), numbers())))
     # ||(0, 0, 0, 0.01)|| / ||(2, 2, 2, 2)|| = 0.0025
@@ -341,22 +299,24 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     log_probs, _ = reference_numbers(tiny_qwen2, samples)
-    given = [
-        torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
-        for of in ("engine", "policy", "reference")
-    ]
-    scores = torch.tensor(np.concatenate(log_probs))
-    ratio = np.exp((scores - given[1]).numpy())
-    assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
-    advantages = [sample.advantage for sample in samples]
-    assert min(advantages) < 0 < max(advantages)
-    objective = probe_objective("float32")
+    scores, objective = torch.tensor(np.concatenate(log_probs)), probe_objective("float32")
+    tokens = inputs_of(samples, scores)
+    assert tokens.policy_log_probs is not None
+    ratio = (scores - tokens.policy_log_probs).exp()
+    assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).double().mean() < 0.8
+    assert tokens.advantages.min() < 0 < tokens.advantages.max()
     assert isinstance(objective, ClippedPolicyLoss) and not objective.on_policy and objective.entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
-    advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
-    sums = objective(scores, torch.zeros_like(scores), TokenInputs(advantage, *given))[1]
+    sums = objective(scores, torch.zeros_like(scores), tokens)[1]
     seen = {
         name: float(sums[name]) / len(scores)
         for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")
     }
     assert all(0.01 < value < 0.5 for value in seen.values()), seen
+
+
+def test_a_cast_keeps_rotary_frequencies(tiny_qwen2: Path) -> None:
+    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
+    cast(network, torch.bfloat16)
+    assert {each.dtype for each in network.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in network.buffers()} == {torch.float32}

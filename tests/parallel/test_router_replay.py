@@ -21,10 +21,9 @@ from recorded_run import LocalPolicy
 
 from or1_megatron.checkpoint.saver import CheckpointSaver
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig
-from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Numbers, compare, measure
+from or1_megatron.parallel.parity import Numbers, compare, load_network, measure, record_probe, reference
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import probe_objective
@@ -139,9 +138,9 @@ def measured(tiny: Callable[..., Path]) -> tuple[Numbers, Numbers, dict[str, Num
     model = ModelConfig(hf=tiny("qwen3_moe"), dtype="float32")
     network = load_network(model).double()
     samples = probe(network)
-    own = transformers_numbers(network, samples, probe_objective("float32"), "float32")
+    own = reference(network, samples, probe_objective("float32"), "float32")
     choose(network, samples)
-    exact = transformers_numbers(network, samples, probe_objective("float32"), "float32")
+    exact = reference(network, samples, probe_objective("float32"), "float32")
     return exact, own, ranks.call(numbers_at, 4, model, LAYOUTS, samples, joined=False)[0]
 
 

@@ -69,7 +69,7 @@ def test_equals_transformers_and_exports_to_the_bit(name: str, tiny: Callable[..
     rows = call(compare_and_export, {name: case}, tmp_path, joined=False)[name]
     assert list(rows) == compared
     for layout, row in rows.items():
-        assert not list(beyond(row, "float32", 1.0)), (layout, row)
+        assert not list(beyond(row, "float32")), (layout, row)
     source = load_file(tiny(name) / "model.safetensors")
     for layout in exported:
         back = load_file(tmp_path / name / layout.replace(" ", "_") / "model.safetensors")

@@ -199,7 +199,10 @@ def test_prompts_gained_and_lost_and_the_marks_of_alarms(browser: Chromium, own:
     (own / "alarms.jsonl").write_text(f'{{"step": 3, "text": "{sentence}"}}\n')
     path = tmp_path / "own.html"
     write_report([own], path)
-    show(browser, path, "#behaviour")
+    show(browser, path)
+    browser.wait_for("document.querySelector('[data-metric=\"entropy/sampled\"] .alarm')")
+    go(browser, "behaviour")
+    browser.wait_for("document.querySelector('[role=status]')?.textContent")
     assert text(browser, "[role=status]") == "4 prompts in both: 1 gained, 1 lost, 2 as before"
     assert text(browser, ".alarms li") == sentence
     entropy = '[data-metric="behaviour/entropy/tenth/0"]'
@@ -244,7 +247,9 @@ def test_filters(opened: Chromium, page: Path) -> None:
     assert told().startswith(f"48 of 48 responses, mean reward 0.479, {texts} in full")
     controls = {
         name: f"#filters label:has(:nth-child(1)):nth-of-type({place}) :is(select, input)"
-        for place, name in enumerate(("from", "to", "reward", "truncated", "source", "status", "problem"), start=1)
+        for place, name in enumerate(
+            ("from", "to", "reward", "truncated", "source", "status", "stage", "problem"), start=1
+        )
     }
     for changes, count in (
         ({"reward": "1"}, 23),
@@ -253,6 +258,7 @@ def test_filters(opened: Chromium, page: Path) -> None:
         ({"source": "1"}, 16),
         ({"from": "2", "to": "3"}, 24),
         ({"problem": "p2", "to": "1"}, 4),
+        ({"stage": "1", "reward": "1"}, 11),
         ({"problem": "none such"}, 0),
     ):
         opened.evaluate("[...document.querySelectorAll('#filters button')].pop().click()")
@@ -308,14 +314,20 @@ def test_what_is_not_in_the_page_is_said(opened: Chromium, page: Path) -> None:
     assert_quiet(opened, page)
 
 
-def test_a_cell_of_the_migration_lists_its_responses(opened: Chromium, page: Path) -> None:
-    """p2 alone moves from 75–100% to 100%: 16 responses."""
-    go(opened, "problems")
-    cell = "document.querySelector('.matrix').rows[5].cells[6].querySelector('button')"
-    assert opened.evaluate(f"{cell}.textContent") == "1"
-    opened.evaluate(f"{cell}.click()")
-    opened.wait_for("document.querySelector('[role=status]')?.textContent.startsWith('16 of 48')")
-    assert_quiet(opened, page)
+def test_how_pass_rates_move(browser: Chromium, page: Path, tmp_path: Path) -> None:
+    """p0 stays at none and p1 at a half, p2 goes from 7 of 8 to all; its cell lists its 16 responses. A run of one
+    stage is halved."""
+    matrix = "[...document.querySelector('.matrix').rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    path = tmp_path / "halves.html"
+    write_report([write_run(tmp_path / "halves", steps=2)], path)
+    for shown, periods in ((path, "steps 1–1 ↓  steps 2–2 →"), (page, "short ↓  long →")):
+        show(browser, shown, "#problems")
+        head, *rows = browser.evaluate(matrix)
+        moves = {(i, j): n for i, row in enumerate(rows) for j, n in enumerate(row[1:]) if n not in ("", "0")}
+        assert head[0] == periods and moves == {(0, 0): "1", (3, 3): "1", (4, 5): "1"}
+    browser.evaluate("document.querySelector('.matrix').rows[5].cells[6].querySelector('button').click()")
+    browser.wait_for("document.querySelector('[role=status]')?.textContent.startsWith('16 of 48')")
+    assert_quiet(browser, page)
 
 
 def big_run(root: Path, responses: int) -> Path:

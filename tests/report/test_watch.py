@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from chromium import Chromium, find_chromium
-from report_runs import write_run
+from report_runs import evaluate, write_run
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -47,12 +47,16 @@ def ask(server: PageServer, path: str, method: str = "GET", host: str = "localho
     return json.loads(whole[4 : 4 + int.from_bytes(whole[:4], "little")])
 
 
+def size(rows: Any) -> int:
+    return int(rows["columns"]["step"][2])
+
+
 def test_the_feed_tells_new_steps_once(tmp_path: Path) -> None:
     """A torn line waits; a resume that cuts rows is seen; a run that is moved away is told, and comes back."""
     run = write_run(tmp_path / "run")
     with serving(run) as server:
         head = ask(server, "/data/head")
-        assert head["runs"][0]["steps"] == [0, 1, 2, 3, 4] and head["kept"] == [4]
+        assert head["runs"][0]["steps"] == [0, 1, 2, 3, 4] and head["kept"] == [f"0/rollouts/{i}" for i in (1, 2, 3, 4)]
         assert ask(server, f"/data/head?version={head['version']}") == 204
         with (run / "metrics.jsonl").open("a") as file:
             print('{"step": 5, "reward/mean": 0.', end="", file=file, flush=True)
@@ -74,15 +78,19 @@ def test_rows_counts_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Numbers from ``report_runs.write_run``: 12 responses per step; row 4 is the first of p1. An old file is named."""
     monkeypatch.setattr(feed, "COUNTED_ROWS", 24)
     run, earlier = write_run(tmp_path / "run"), write_run(tmp_path / "earlier", steps=2)
+    evaluate(run, {0: "1", 4: "2"})
     with serving(run, earlier) as server:
-        newest, second, counts = (ask(server, f"/data/{name}") for name in ("rows", "rows?step=2", "counts"))
-        assert (newest["step"], newest["all"], newest["steps"]) == (4, 12, [1, 2, 3, 4])
-        assert (second["step"], second["all"], second["words"]["problem"]) == (2, 24, ["p0", "p1", "p2"])
-        assert ask(server, "/data/text?step=2&row=16")["response"].startswith("x=0 ")  # of the earlier run
-        assert (counts["counted"], counts["kept"], counts["problems"]) == ([2, 2], [4, 2], ["p0", "p1", "p2"])
-        assert [stage["steps"] for stage in counts["runs"][0]["histograms"]] == [[2, 2], [4, 4]]
+        assert "0/evaluations/4" in ask(server, "/data/head")["kept"]
+        both = "of=0/rollouts/2,0/evaluations/4,1/rollouts/2"
+        rows, counts = ask(server, f"/data/rows?{both}"), ask(server, "/data/counts")
+        assert (size(rows), rows["words"]["problem"]) == (12 + 4 + 12, ["h0", "p0", "p1", "p2"])
+        assert ask(server, f"/data/text?{both}&row=20")["response"].startswith("x=0 ")  # of the earlier run
+        assert size(counts) == (2 + 2) * 12 + 2 * 4
+        assert [list(of) for of in counts["behaviour"]] == [["2", "4"], ["1", "2"]]
         (run / "rollouts" / "step_000004.parquet").write_bytes(b"PAR1 of another program")
-        assert "step_000004.parquet is left out" in ask(server, "/data/rows")["notes"][0]
+        assert "step_000004.parquet is left out" in ask(server, "/data/rows?of=0/rollouts/4")["notes"][0]
+        (run / "rollouts" / "step_000002.parquet").unlink()
+        assert "0/rollouts/2 are not kept" in ask(server, f"/data/text?{both}&row=20")
 
 
 def test_who_is_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +100,12 @@ def test_who_is_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         port = server.server_address[1]
         assert ask(server, "/") == 200 and ask(server, "/", host="evil.example") == 403
         assert [ask(server, "/", method) for method in ("POST", "PUT", "DELETE")] == [501] * 3
-        for path in ("config.yaml", "data/../../run/config.yaml", "data/rows?step=../1", "data/text?step=2&row=24"):
+        for path in (
+            "config.yaml",
+            "data/../../run/config.yaml",
+            "data/rows?of=../1",
+            "data/text?of=0/rollouts/2&row=24",
+        ):
             assert isinstance(ask(server, f"/{path}"), str)
         told = CliRunner().invoke(app, ["watch", str(run), "--port", str(port)])
         assert told.exit_code == 2 and f"cannot listen on port {port} of 127.0.0.1" in told.output
@@ -104,12 +117,12 @@ def test_who_is_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
             with socket.create_connection(("127.0.0.1", port)) as gone:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
                 gone.sendall(sent)
-        assert ask(server, "/data/head")["kept"] == [4]
+        assert ask(server, "/data/head")["kept"][0] == "0/rollouts/1"
     with serving(run, host="0.0.0.0") as server:
         token = server.url.partition("?token=")[2]
         for wrong in ("", "?token=", "?token=%C3%A9", f"?token={token[:-1]}"):
             assert ask(server, f"/data/head{wrong}") == ask(server, f"/{wrong}") == 403
-        assert len(token) == 32 and ask(server, f"/data/head?token={token}")["kept"] == [4]
+        assert len(token) == 32 and ask(server, f"/data/head?token={token}")["kept"][0] == "0/rollouts/1"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -126,6 +139,7 @@ def test_long_curves_keep_their_extremes() -> None:
 def test_the_live_page(tmp_path: Path) -> None:
     """By keyboard alone: new steps appear, responses are read; the run goes away. Only the server is asked."""
     run, executable = write_run(tmp_path / "run"), find_chromium()
+    evaluate(run, {0: "40", 4: "22"})
     if executable is None:
         pytest.skip("no Chromium: `make browser` installs one into .venv/browser")
     with serving(run) as server, Chromium(executable, 1400, 900) as browser:
@@ -153,6 +167,10 @@ def test_the_live_page(tmp_path: Path) -> None:
             press("ArrowDown", 40)
         browser.wait_for("document.querySelectorAll('.tokens b').length > 50")
         assert browser.evaluate("location.hash") == "#rollouts/0/p1/3/0"
+        reach("#tab-behaviour")
+        press("Enter", 13, "\r")
+        sides = "[...document.querySelectorAll('.sides .tokens')].map(one => one.textContent).join()"
+        browser.wait_for(f"{sides} === '0 h0 0<eos>,4 h0 0<eos>'")
         run.rename(tmp_path / "away")
         browser.wait_for("document.querySelector('#live.off')?.textContent.includes('is gone')")
         assert all(url.startswith(server.url) for url in browser.requests)

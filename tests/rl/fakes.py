@@ -397,7 +397,7 @@ class Diary:
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         self.evaluations[step] = result
 
-    def alarmed(self, text: str) -> None:
+    def alarmed(self, step: int, text: str) -> None:
         self.alarms.append(text)
 
     def resumed(self, step: int) -> None:

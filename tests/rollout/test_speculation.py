@@ -27,6 +27,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from or1_megatron.rollout.engine import _accepted as of_response
 from or1_megatron.rollout.engine import pass_rows_as_bytes
+from or1_megatron.rollout.engine_metrics import EngineMetrics
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.speculation import check_drafts
 from or1_megatron.rollout.worker import SeededSampler
@@ -102,8 +103,15 @@ def served(pool: EnginePool) -> Counter[str]:
     return found
 
 
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}: " in EngineMetrics(None, port).fault
+
+
 def test_vllm_s_metrics_are_those_of_the_responses(drafting: EnginePool) -> None:
     """All that the Grafana dashboard asks for exists, here or on rank 0. Not proven: how it looks."""
+    assert in_engine(drafting.handles[0], lambda engine: engine.unserved()) == ""
     before, sent = served(drafting), requests(Sampling(1.0, 1.0, 32), each=4, seed=70_000)
     made, after = decode(drafting.handles[0], sent), served(drafting)
     board = (Path(__file__).parents[2] / "docs" / "grafana" / "or1.json").read_text()

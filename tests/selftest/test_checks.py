@@ -6,7 +6,6 @@ Not proven here: a GPU's figures and branches beyond their plans; the whole run 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from or1_megatron.selftest.plans import (
     placements_for,
     save_and_load_layouts,
     small_shape,
-    training_values,
+    training_run,
 )
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
@@ -126,9 +125,7 @@ def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -
     data.mkdir()
     for name in ("train", "heldout"):
         (data / f"{name}.jsonl").write_text("".join(f'{{"prompt": "1+{n}?", "answer": "2"}}\n' for n in range(128)))
-    path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(training_values(CheckedMachine(True, devices, ""), placement, tmp_path / "run", data)))
-    config = load_config(path, [])
+    config = load_config(*training_run(CheckedMachine(True, devices, ""), placement, tmp_path / "run", data))
     plan_run(config, "cuda")
     assert config.total_steps == 20
     engines = config.rollout.engines * config.rollout.tensor_parallel
@@ -193,9 +190,3 @@ def test_sandbox_that_confines_nothing_fails() -> None:
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     assert given.outcome.wrong == ["weak: the host's files cannot be read is no, expected yes"]
-
-
-def test_not_a_number_is_not_met() -> None:
-    given = context_of(False, 2)
-    given.require("difference", math.nan, at_most=1.0)
-    assert given.outcome.wrong == ["difference is nan, expected ≤ 1.000"]

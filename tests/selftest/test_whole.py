@@ -19,7 +19,7 @@ from or1_megatron.selftest.known_checks import CHECKS, chosen
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-ELSEWHERE = {"sleep": "GPU", "train-separate": "GPU", "nodes": "one node"}
+ELSEWHERE = {"sleep": "GPU", "train-separate": "GPU"}
 """Checks that are not possible on one machine without a GPU, and a word of the reason."""
 
 

@@ -132,7 +132,7 @@ class RunConsole:
             style="cyan",
         )
 
-    def alarmed(self, text: str) -> None:
+    def alarmed(self, step: int, text: str) -> None:
         self._print(text, style="yellow")
 
     def resumed(self, step: int) -> None:

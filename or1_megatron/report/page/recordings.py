@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,16 @@ import pandas as pd
 import yaml
 
 from or1_megatron.report.page.rollout_table import read_table
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows, read_steps
-from or1_megatron.runtime.rollout_store import rollout_files
+from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage that has begun. ``first_step``: the stage's first step in the metrics."""
-
-    name: str
-    first_step: int
-    max_response_tokens: int
+ROWS = 250_000
+"""About as many responses of a run are listed in a written page; with more, those of every n-th step."""
+_SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
+"""Fields of summary.json that the page shows."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +34,12 @@ class Recording:
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
     """Metrics by step and name; None for a value that is not finite. Steps that a resume repeats are there once."""
-    stages: tuple[Stage, ...]
     files: Sequence[Path]
     rows: pd.DataFrame
-    summary: Mapping[str, Any]
-    config: Mapping[str, Any]
-    alarms: Sequence[Mapping[str, Any]]
-    sessions: Sequence[Mapping[str, Any]]
-    """Time, host and code version of each session of the run."""
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
+    facts: Mapping[str, Any]
+    """What else the page shows: stages, config, alarms, faults, summary, sessions."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,32 +64,52 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 
 def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None) -> Recording:
     """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
-    not of all. Rollout files that cannot be read are left out, and named in its notes."""
+    not of all. Files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
-    config = (yaml.safe_load(folder.config.read_text()) or {}) if folder.config.is_file() else {}
+    config = _document(folder.config, yaml.safe_load, notes)
     if metrics is None:
         metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
-    found = [*rollout_files(folder.rollouts), *rollout_files(folder.evaluations)] if files is None else files
-    rows = read_table(found, notes)
-    if files is None and (partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}"))):
-        notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
-    if files is None and rows.empty:
-        notes.append("no rollouts are kept or could be read: there is nothing to browse, and no histogram")
+    if files is None:
+        kept = [rollout_files(place) for place in (folder.rollouts, folder.evaluations)]
+        files = [path for its in kept for path in spread(its, ROWS)]
+        if len(files) < (every := sum(map(len, kept))):
+            notes.append(f"responses of {len(files):,} of {every:,} steps are listed and counted, those of every n-th")
+        if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
+            notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
+        if not files:
+            notes.append("no rollouts are kept: there is nothing to browse, and no histogram")
+    rows = read_table(files, notes)
     model = config.get("model", {}).get("hf")
-    return Recording(
-        label=label,
-        path=run,
-        metrics=metrics,
-        stages=_stages(config, metrics),
-        files=found,
-        rows=rows,
-        config=config,
-        alarms=list(read_rows(folder.alarms, bad_lines=[])) if folder.alarms.is_file() else [],
-        sessions=list(read_rows(folder.sessions, bad_lines=[])) if folder.sessions.is_file() else [],
-        summary=json.loads(folder.summary.read_text()) if folder.summary.is_file() else {},
-        model=None if model is None else Path(model),
-        notes=notes,
+    alarms, sessions = (
+        list(read_rows(path, bad_lines=[])) if path.is_file() else [] for path in (folder.alarms, folder.sessions)
     )
+    summary = _document(folder.summary, json.loads, notes)
+    facts = {
+        "stages": _stages(config, metrics),
+        "config": config,
+        "alarms": alarms,
+        "sessions": sessions,
+        "faults": [astuple(fault) for fault in FaultRecord(run).read()],
+        "summary": {name: summary[name] for name in _SUMMARY if name in summary},
+    }
+    return Recording(label, run, metrics, files, rows, None if model is None else Path(model), facts, notes)
+
+
+def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
+    """Return what a file of the run holds: {} if there is none, and with a note if it cannot be read."""
+    try:
+        return (load(path.read_text()) or {}) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} is left out: {' '.join(str(error).split())}")
+        return {}
+
+
+def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:
+    """Return every n-th rollout file, the newest among them: as many as have about ``rows`` responses together."""
+    each = 1
+    with suppress(OSError, ValueError, IndexError):
+        each = max(1, open_rollouts(files[-1]).metadata.num_rows)
+    return files[:: -len(files) // max(1, rows // each) or 1][::-1]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -105,11 +119,11 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [os.path.relpath(path, common) for path in paths]
 
 
-def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]]) -> tuple[Stage, ...]:
-    """Return the stages of a run that have begun, in order."""
+def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
+    """Return (name, first step in the metrics, longest response T) of the stages that have begun, in order."""
     firsts: dict[int, int] = {}
     for step, row in metrics.items():
         if (index := row.get("stage/index")) is not None:
             firsts.setdefault(int(index), step)
     listed = enumerate(config.get("stages", ()))
-    return tuple(Stage(one["name"], firsts[i], one["max_response_tokens"]) for i, one in listed if i in firsts)
+    return [(one["name"], firsts[i], one.get("max_response_tokens")) for i, one in listed if i in firsts]

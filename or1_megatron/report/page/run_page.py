@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
@@ -18,14 +18,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
 from or1_megatron.report.page.behaviour import measure
 from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
-from or1_megatron.report.page.selection import choose, named, pairs, thinned
-from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.report.page.selection import choose, named, pairs
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_megatron.runtime.run_folder import RunFolder
@@ -33,8 +31,6 @@ from or1_megatron.schemas.metrics import METRICS, Metric
 
 TEXTS = 200
 """Default number of responses that are chosen to be shown in full."""
-ROWS = 250_000
-"""Default limit of responses in the page's table; with more, whole steps are left out."""
 
 _WEB = files("or1_megatron.report.page") / "web"
 _STYLES = ("look.css", "vendor/uplot/uPlot.min.css", "report.css")
@@ -43,8 +39,6 @@ _SCRIPTS = (
     *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "behaviour.js", "setup.js", "live.js"),
     "main.js",
 )
-_SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
-"""Fields of summary.json that the page shows."""
 _NUMBERS = {
     "uint8": ("truncated", "kept"),
     "uint16": ("run",),
@@ -52,17 +46,14 @@ _NUMBERS = {
     "float32": ("reward", "advantage", "seconds", "log_prob", "difference", "entropy"),
 }
 """Columns of the page's table of responses, by their type in the page."""
-_NAMED_RUNS = 3
-"""Largest number of runs whose names the page's title lists."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a written page has: it lists ``rows`` of ``all_rows`` responses, and shows ``texts`` of them in full."""
+    """What a written page has: it lists ``rows`` responses, and shows ``texts`` of them in full."""
 
     size_bytes: int
     rows: int
-    all_rows: int
     texts: int
     notes: tuple[str, ...]
 
@@ -74,7 +65,6 @@ def write_report(
     ids: Sequence[str] = (),
     tokenizer: Path | None = None,
     texts: int = TEXTS,
-    most_rows: int = ROWS,
 ) -> Written:
     """Write the page of ``runs`` to ``out``.
 
@@ -90,69 +80,40 @@ def write_report(
     recordings = read_recordings(runs)
     table = join([recording.rows for recording in recordings])
     wanted = named(table, ids)
-    listed = thinned(table, most_rows, wanted)
     notes: list[str] = []
-    if len(listed) < len(table):
-        notes.append(
-            f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step. Histograms "
-            "and the migration of problems count all of them"
-        )
-    others = dict.fromkeys([*pairs(listed, texts // 4), *choose(listed, texts)])
+    others = dict.fromkeys([*pairs(table, texts // 4), *choose(table, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
     packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    head, rows = head_packet(recordings, table, {}, tokenizer), rows_packet(table, listed, chosen, {"notes": notes})
+    more = {"notes": notes, "behaviour": behaviours(recordings, table, tokenizer)}
+    head, rows = head_packet(recordings, {}), rows_packet(table, chosen, more)
     named_runs = [recording.label for recording in recordings]
     page = html(named_runs, {"head": head, "rows": rows}, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
-    return Written(len(page), len(listed), len(table), len(chosen), said)
+    return Written(len(page), len(table), len(chosen), said)
 
 
-def head_packet(
-    recordings: Sequence[Recording],
-    table: pd.DataFrame,
-    more: Mapping[str, Any],
-    tokenizer: Path | None = None,
-    most: int = 0,
-) -> bytes:
+def head_packet(recordings: Sequence[Recording], more: Mapping[str, Any], most: int = 0) -> bytes:
     """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
     header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
-    runs: list[dict[str, Any]] = []
-    columns: dict[str, NDArray[Any]] = {}
-    for number, recording in enumerate(recordings):
-        rows = table[table["run"] == number]
-        trained = [recording.files[file] for file in rows.loc[rows["stage"] != HELD_OUT, "file"].unique()]
-        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if trained else None
-        moved = migration(rows)
-        if moved is not None:
-            columns |= {f"bins/{number}/{period}": bins for period, bins in enumerate(moved.pop("bins"))}
-        runs.append(
-            {
-                "label": recording.label,
-                "path": str(recording.path),
-                "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
-                "notes": recording.notes,
-                "config": recording.config,
-                "sessions": recording.sessions,
-                "faults": [astuple(fault) for fault in FaultRecord(recording.path).read()],
-                "summary": {name: recording.summary[name] for name in _SUMMARY if name in recording.summary},
-                "alarms": recording.alarms,
-                "behaviour": measure(trained, tokens) or None,
-                "steps": list(recording.metrics),
-                "metrics": _series(recording, names, most),
-                "histograms": histograms(rows, {stage.name: stage.max_response_tokens for stage in recording.stages}),
-                "migration": moved,
-                "responses": len(rows),
-            }
-        )
+    runs = [
+        {
+            "label": recording.label,
+            "path": str(recording.path),
+            "notes": recording.notes,
+            **recording.facts,
+            "steps": list(recording.metrics),
+            "metrics": _series(recording, names, most),
+        }
+        for recording in recordings
+    ]
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
-    more = {"runs": runs, "metrics": described, "pass_rates": PASS_RATES, **more}
-    return packet(more, columns, 1 if most else 6)
+    return packet({"runs": runs, "metrics": described, **more}, {}, 1 if most else 6)
 
 
 def _series(recording: Recording, names: Sequence[str], most: int) -> dict[str, Any]:
@@ -177,16 +138,26 @@ def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 
 
-def rows_packet(table: pd.DataFrame, listed: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
-    """Return the packet of the responses in ``listed``. ``texts``: those in full. ``more``: see ``head_packet``."""
+def behaviours(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
+    """Return for each run what ``behaviour.measure`` finds in the files of ``table`` with training responses."""
+    found = []
+    for number, recording in enumerate(recordings):
+        numbers = table.loc[(table["run"] == number) & (table["stage"] != HELD_OUT), "file"].unique()
+        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if len(numbers) else None
+        found.append(measure([recording.files[number] for number in numbers], tokens))
+    return found
+
+
+def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
+    """Return the packet of the responses in ``table``. ``texts``: those in full. ``more``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
-        name: listed[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
+        name: table[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
-    columns |= {name: listed[name].cat.codes.to_numpy("int32") for name in WORDS}
+    columns |= {name: table[name].cat.codes.to_numpy("int32") for name in WORDS}
     text_of = pd.Series(range(len(texts)), index=list(texts), dtype="int32")
-    columns["text"] = text_of.reindex(listed.index, fill_value=-1).to_numpy("int32")
+    columns["text"] = text_of.reindex(table.index, fill_value=-1).to_numpy("int32")
     words = {name: table[name].cat.categories.tolist() for name in WORDS}
-    return packet({"words": words, "all": len(table), **more}, columns)
+    return packet({"words": words, **more}, columns)
 
 
 def text_packets(
@@ -216,7 +187,7 @@ def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTex
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
     """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
-    title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
+    title = ", ".join(named)
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts)]

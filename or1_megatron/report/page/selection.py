@@ -1,4 +1,4 @@
-"""Chooses the responses that the HTML page lists, and those that it shows in full, reproducibly."""
+"""Chooses the responses that the HTML page shows in full, reproducibly."""
 
 from __future__ import annotations
 
@@ -64,13 +64,3 @@ def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
             raise UnknownRollout(f"--ids {name}: no such rollout is kept; the problem was sampled in step {listed}")
         wanted |= dict.fromkeys(fits.index.tolist())
     return list(wanted)
-
-
-def thinned(rows: pd.DataFrame, limit: int, always: Sequence[int]) -> pd.DataFrame:
-    """Return the responses that the page lists: all, or, if there are more than ``limit``, those of every n-th step of
-    each run. The newest step, and the row indices in ``always``, are always listed.
-    """
-    if len(rows) <= limit:
-        return rows
-    from_last = rows.groupby("run")["step"].rank(method="dense", ascending=False) - 1
-    return rows[(from_last % -(-len(rows) // limit) == 0) | rows.index.isin(always)]

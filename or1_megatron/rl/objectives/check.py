@@ -22,8 +22,8 @@ _TOLERANCE: Final = 1e-9
 
 Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
 """(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
-_ADVICE: Final = "expected a sum over tokens. The policy divides once, by the batch's tokens"
-
+_ADVICE: Final = "expected a sum over tokens, or max_ before its name; the policy divides once, by the batch's tokens"
+_LARGEST: Final = "the sum 'max_"
 
 _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gspo": {"clip_low": 0.03, "clip_high": 0.03},
@@ -137,8 +137,12 @@ def _faults(objective: Objective) -> Iterator[str]:
             f"{_raised(name, error)}, where the inputs that a run need not have are None: log-probs of a reference and "
             "of the policy before the update, weights. If it needs one, let it raise ValueError"
         )
-    yield from _not_finite(name, whole)
-    if not all(torch.isfinite(values).all() for values in (whole[0], whole[2], *whole[1].values())):
+    for key, value in whole[1].items():
+        if value.requires_grad:
+            yield f"{name} returns the sum '{key}' with a gradient; detach it"
+    kinds = {"loss": whole[0], "gradient": whole[2], **whole[1]}
+    if strange := [what for what, values in kinds.items() if not torch.isfinite(values).all()]:
+        yield from (f"{name} returns a {what} that is not finite, on log-probs between -3 and 0" for what in strange)
         return  # and cannot be compared
     if float(whole[0]) != float(again[0]) or not torch.equal(whole[2], again[2]):
         yield (
@@ -159,23 +163,14 @@ def _raised(name: str, error: Exception) -> str:
     return f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
 
 
-def _not_finite(name: str, whole: Result) -> Iterator[str]:
-    loss, sums, gradients = whole
-    for what, values in {"loss": loss, "gradient": gradients, **sums}.items():
-        if not torch.isfinite(values).all():
-            yield f"{name} returns a {what} that is not finite, on log-probs between -3 and 0"
-        if values.requires_grad:
-            yield f"{name} returns the sum '{what}' with a gradient; detach it"
-
-
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
     """Yield a sentence per mean: a value that does not double, or a gradient that halves, if all tokens occur twice."""
-    if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
-        yield (
-            f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
-            f"twice as many of the same; {_ADVICE}"
-        )
-        return
+    for what, once, both in _values(whole, twice):
+        if not what.startswith(_LARGEST) and (once - both).abs() < (2 * once - both).abs():
+            yield (
+                f"{name} returns a mean: {what} is {float(once):.6g} for some tokens and {float(both):.6g} for twice "
+                f"as many of the same; {_ADVICE}"
+            )
     for what, once, both in zip(("log-probs", "entropies"), whole[2], twice[2], strict=True):
         half = torch.cat((once, once)) / 2
         if (both - half).norm() < (both - 2 * half).norm():
@@ -183,33 +178,26 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
                 f"{name} has a mean in its loss: its gradient by the {what} is half as large for twice as many of the "
                 f"same tokens; {_ADVICE}"
             )
-    for key, value in ((key, value.double()) for key, value in whole[1].items()):
-        now = twice[1][key].double()
-        if not key.startswith("max_") and (value - now).abs() < (2 * value - now).abs():
-            yield (
-                f"{name}: the sum '{key}' is {float(value):.6g} for some tokens and {float(now):.6g} for twice as many "
-                "of the same; expected a sum over tokens, or a name that begins with max_"
-            )
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
     """Yield a sentence for each value that differs between all tokens at once and two parts, as a batch is cut."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
-    total = torch.stack([part[0] for part in parts]).sum()
-    if not torch.isclose(total, whole[0], rtol=_TOLERANCE, atol=_TOLERANCE):
-        yield f"{name}: the loss is {float(whole[0]):.9g} at once and {float(total):.9g} in two parts: {advice}"
+    for what, value, *of_parts in _values(whole, *parts):
+        together = torch.stack(of_parts).amax() if what.startswith(_LARGEST) else sum(of_parts)
+        if not torch.isclose(together, value, rtol=_TOLERANCE, atol=_TOLERANCE):
+            yield f"{name}: {what} is {float(value):.9g} at once and {float(together):.9g} in two parts: {advice}"
     gradients = torch.cat([part[2] for part in parts], dim=1)
     if not torch.allclose(gradients, whole[2], rtol=_TOLERANCE, atol=_TOLERANCE):
         yield f"{name}: gradients differ between tokens taken at once and in two parts: {advice}"
-    for key, value in whole[1].items():
-        of_parts = torch.stack([part[1][key].double() for part in parts])
-        together = of_parts.amax() if key.startswith("max_") else of_parts.sum()
-        if not torch.isclose(together, value.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
-            yield (
-                f"{name}: the sum '{key}' is {float(value):.9g} at once and {float(together):.9g} in two parts; "
-                "expected sums over tokens, or a name that begins with max_"
-            )
+
+
+def _values(*results: Result) -> Iterator[tuple[Any, ...]]:
+    """Yield the loss and each sum: (what it is, its value in each result)."""
+    yield "its loss", *(loss for loss, _, _ in results)
+    for key in results[0][1]:
+        yield f"the sum '{key}'", *(sums[key].double() for _, sums, _ in results)
 
 
 def _parts(scope: Scope) -> list[Tensor]:

@@ -59,18 +59,17 @@ def devices(context: Context) -> None:
 def one_device(context: Context, index: int, name: str, size: int) -> None:
     """Measure one device alone: memory, matrix product, copies to the host. ``name``: the GPU's, "" for the CPU."""
     what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
+    copies = {"copy within its memory": (here, here, 2, "memory_bytes_per_s")}  # read and written
     if name:
         torch.cuda.set_device(index)
         context.measure(f"{what}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
-    copied = 2 * copy_gb_per_s(here, here, size)  # read and written
-    expected = expected_rate(name, "memory_bytes_per_s")
-    context.measure(f"{what}: copy within its memory", copied, "GB/s", at_least=expected)
+        copies["copy to the host"] = ("cuda", "host", 1, "host_bytes_per_s")
+        copies["copy from the host"] = ("host", "cuda", 1, "host_bytes_per_s")
+    for way, (source, target, times, rate) in copies.items():
+        copied = times * copy_gb_per_s(source, target, size)
+        context.measure(f"{what}: {way}", copied, "GB/s", at_least=expected_rate(name, rate))
     product, expected = matmul_tflops(8192 if name else 512), expected_rate(name, "bf16_flops")
     context.measure(f"{what}: bf16 matrix product", product, "TFLOP/s", at_least=expected and expected / 1e3)
-    if name:
-        expected = expected_rate(name, "host_bytes_per_s")
-        for way, ends in (("to the host", ("cuda", "host")), ("from the host", ("host", "cuda"))):
-            context.measure(f"{what}: copy {way}", copy_gb_per_s(*ends, size), "GB/s", at_least=expected)
 
 
 def all_reduce(context: Context, gpu: str, size: int) -> None:

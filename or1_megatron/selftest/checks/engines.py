@@ -1,4 +1,4 @@
-"""Self-test of engines beside a trainer: handoffs by every transport that the placement allows, sampling, and sleep.
+"""Self-test of engines beside a trainer: handoffs by every transport that the placement allows, and sleep.
 
 After every handoff the sender compares checksums, and the probe compares log-probs. The ranks start engines as a run
 does; the weights change before each handoff, so that old weights in the engines are detected.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,9 +22,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.cluster import start_ray, stop_ray
-from or1_megatron.rollout.engine_group import result_of
 from or1_megatron.rollout.engine_pool import EnginePool
-from or1_megatron.runtime import message
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.one_check import Context
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
@@ -36,11 +33,8 @@ from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.ranks import trainer_rank
 from or1_megatron.trainer.synced_policy import scored_whole
-from or1_megatron.types import Completion, Float32Array, Prompt, Request, Sample, Sampling
-from or1_verify.types import Message, Problem
 
 _RUN: Final = "selftest"
-_RESPONSES: Final = 16
 _BOUND_NATS: Final = 1e-3
 """Largest allowed difference between log-probs of engine and policy in fp32."""
 
@@ -49,9 +43,9 @@ def handoff(context: Context) -> None:
     placements = placements_for(context.machine.cuda, context.machine.devices)
     for placement, (ranks, engines, transports) in placements.items():
         measured = run(context, placement, ranks, engines, transports)
-        for name, (apart, figure, unit) in measured.items():
-            context.measure(f"{placement}, {name}", figure, unit)
-            what = f"{placement}, {name}: largest log-prob difference, engine and policy, fp32"
+        for transport, (apart, seconds) in measured.items():
+            context.measure(f"{placement}, {transport}", seconds, "s")
+            what = f"{placement}, {transport}: largest log-prob difference, engine and policy, fp32"
             context.require(what, apart, "nats", at_most=_BOUND_NATS)
 
 
@@ -102,22 +96,20 @@ class EngineRank:
         Raises:
             HandoffMismatch: the difference exceeds the probe's bound.
         """
-        expected = self.score([scored_whole(ids) for ids in self.probe.token_ids])
+        samples = [scored_whole(ids) for ids in self.probe.token_ids]
+        batch = pack(samples, batch_layout(self.config.parallel, self.policy.hf))
+        expected = WholePolicy(self.policy).score(batch, 1.0).log_probs
         if self.engines is None:
             return 0.0
         result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
         self.engines.certify(self.version)
         return result.largest
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[Float32Array]:
-        batch = pack(samples, batch_layout(self.config.parallel, self.policy.hf))
-        return WholePolicy(self.policy).score(batch, 1.0).log_probs
-
     def sender(self, transport: str) -> Any:
         settings = self.config.handoff.model_copy(update={"transport": transport})
         return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
-    def over(self, transport: str) -> tuple[float, float, str]:
+    def over(self, transport: str) -> tuple[float, float]:
         """Hand off twice over one transport; return the largest difference, and the seconds of the second handoff."""
         sender = self.sender(transport)
         largest = took_s = 0.0
@@ -127,15 +119,7 @@ class EngineRank:
             took_s = time.perf_counter() - started
             largest = max(largest, self.judge())
         sender.close()
-        return largest, took_s, "s"
-
-    def sampled(self) -> tuple[float, float, str]:
-        """Have the engines sample; return the largest log-prob difference from the policy, and the number of tokens."""
-        drawn: list[Any] = [draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None]
-        dist.broadcast_object_list(drawn, src=0, group=self.mesh.control)
-        samples, of_engines = drawn[0]
-        apart = np.abs(np.concatenate(self.score(samples)) - np.concatenate(of_engines))
-        return float(apart.max()), apart.size, "tokens"
+        return largest, took_s
 
     def sleep_and_wake(self, transport: str, held: int) -> dict[str, Any]:
         """Let the engines sleep, measure the freed memory, wake them with new weights, and compare log-probs.
@@ -173,28 +157,8 @@ class EngineRank:
         return int(total)
 
 
-def draw(pool: EnginePool, vocabulary: int) -> tuple[list[Sample], list[Float32Array]]:
-    """Have each engine sample from random prompts at temperature 1; return the responses and the engines' log-probs."""
-    rng = np.random.default_rng(0)
-    samples, log_probs = [], []
-    for index, engine in enumerate(pool.handles):
-        prompts = [rng.integers(2, vocabulary, 2 + 2 * number, dtype=np.int32) for number in range(_RESPONSES)]
-        problem = Problem("0", "selftest", "math", (Message("user", "?"),), "0", {}, "selftest")
-        sampling = Sampling(1.0, 1.0, ENGINE_TOKENS - 32)
-        requests = [Request(Prompt(problem, ids), 0, sampling, seed) for seed, ids in enumerate(prompts)]
-        result_of(engine.submit.remote(message.pack(requests)), index, "take requests")
-        done: list[Completion] = []
-        while len(done) < len(requests):
-            done += message.unpack(result_of(engine.harvest.remote(5.0), index, "sample")).completions
-        for completion in done:
-            counted = np.ones(completion.token_ids.size, dtype=np.bool_)
-            samples.append(Sample(prompts[completion.seed], completion.token_ids, 0.0, counted))
-            log_probs.append(completion.log_probs)
-    return samples, log_probs
-
-
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run one trainer rank of the check (handoffs and sampling, or sleep); rank 0 has the engines, notes results."""
+    """Run one trainer rank of the check (handoffs, or sleep); rank 0 has the engines, and notes results."""
     config = Config.model_validate(task["config"])
     lead = os.environ["RANK"] == "0"
     pool: EnginePool | None = None
@@ -219,6 +183,5 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
             measured = rank.sleep_and_wake(task["transports"][0], held)
         else:
             measured = {transport: rank.over(transport) for transport in task["transports"]}
-            measured["sampled"] = rank.sampled()
         if lead:
             note(measured)

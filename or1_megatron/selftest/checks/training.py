@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from or1_megatron.config.load import load_config
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import QUICKSTART, training_values
+from or1_megatron.selftest.plans import QUICKSTART, training_run
 
 
 def train(context: Context) -> None:
@@ -26,14 +27,12 @@ def short_run(context: Context, placement: str) -> None:
     run, data = context.folder / "run", context.folder / "data"
     count = ["--train", "1024" if context.machine.cuda else "128", "--held-out", "64" if context.machine.cuda else "8"]
     subprocess.run([sys.executable, str(QUICKSTART / "task.py"), "--out", str(data), *count], check=True)
-    config = context.folder / "config.yaml"
-    values = training_values(context.machine, placement, run, data)
-    config.write_text(json.dumps(values))  # JSON is YAML
+    config, overrides = training_run(context.machine, placement, run, data)
     command = [sys.executable, "-P", "-m", "or1_megatron.commands.app", "train", str(config)]
-    status = subprocess.run(command, check=False).returncode
+    status = subprocess.run([*command, *(f"--set={each}" for each in overrides)], check=False).returncode
     if status:
         raise CheckFailed(f"or1 train ended with exit status {status}; its messages are in the log")
-    note(context, run, sum(stage["steps"] for stage in values["stages"]), 0.05 if context.machine.cuda else 1e-4)
+    note(context, run, load_config(config, overrides).total_steps, 0.05 if context.machine.cuda else 1e-4)
 
 
 def note(context: Context, run: Path, steps: int, bound: float) -> None:

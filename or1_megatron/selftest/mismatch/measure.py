@@ -1,7 +1,7 @@
 """Scores the same tokens with engine, policy and transformers in several ways, and compares the parts of each.
 
 transformers in float32, with weights rounded to the run's dtype, is the reference. Its own difference in bfloat16 is
-the model's noise; for float32 the noise is 2^-16 of that, as in ``check_parity``.
+the model's noise; for float32 the noise is 2^-16 of that, as in ``parallel.parity``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from or1_megatron.config.schema import HandoffConfig, ModelConfig, ParallelConfig
 from or1_megatron.handoff.sender import WeightSender
-from or1_megatron.parallel.check_parity import load_network
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.network import build_network, score_rows
+from or1_megatron.parallel.parity import cast, load_network, logits_of
 from or1_megatron.parallel.policy import unpack_scores
 from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.engine_group import EngineGroup, result_of
@@ -100,8 +100,7 @@ class Comparison:
         model = ModelConfig(hf=inputs.folders[self.version], dtype=inputs.dtype)
         self.reference = load_network(model).eval()
         self.rounded = copy.deepcopy(self.reference)
-        for parameter in self.rounded.parameters():  # buffers stay: rotary frequencies in bfloat16 would be other ones
-            parameter.data = parameter.data.bfloat16()
+        cast(self.rounded, torch.bfloat16)
         self.share = 2.0**-16 if inputs.dtype == "float32" else 1.0  # of the reference's difference in bfloat16
         self.known: dict[Any, dict[str, Any]] = {}  # what ``row`` has scored with transformers, by tokens
         self.network = build_network(model, parallel, mesh)
@@ -168,12 +167,6 @@ class Comparison:
         self.strayed, self.head = self.layers(outcomes, names)
 
     @torch.no_grad()
-    def logits(self, network: Any, tokens: Int32Array) -> torch.Tensor:
-        """Return transformers' logits [p - 1, V] for tokens 1.. of a sequence."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)
-        logits: torch.Tensor = network(ids).logits[0, :-1]
-        return logits.double().cpu()
-
     def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
         """Return the difference of log-probs from the reference's at the run's temperature, or at ``heat``."""
         ways = self.ways if heat is None else {"": (heat, 1.0)}
@@ -183,7 +176,7 @@ class Comparison:
             for prompt, made, _ in scored:
                 key = network is self.reference, heat, prompt.tobytes(), made.tobytes()
                 if key not in self.known:
-                    logits = self.logits(network, np.concatenate((prompt, made)))[len(prompt) - 1 :]
+                    logits = logits_of(network, prompt, made).double().cpu()
                     self.known[key] = {words: _of_tokens(logits, made, *way) for words, way in ways.items()}
                 for words, values in self.known[key].items():
                     parts[words].append(values)
@@ -199,7 +192,7 @@ class Comparison:
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
         """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
         both = self.reference, self.rounded
-        right, rounded = (outputs(each, partial(self.logits, each, self.long), names) for each in both)
+        right, rounded = (outputs(each, partial(logits_of, each, self.long[:1], self.long[1:]), names) for each in both)
         strayed = hidden = ""
         for name in (name for name in right if name in mine and mine[name].shape == right[name].shape):
             hidden = name if name.endswith("norm") else hidden

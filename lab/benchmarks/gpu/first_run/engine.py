@@ -16,12 +16,29 @@ from transformers import AutoModelForCausalLM
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.rollout.cluster import start_ray, stop_ray
+from or1_megatron.rollout.engine_group import result_of
 from or1_megatron.rollout.engine_pool import EnginePool
-from or1_megatron.selftest.checks.engines import draw
+from or1_megatron.runtime import message
 from or1_megatron.selftest.models import one_rank
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config
 from or1_megatron.trainer.placement import engine_places
+from or1_megatron.types import Prompt, Request, Sampling
 from or1_megatron.weights.holdings import Holding, whole
+from or1_verify.types import Problem
+
+
+def draw(engine):
+    """Return (prompt, response, the engine's log-probs) of 16 random prompts, in their order."""
+    rng, problem = np.random.default_rng(0), Problem("0", "first run", "math", (), "", {}, "first run")
+    prompts = [rng.integers(2, 100, 2 + 2 * number, dtype=np.int32) for number in range(16)]
+    sampling, done = Sampling(1.0, 1.0, ENGINE_TOKENS - 32), {}
+    requests = [Request(Prompt(problem, ids), 0, sampling, seed) for seed, ids in enumerate(prompts)]
+    result_of(engine.submit.remote(message.pack(requests)), 0, "take requests")
+    while len(done) < len(requests):
+        harvest = message.unpack(result_of(engine.harvest.remote(5.0), 0, "sample"))
+        done |= {completion.seed: completion for completion in harvest.completions}
+    return [(ids, done[seed].token_ids, done[seed].log_probs) for seed, ids in enumerate(prompts)]
+
 
 model, dtype, cuda = Path(sys.argv[1]), sys.argv[2], torch.cuda.is_available()
 device = "cuda" if cuda else "cpu"
@@ -30,12 +47,12 @@ start_ray(None, "first-run")
 one_rank()
 pool = EnginePool(config.rollout, model, dtype, ENGINE_TOKENS, "first-run", not cuda, engine_places(config))
 pool.wait_ready()
-samples, of_engine = draw(pool, 100)
+drawn = draw(pool.handles[0])
 engines = pool.control(300.0)
 engines.sleep()
 oracle, apart = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device), []
-for sample, log_probs in zip(samples, of_engine, strict=True):
-    ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids])[None], device=device).long()
+for prompt, response, log_probs in drawn:
+    ids = torch.tensor(np.concatenate([prompt, response])[None], device=device).long()
     with torch.no_grad():
         scores = oracle(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
     apart += np.abs(scores[-log_probs.size :] - log_probs).tolist()
@@ -60,7 +77,7 @@ for version in (1, 2, 3):
     print(f"=> handoff {version}, checksums equal: {sent / 1e9:.3f} GB in {time.perf_counter() - began_s:.3f} s")
 engines.wake_up(["kv_cache"])
 engines.certify(3)
-before, after = (sorted(one.response_ids.tolist() for one in drawn) for drawn in (samples, draw(pool, 100)[0]))
+before, after = ([response.tolist() for _, response, _ in each] for each in (drawn, draw(pool.handles[0])))
 print(f"=> after sleep and handoff {sum(map(list.__eq__, before, after))} of {len(before)} responses are equal")
 sender.close()
 pool.close()

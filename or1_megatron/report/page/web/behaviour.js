@@ -66,42 +66,57 @@ function alarmList(page) {
   return found.length ? [el("h2", {}, "Alarms ", el("span", { class: "note" }, "▼ in the charts")), el("ul", { class: "alarms" }, ...found)] : [];
 }
 
-/** Return the samples of the page's runs, [{title, run, step, heldOut, problems: Map of problem to its rows}], held-out ones first. */
-function samplesOf(page, { header, columns }) {
+/** Return [{file, run, heldOut, step, title}] of the rollout files kept, held-out ones first. */
+function samplesOf(page, data) {
+  const found = filesOf(page, data).map(([file, run, folder, step]) => {
+    const heldOut = folder === "evaluations";
+    return { file, run: Number(run), heldOut, step: Number(step), title: `${page.runs.length > 1 ? `${page.runs[run].label}, ` : ""}${heldOut ? "held-out after" : "training,"} step ${step}` };
+  });
+  return found.sort((a, b) => b.heldOut - a.heldOut || a.run - b.run || a.step - b.step);
+}
+
+/** Return Map of problem to its rows in a sample. */
+function problemsOf({ header, columns }, sample) {
   const stage = header.words.stage.indexOf("held-out");
   const found = new Map();
   for (let row = 0; row < columns.step.length; row++) {
-    const [run, step, heldOut] = [columns.run[row], columns.step[row], columns.stage[row] === stage];
-    const key = `${run}/${heldOut}/${step}`;
-    if (!found.has(key)) found.set(key, { run, step, heldOut, problems: new Map(), title: `${page.runs.length > 1 ? `${page.runs[run].label}, ` : ""}${heldOut ? "held-out after" : "training,"} step ${step}` });
-    const { problems } = found.get(key);
-    if (!problems.has(columns.problem[row])) problems.set(columns.problem[row], []);
-    problems.get(columns.problem[row]).push(row);
+    if (columns.run[row] !== sample.run || columns.step[row] !== sample.step || (columns.stage[row] === stage) !== sample.heldOut) continue;
+    if (!found.has(columns.problem[row])) found.set(columns.problem[row], []);
+    found.get(columns.problem[row]).push(row);
   }
-  return [...found.values()].sort((a, b) => b.heldOut - a.heldOut || a.run - b.run || a.step - b.step);
+  return found;
 }
 
-/** Return [{problem, before, after}] of the problems in both samples; the numbers are shares of right responses. */
-function compared(a, b, right) {
-  const rate = (rows) => rows.filter(right).length / rows.length;
-  return [...a.problems].filter(([problem]) => b.problems.has(problem)).map(([problem, rows]) => ({ problem, before: rate(rows), after: rate(b.problems.get(problem)) }));
+/** Return [{problem, before, after, rows: [of a, of b]}] of the problems in both samples; the numbers are shares of right responses. */
+function compared(data, a, b) {
+  const status = data.header.words.status.indexOf("right");
+  const rate = (rows) => rows.filter((row) => data.columns.status[row] === status).length / rows.length;
+  const [from, to] = [problemsOf(data, a), problemsOf(data, b)];
+  return [...from].filter(([problem]) => to.has(problem)).map(([problem, rows]) => ({ problem, before: rate(rows), after: rate(to.get(problem)), rows: [rows, to.get(problem)] }));
 }
 
-/** Return the first pair worth a look: the ends of the first run's evaluations, else the two last samples with problems in common. */
-function firstPair(samples) {
+/** Return the pair to begin with: the ends of the first run's evaluations, else the two last samples with a problem in common. */
+function firstPair(samples, { columns }) {
   const own = samples.filter((each) => each.heldOut && each.run === samples[0].run);
   if (own.length > 1) return [own[0], own.at(-1)];
-  const shared = (a, b) => [...a.problems.keys()].some((problem) => b.problems.has(problem));
-  for (let j = samples.length - 1; j > 0; j--) for (let i = j - 1; i >= 0; i--) if (shared(samples[i], samples[j])) return [samples[i], samples[j]];
-  return null;
+  const trained = new Map(samples.filter((each) => !each.heldOut).map((each) => [`${each.run}/${each.step}`, each]));
+  const seen = new Map();
+  for (let row = columns.step.length - 1; row >= 0; row--) {
+    const sample = trained.get(`${columns.run[row]}/${columns.step[row]}`);
+    const other = seen.get(columns.problem[row]);
+    if (sample && other && other !== sample) return [sample, other];
+    seen.set(columns.problem[row], sample);
+  }
+  return [samples.at(-2), samples.at(-1)];
 }
 
 /** One of two responses side by side: a choice of the problem's samples, and the text of the chosen one. */
-function oneSide(page, { header, columns }, sample, rows) {
+function oneSide(page, data, sample, rows) {
+  const { header, columns } = data;
   const place = el("div");
   const draw = async (row) => {
     const id = `${header.words.problem[columns.problem[row]]}/${columns.step[row]}/${columns.sample[row]}`;
-    const text = await textOf(columns, row);
+    const text = await textOf(data, row);
     const about = { tokens: columns.tokens[row], kept: Boolean(columns.kept[row]), advantage: columns.advantage[row], topAdvantage: page.topAdvantage };
     place.replaceChildren(...(text ? responseView(text, about) : [el("p", { class: "note" }, "Its text is not in this page. To include it, write the page again with ", el("code", {}, `--ids ${id}`))]));
   };
@@ -112,53 +127,65 @@ function oneSide(page, { header, columns }, sample, rows) {
   return el("div", {}, el("h3", {}, sample.title), select, place);
 }
 
-function comparison(page, data) {
-  const { header, columns } = data;
+function comparison(page, counted) {
   const heading = el("h2", {}, "Prompts gained and lost");
-  const samples = samplesOf(page, data);
-  const pair = samples.length ? firstPair(samples) : null;
-  if (!pair) return [heading, el("p", { class: "note" }, "No two steps with kept responses have a prompt in common.")];
-  const status = header.words.status.indexOf("right");
-  const [told, sides, prompt] = [el("p", { class: "note", role: "status" }), el("div", { class: "sides" }), el("div")];
-  const choose = (label, chosen) => el("select", { "aria-label": label, onchange: () => draw() }, ...samples.map((each, i) => el("option", { value: i, selected: each === chosen }, each.title)));
+  const samples = samplesOf(page, counted);
+  if (samples.length < 2) return [heading, el("p", { class: "note" }, "To compare, responses of at least two steps must be kept.")];
+  const pair = firstPair(samples, counted);
+  const [told, sides, prompt, place] = [el("p", { class: "note", role: "status" }), el("div", { class: "sides" }), el("div"), el("div", { class: "sides" })];
+  const choose = (label, chosen) => el("select", { "aria-label": label, onchange: () => load() }, ...samples.map((each, i) => el("option", { value: i, selected: each === chosen }, each.title)));
   const [from, to] = [choose("from", pair[0]), choose("to", pair[1])];
   const which = el("select", { "aria-label": "which prompts", onchange: () => draw() }, ...["changed", "gained", "lost", "all"].map((value) => el("option", { value }, value)));
-  let found = [];
-  const inFull = (i) => [from, to].every((select) => samples[select.value].problems.get(found[i].problem).some((row) => columns.text[row] >= 0));
+  let [data, found, both] = [null, [], []];
+  const inFull = (i) => found[i].rows.every((rows) => rows.some((row) => data.columns.text[row] >= 0));
+  const name = (i) => data.header.words.problem[found[i].problem];
   const numeric = (title, width, value, text = percent) => ({ title, width, number: true, text: (i) => text(value(found[i])), order: (i) => value(found[i]) });
   const table = virtualTable([
     { title: "●", hint: "a response of each side is in this page", width: 46, text: (i) => (inFull(i) ? "●" : ""), order: (i) => (inFull(i) ? 0 : 1) },
-    { title: "problem", hint: "id of the problem", width: 170, text: (i) => header.words.problem[found[i].problem], order: (i) => header.words.problem[found[i].problem] },
+    { title: "problem", hint: "id of the problem", width: 170, text: name, order: name },
     numeric("from", 90, (each) => each.before), numeric("to", 90, (each) => each.after),
     { ...numeric("change", 90, (each) => each.after - each.before), tone: (i) => (found[i].after > found[i].before ? "right" : found[i].after < found[i].before ? "wrong" : "") },
   ], async (i) => {
-    const { problem } = found[i];
-    const rows = [from, to].map((select) => samples[select.value].problems.get(problem));
-    const known = rows.flat().find((row) => columns.text[row] >= 0);
-    const said = known === undefined ? null : (await textOf(columns, known)).header;
-    prompt.replaceChildren(el("h3", {}, "problem ", el("code", {}, header.words.problem[problem])), ...(said ? [el("div", { class: "text prompt" }, visible(said.prompt ?? "")), el("p", { class: "note" }, `expected: ${said.ground_truth ?? "not recorded"}`)] : []));
-    sides.replaceChildren(...[from, to].map((select, side) => oneSide(page, data, samples[select.value], rows[side])));
+    const [chosen, shown] = [found[i], both];
+    const known = chosen.rows.flat().find((row) => data.columns.text[row] >= 0);
+    const said = known === undefined ? null : (await textOf(data, known)).header;
+    if (chosen !== found[i]) return; // others were chosen meanwhile
+    prompt.replaceChildren(el("h3", {}, "problem ", el("code", {}, name(i))), ...(said ? [el("div", { class: "text prompt" }, visible(said.prompt ?? "")), el("p", { class: "note" }, `expected: ${said.ground_truth ?? "not recorded"}`)] : []));
+    sides.replaceChildren(...shown.map((sample, side) => oneSide(page, data, sample, chosen.rows[side])));
   });
   table.root.classList.add("short");
   table.root.setAttribute("aria-label", "prompts");
+  async function load() {
+    const asked = [from, to].map((select) => samples[select.value]);
+    both = asked;
+    try {
+      const fresh = await responsesOf(page, asked.map(({ file }) => file));
+      if (both !== asked) return; // others were chosen meanwhile
+      [data, found] = [fresh, compared(fresh, ...asked)];
+      draw();
+    } catch (error) {
+      told.textContent = error.message;
+    }
+  }
   function draw() {
-    found = compared(samples[from.value], samples[to.value], (row) => columns.status[row] === status);
     const [gained, lost] = [found.filter((each) => each.after > each.before), found.filter((each) => each.after < each.before)];
-    told.textContent = `${plural(found.length, "prompt")} in both: ${count(gained.length)} gained, ${count(lost.length)} lost, ${count(found.length - gained.length - lost.length)} as before`;
+    const notes = live ? data.header.notes.map((note) => `${note}. `).join("") : ""; // else they are at the top
+    told.textContent = `${notes}${plural(found.length, "prompt")} in both: ${count(gained.length)} gained, ${count(lost.length)} lost, ${count(found.length - gained.length - lost.length)} as before`;
     const fits = { changed: (each) => each.before !== each.after, gained: (each) => each.after > each.before, lost: (each) => each.after < each.before, all: () => true }[which.value];
     const order = [...found.keys()].filter((i) => fits(found[i])).sort((i, j) => inFull(j) - inFull(i) || Math.abs(found[j].after - found[j].before) - Math.abs(found[i].after - found[i].before));
+    if (!table.root.isConnected) place.replaceChildren(table.root, prompt);
     table.show(Uint32Array.from(order));
     sides.replaceChildren();
     prompt.replaceChildren();
     if (order.length) table.choose(order[0]);
   }
-  draw();
+  load();
   const controls = el("div", { class: "controls" }, el("label", {}, "from", from), el("label", {}, "to", to), el("label", {}, "prompts", which));
-  return [heading, controls, told, el("div", { class: "sides" }, table.root, prompt), sides];
+  return [heading, controls, told, place, sides];
 }
 
-async function behaviourTab(page) {
+function behaviourTab(page, data) {
+  page.runs.forEach((run, index) => { run.behaviour = data.header.behaviour[index]; });
   addBehaviour(page);
-  const compared = live ? [el("p", { class: "note" }, "or1 report compares the responses of two steps.")] : comparison(page, await page.rows);
-  return [...behaviourCharts(page), ...alarmList(page), ...compared];
+  return [...behaviourCharts(page), ...alarmList(page), ...comparison(page, data)];
 }

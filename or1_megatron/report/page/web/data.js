@@ -42,7 +42,33 @@ async function packet(name, parameters = {}) {
 }
 
 /** Return the text of a row of the responses, or null if it is not in the page. */
-function textOf(columns, row) {
+function textOf({ columns, of }, row) {
   if (columns.text[row] < 0) return null;
-  return live ? packet("text", { step: columns.step[row], row: columns.text[row] }) : packet(`text-${columns.text[row]}`);
+  return live ? packet("text", { of, row: columns.text[row] }) : packet(`text-${columns.text[row]}`);
+}
+
+/** Return all responses that the written page lists. */
+const allRows = (page) => (page.rows ??= packet("rows").then((data) => rated(page, data)));
+
+/** Return the responses of these rollout files, {header, columns, of}; the written page has those of all. */
+async function responsesOf(page, files) {
+  if (!live) return allRows(page);
+  const of = files.join();
+  return { ...rated(page, await packet("rows", { of })), of };
+}
+
+/** Return the responses over which is counted, with their behaviour: in the written page those that it lists. */
+function countedOf(page) {
+  if (!live) return allRows(page);
+  return (page.counts ??= packet("counts"));
+}
+
+/** Return [[file, run, folder, step]] of the rollout files that are kept; the written page knows them by their responses. */
+function filesOf(page, data) {
+  if (!live) {
+    const { header, columns } = data;
+    const heldOut = header.words.stage.indexOf("held-out");
+    page.kept ??= [...new Set(Array.from(columns.step, (step, row) => `${columns.run[row]}/${columns.stage[row] === heldOut ? "evaluations" : "rollouts"}/${step}`))];
+  }
+  return page.kept.map((file) => [file, ...file.split("/")]);
 }

@@ -2,9 +2,6 @@
 
 const POLL_MS = 3000;
 
-/** Tabs whose numbers the server counts over responses, when such a tab is opened. */
-const COUNTED = new Set(["behaviour", "lengths", "problems"]);
-
 /** Return the element that `make()` returns; it is made anew when the run goes on. */
 function current(page, make) {
   let node = make();
@@ -17,22 +14,20 @@ function current(page, make) {
   return node;
 }
 
-/** Take what is counted over responses into the page; return a note that says over which. */
-async function takeCounts(page) {
-  page.counts ??= packet("counts").then(({ header, columns }) => {
-    take(page, header);
-    Object.assign(page, { columns, problems: header.problems });
-    return header;
+/** Return a note that says over which steps is counted; the written page counts over all that it lists. */
+function countedNote(page, { columns }) {
+  const of = page.runs.map(({ label }, index) => {
+    const counted = new Set(columns.step.filter((_, row) => columns.run[row] === index)).size;
+    const kept = new Set(page.kept.filter((file) => file.startsWith(`${index}/`)).map((file) => file.split("/")[2])).size;
+    return `${page.runs.length > 1 ? `${label}: ` : ""}${count(counted)} of ${plural(kept, "step")}`;
   });
-  const header = await page.counts;
-  const steps = header.counted.map((counted, i) => `${page.runs.length > 1 ? `${page.runs[i].label}: ` : ""}${count(counted)} of ${plural(header.kept[i], "step")}`).join("; ");
-  return el("p", { class: "note" }, `Counted when this part was opened, over the responses kept of ${steps}.`);
+  return el("p", { class: "note" }, `Counted when this part was opened, over the responses kept of ${of.join("; ")}.`);
 }
 
-/** Take a packet's facts of each run that are not empty: what responses alone can tell is empty in the packet of curves. */
+/** Take a packet's facts of each run. */
 function take(page, header) {
   page.runs.forEach((run, index) => {
-    Object.assign(run, Object.fromEntries(Object.entries(header.runs[index]).filter(([, value]) => value !== null && value.length !== 0)));
+    Object.assign(run, header.runs[index]);
     run.axes = axesOf(run);
   });
   addBehaviour(page);
@@ -85,8 +80,16 @@ async function follow(page) {
   }
 }
 
+/** Return the responses of all files of the step chosen, or of the newest. */
+function responsesOfStep(page) {
+  const steps = [...new Set(filesOf(page).map(([, , , step]) => Number(step)))].sort((a, b) => a - b);
+  const step = page.step ?? steps.at(-1);
+  page.rows ??= responsesOf(page, filesOf(page).filter((file) => Number(file[3]) === step).map(([file]) => file));
+  return [steps, step];
+}
+
 /** Return the controls that choose the step whose responses are listed; the newest until somebody chooses. */
-function stepControl(page, { steps, step }) {
+function stepControl(page, steps, step) {
   const go = async (to, control) => {
     Object.assign(page, { step: to, rows: null });
     await page.renew("rollouts");

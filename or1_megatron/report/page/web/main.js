@@ -1,12 +1,12 @@
 // The page: tabs, runs to show and to hide, notes.
 
 const TABS = [["overview", "Overview", overviewTab], ["metrics", "Metrics", metricsTab], ["behaviour", "Behaviour", behaviourTab], ["time", "Time", timesTab], ["lengths", "Lengths", lengthsTab], ["problems", "Problems", problemsTab], ["rollouts", "Rollouts", rolloutsTab], ["setup", "Setup", setupTab]];
-const OF_ROWS = ["behaviour", "rollouts"]; // these tabs wait for the table of responses
+const COUNTED = ["behaviour", "lengths", "problems"]; // these tabs count over responses, and are drawn from them
+const OF_ROWS = [...COUNTED, "rollouts"]; // these tabs wait for the table of responses
 
-function describe(page, noted) {
-  const responses = page.runs.reduce((sum, run) => sum + run.responses, 0);
+function describe(page, noted, responses = 0) {
   const steps = Math.max(0, ...page.runs.map((run) => (run.steps.length ? run.steps[run.steps.length - 1] : 0)));
-  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${live ? `responses of ${plural(page.kept.reduce((sum, files) => sum + files, 0), "step")}` : plural(responses, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
+  document.getElementById("facts").textContent = `${plural(page.runs.length, "run")}, up to step ${count(steps)}, ${live ? `${plural(page.kept.length, "file")} of responses` : plural(responses, "response")} kept${page.runs.length === 1 ? `: ${page.runs[0].path}` : ""}`;
   const notes = [...noted, ...page.runs.flatMap((run) => run.notes.map((note) => (page.runs.length > 1 ? `${run.label}: ${note}` : note)))];
   if (!notes.length) return;
   document.getElementById("notes").replaceChildren(el("details", { open: notes.length <= 3 }, el("summary", {}, notes.length === 1 ? "A note" : `${notes.length} notes`), el("ul", {}, ...notes.map((note) => el("li", {}, note)))));
@@ -38,8 +38,8 @@ function tabs(page) {
     const [, , make] = TABS.find(([each]) => each === name);
     try {
       panel.failed = false;
-      const counted = live && COUNTED.has(name) ? [await takeCounts(page)] : [];
-      panel.replaceChildren(...counted, ...(await make(page)));
+      const data = COUNTED.includes(name) ? await countedOf(page) : null;
+      panel.replaceChildren(...(live && data ? [countedNote(page, data)] : []), ...(await make(page, data)));
     } catch (error) {
       if (!live) throw error;
       panel.failed = true; // so that the next try begins anew
@@ -74,9 +74,9 @@ function tabs(page) {
 }
 
 async function start() {
-  const { header, columns } = await packet("head");
+  const { header } = await packet("head");
   const page = {
-    runs: header.runs, metrics: header.metrics, passRates: header.pass_rates, columns,
+    runs: header.runs, metrics: header.metrics,
     version: header.version, kept: header.kept, step: null, rows: null, counts: null, onnew: [],
     shown: new Set(header.runs.keys()), window: Math.max(0, ...header.runs.map((run) => run.steps.length)) > 20 ? 9 : 1,
     axis: "step", log: false, shares: false, redraws: [], onshown: [], topAdvantage: 0,
@@ -88,8 +88,8 @@ async function start() {
   if (id.length) page.step = Number(id[1]);
   await page.open(TABS.some(([name]) => name === wanted) && !OF_ROWS.includes(wanted) ? wanted : "overview");
   performance.mark("curves");
-  if (!live) page.rows = packet("rows").then((data) => rated(page, data));
-  describe(page, live ? [] : (await page.rows).header.notes);
+  const { header: { notes }, columns } = live ? { header: { notes: [] } } : await allRows(page);
+  describe(page, notes, columns?.step.length);
   if (OF_ROWS.includes(wanted)) {
     await page.open(wanted);
     if (wanted === "rollouts" && id.length) page.find?.(Number(run), id.join("/"));

@@ -7,15 +7,18 @@ function rated(page, data) {
 }
 
 async function rolloutsTab(page) {
-  const { header, columns } = await (page.rows ??= packet("rows", { step: page.step }).then((data) => rated(page, data)));
-  if (!columns.step.length) return [el("p", { class: "note" }, "No rollouts are kept: there is nothing to browse.")];
+  const shown = live ? responsesOfStep(page) : [];
+  const data = await (live ? page.rows : allRows(page));
+  const { header, columns } = data;
+  const notes = live ? header.notes.map((note) => el("p", { class: "note" }, note)) : []; // else they are at the top
+  if (!columns.step.length) return [...(shown.length && page.kept.length ? [stepControl(page, ...shown)] : []), ...notes, el("p", { class: "note" }, "No rollouts are kept: there is nothing to browse.")];
   const words = header.words;
   const place = el("div", { id: "detail", hidden: true });
   const browser = el("div", { id: "browser" });
   const table = virtualTable(tableColumns(page, columns, words), (row) => open(row));
   const told = el("p", { class: "note", role: "status" });
   const filters = filterControls(page, columns, words, () => filter());
-  if (live) filters.root.prepend(stepControl(page, header));
+  if (live) filters.root.prepend(stepControl(page, ...shown));
   let chosen = -1;
   let only = null; // {run, problems, title} of a cell of the migration table
 
@@ -25,14 +28,13 @@ async function rolloutsTab(page) {
     let [size, rewards, texts] = [0, 0, 0];
     for (let row = 0; row < columns.step.length; row++) {
       if (!page.shown.has(columns.run[row]) || !fits(row)) continue;
-      if (only && (columns.run[row] !== only.run || !only.problems.has(page.problems ? words.problem[columns.problem[row]] : columns.problem[row]))) continue;
+      if (only && (columns.run[row] !== only.run || !only.problems.has(words.problem[columns.problem[row]]))) continue;
       found[size++] = row;
       rewards += columns.reward[row];
       texts += columns.text[row] >= 0;
     }
     table.show(found.slice(0, size));
-    const fewer = header.all > columns.step.length ? ` (of ${count(header.all)} that are kept)` : "";
-    told.replaceChildren(`${count(size)} of ${plural(columns.step.length, "response")}${fewer}` + (size ? `, mean reward ${number(rewards / size)}, ${count(texts)} in full ●` : ""));
+    told.replaceChildren(`${count(size)} of ${plural(columns.step.length, "response")}` + (size ? `, mean reward ${number(rewards / size)}${live ? "" : `, ${count(texts)} in full ●`}` : ""));
     if (only) told.append(" · ", el("button", { type: "button", onclick: () => { only = null; filter(); } }, `pass rate ${only.title} ✕`));
   }
 
@@ -44,7 +46,7 @@ async function rolloutsTab(page) {
     const facts = factsOf(page, columns, words, row);
     const head = [el("h3", {}, `step ${columns.step[row]}, sample ${columns.sample[row]} of problem `, el("code", {}, words.problem[columns.problem[row]]))];
     chosen = row;
-    const text = await Promise.resolve(textOf(columns, row)).catch((error) => ({ error }));
+    const text = await Promise.resolve(textOf(data, row)).catch((error) => ({ error }));
     if (chosen !== row) return; // another was chosen meanwhile
     if (text?.error) return place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, text.error.message));
     if (!text) {
@@ -75,7 +77,7 @@ async function rolloutsTab(page) {
   };
   browser.append(table.root, place);
   filter();
-  return [filters.root, told, browser];
+  return [filters.root, ...notes, told, browser];
 }
 
 function tableColumns(page, columns, words) {
@@ -98,7 +100,8 @@ function tableColumns(page, columns, words) {
   if (there("entropy")) found.push(numeric("entropy", "entropy", 84, "mean entropy of the policy at its tokens, nats"));
   if (there("seconds")) found.push(numeric("s", "seconds", 66, "seconds from request to last token"));
   found.push(word("stage", "stage", 90, "stage"), word("source", "source", 190, "data source of the problem"));
-  if (page.runs.length > 1) found.splice(1, 0, { title: "run", hint: "run", width: 130, text: (row) => page.runs[columns.run[row]].label, order: (row) => columns.run[row] });
+  if (live) found.shift(); // every text can be had
+  if (page.runs.length > 1) found.splice(live ? 0 : 1, 0, { title: "run", hint: "run", width: 130, text: (row) => page.runs[columns.run[row]].label, order: (row) => columns.run[row] });
   return found;
 }
 
@@ -118,10 +121,11 @@ function filterControls(page, columns, words, changed) {
   const cut = choice("truncated", [["1", "yes"], ["0", "no"]]);
   const source = choice("source", present("source"));
   const status = choice("status", present("status"));
+  const stage = choice("stage", present("stage"));
   const problem = field("problem", el("input", { type: "text", placeholder: "id or part", style: "width:9rem" }));
   const full = field("", el("input", { type: "checkbox", id: "full" }));
   full.after("in full only");
-  const reset = el("button", { type: "button", onclick: () => { for (const node of [from, to, reward, cut, source, status, problem]) node.value = ""; full.checked = false; changed(); } }, "reset");
+  const reset = el("button", { type: "button", onclick: () => { for (const node of [from, to, reward, cut, source, status, stage, problem]) node.value = ""; full.checked = false; changed(); } }, "reset");
   root.append(reset);
   if (live) for (const node of [from, to, full]) node.closest("label").hidden = true; // it lists one step, and any text can be had
   return {
@@ -137,6 +141,7 @@ function filterControls(page, columns, words, changed) {
         (cut.value === "" || columns.truncated[row] === Number(cut.value)) &&
         (source.value === "" || columns.source[row] === Number(source.value)) &&
         (status.value === "" || columns.status[row] === Number(status.value)) &&
+        (stage.value === "" || columns.stage[row] === Number(stage.value)) &&
         (!part || problems.has(columns.problem[row])) &&
         (!full.checked || columns.text[row] >= 0);
     },

@@ -1,0 +1,99 @@
+"""What ``track.timeline`` costs a step of the quickstart, in pairs of neighbouring steps of one run.
+
+    python examples/quickstart/task.py --out runs/quickstart_data --train 4096 --held-out 256 --seed 1
+    python lab/benchmarks/timeline.py --pairs 100
+
+In one step of each pair, drawn by chance, no process keeps its spans, as without a timeline. The learning rate is so
+small that all steps do the same work. CPU seconds are those of all processes of the run. The interval of the mean
+difference, in shares of a step, is at 95%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from result import ROOT, figure, write_result
+
+AT_MOST = 0.005
+SETS = (
+    "run.stage=1", "optimizer.lr=1e-12", "evaluate.every_steps=100000", "checkpoint.every_steps=100000",
+    "track.timeline=true", "track.console=plain", "run.dir=runs/timeline_cost",
+)  # fmt: skip
+HOOK = """
+import json, mmap, os, random, time
+from pathlib import Path
+
+if folder := os.environ.get("TIMELINE_COST"):
+    from or1_megatron.runtime import timeline
+
+    flag = mmap.mmap(os.open(f"{folder}/flag", os.O_RDWR), 1)
+    rows, original, drawn = [], timeline.add, random.Random(1)
+
+    def cpu_s():
+        ticks = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"TIMELINE_COST={folder}".encode() in (process / "environ").read_bytes():
+                    ticks += sum(map(int, (process / "stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+            except OSError:
+                pass
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def add(name, start_ns, end_ns, /, **args):
+        if flag[0]:
+            original(name, start_ns, end_ns, **args)
+        if name == "step":  # rank 0's
+            rows.append((args["step"], flag[0], (end_ns - start_ns) / 1e9, cpu_s()))
+            with open(f"{folder}/rows", "a") as file:
+                print(json.dumps(rows[-1]), file=file)
+            flag[0] = 1 - flag[0] if args["step"] % 2 else drawn.randrange(2)
+
+    timeline.add = add
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100)
+    pairs = parser.parse_args().pairs
+    shutil.rmtree(ROOT / "runs" / "timeline_cost", ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(HOOK)
+        Path(folder, "flag").write_bytes(b"\1")
+        command = [sys.executable, "-m", "or1_megatron.commands.app", "train", "examples/quickstart/quickstart.yaml"]
+        for key in (*SETS, f"stages.0.steps={2 * pairs + 2}"):
+            command += ["--set", key]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TIMELINE_COST": folder}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        rows = [json.loads(line) for line in Path(folder, "rows").read_text().splitlines()]
+    taken = {step: (on, wall_s, cpu_s - before[3]) for before, (step, on, wall_s, cpu_s) in itertools.pairwise(rows)}
+    figures = {}
+    for place, name in ((1, "wall"), (2, "CPU")):
+        both = [sorted((taken[step], taken[step + 1])) for step in range(3, 2 * pairs + 2, 2)]  # off, then on
+        usual = statistics.median(each[place] for pair in both for each in pair)
+        shares = [(on[place] - off[place]) / usual for off, on in both]
+        mean, error = statistics.fmean(shares), 1.96 * statistics.stdev(shares) / math.sqrt(len(shares))
+        figures |= {
+            f"{name} seconds of a step, median": figure(usual, "s"),
+            f"{name}: cost, mean": figure(mean, "share", at_most=AT_MOST),
+            f"{name}: cost, lower bound": figure(mean - error, "share"),
+            f"{name}: cost, upper bound": figure(mean + error, "share", at_most=AT_MOST),
+            f"{name}: cost, median": figure(statistics.median(shares), "share"),
+        }
+    write_result("timeline", figures, {"pairs": len(shares), "overrides": SETS})
+    for name, each in figures.items():
+        print(f"{name}: {each['value']:.4g} {each['unit']}" + ("" if each.get("met", True) else "  MISSED"))
+
+
+if __name__ == "__main__":
+    main()
