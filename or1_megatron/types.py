@@ -313,7 +313,7 @@ class RolloutReport:
     """Times and counts of one rollout, by the RolloutManager's clock."""
 
     decode_s: float
-    """Wall time during which at least one engine was decoding (the union over engines)."""
+    """Wall time during which the busiest engine was decoding."""
     engine_busy_s: tuple[float, ...]
     """Per engine, the wall time during which it was decoding."""
     wall_s: float

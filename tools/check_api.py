@@ -29,7 +29,6 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("rollout.engine", "self._sampling_params"): "type:vllm.sampling_params.SamplingParams",
     ("rollout.engine", "iteration"): "vllm.v1.engine.EngineCoreOutputs",
     ("rollout.engine", "output"): "vllm.v1.engine.EngineCoreOutput",
-    ("rollout.engine", "output.new_logprobs"): "vllm.v1.outputs.LogprobsLists",
     ("rollout.engine", "drafts"): "vllm.v1.metrics.stats.RequestSpecDecodeMetrics",
     ("rollout.engine", "self._engine.engine_core"): "vllm.v1.engine.core_client.InprocClient",
     ("rollout.speculation", "metadata"): "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from or1_megatron.runtime.allocator import return_large_blocks
+from or1_megatron.runtime.host_memory import return_large_blocks
 
 CPU = torch.device("cpu")
 _installed = False

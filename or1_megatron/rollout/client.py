@@ -21,15 +21,7 @@ from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_megatron.runtime.timeline import span
-from or1_megatron.types import (
-    Completion,
-    Group,
-    Prompt,
-    RefillRule,
-    Request,
-    RolloutReport,
-    Sampling,
-)
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Sampling
 from or1_verify.config import VerifyConfig
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,6 @@ from or1_verify.errors import UserError
 
 T = TypeVar("T")
 
-_STRETCH_S = 1.0  # a longer period of work is reported before it ends: an engine may never be idle
-
 LINGER_S = 0.03
 """Finished responses wait this long for further ones, to share a call, unless the engine has no more work."""
 
@@ -30,11 +28,10 @@ class EngineFailed(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """The completions of an engine, and the periods in which it worked, since the last harvest."""
+    """The completions of an engine, and the time of its steps, since the last harvest."""
 
     completions: tuple[Completion, ...]
-    busy_s: tuple[tuple[float, float], ...]
-    """(start, end), seconds since the epoch, of the periods in which the engine had work."""
+    busy_s: float
 
 
 class EngineThread:
@@ -49,10 +46,9 @@ class EngineThread:
         self._state = threading.Condition()
         self._completions: list[Completion] = []
         self._kept: dict[int, Completion] = {}  # harvested, and not yet released; by seed
-        self._busy_s: list[tuple[float, float]] = []
-        self._busy_since_s: float | None = None
+        self._busy_s = 0.0  # since the last harvest
+        self._is_dry = True  # the last step left nothing to do
         self._caller = 0
-        self._has_stepped = False
         self.failure: str | None = None
         """The error that ended the engine, with its traceback; None while it runs."""
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -87,21 +83,16 @@ class EngineThread:
         """
         with self._state:
             self._state.wait_for(
-                lambda: self._completions or self._busy_s or self.failure is not None or caller < self._caller,
-                timeout=wait_s,
+                lambda: self._completions or self.failure is not None or caller < self._caller, timeout=wait_s
             )
             if caller < self._caller:
-                return Harvest((), ())
+                return Harvest((), 0.0)
             if self._completions:
-                self._state.wait_for(lambda: self._busy_since_s is None or self.failure is not None, timeout=linger_s)
+                self._state.wait_for(lambda: self._is_dry or self.failure is not None, timeout=linger_s)
             if self.failure is not None:
                 raise EngineFailed(self.failure)
-            now_s = time.time()
-            if self._busy_since_s is not None and now_s - self._busy_since_s > _STRETCH_S:
-                self._busy_s.append((self._busy_since_s, now_s))
-                self._busy_since_s = now_s
-            harvest = Harvest(tuple(self._completions), tuple(self._busy_s))
-            self._completions, self._busy_s = [], []
+            harvest = Harvest(tuple(self._completions), self._busy_s)
+            self._completions, self._busy_s = [], 0.0
             if keep:
                 self._kept.update((completion.seed, completion) for completion in harvest.completions)
             return harvest
@@ -123,7 +114,7 @@ class EngineThread:
         with self._state:
             for completion in (*self._completions, *finished):
                 self._kept[completion.seed] = completion
-            self._completions, self._busy_s = [], []
+            self._completions, self._busy_s = [], 0.0
             return list(self._kept.values())
 
     def release(self, seeds: Iterable[int]) -> None:
@@ -135,34 +126,26 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
-            self._heart.says("decoding, or waiting for requests")
+            starts = True  # until the first step has ended, which may take long, because vLLM may compile kernels
             while True:
                 self._heart.worked()
-                if engine.idle:
-                    self._stop_clock()  # requests may be pending while the engine waits for weights
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
-                    if self._busy_since_s is None:
-                        self._busy_since_s = time.time()
-                    self._store(self._step(engine), is_dry=engine.pending == 0)
+                    started_s = time.monotonic()
+                    completions = engine.step()
+                    if starts:
+                        starts = False
+                        self._heart.says("decoding, or waiting for requests")
+                    self._store(completions, time.monotonic() - started_s, is_dry=engine.pending == 0)
         except BaseException:  # the callers that wait get any
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
 
-    def _step(self, engine: Any) -> list[Completion]:
-        """Step the engine. The first step may take long, because vLLM may compile kernels."""
-        if self._has_stepped:
-            completions: list[Completion] = engine.step()
-            return completions
-        self._has_stepped = True
-        with self._heart.busy_with("decoding for the first time"):
-            return self._step(engine)
-
     def _serve_calls(self, engine: Any, block: bool) -> None:
         """Run the queued calls. With ``block``, wait up to ``BEAT_S`` for the first call."""
-        while True:
+        while block or not self._calls.empty():
             try:
                 with span("wait", waits_for="requests or weights"):
-                    function, future = self._calls.get(block=block, timeout=BEAT_S)
+                    function, future = self._calls.get(timeout=BEAT_S)
             except queue.Empty:
                 return
             block = False
@@ -172,20 +155,12 @@ class EngineThread:
                 except Exception as error:  # the caller's; the engine goes on
                     future.set_exception(error)
 
-    def _store(self, completions: list[Completion], is_dry: bool) -> None:
-        if not completions and not (is_dry and self._busy_since_s is not None):
-            return
+    def _store(self, completions: list[Completion], busy_s: float, is_dry: bool) -> None:
         with self._state:
-            self._completions.extend(completions)
-            if is_dry:
-                self._stop_clock()
-            self._state.notify_all()
-
-    def _stop_clock(self) -> None:
-        with self._state:
-            if self._busy_since_s is not None:
-                self._busy_s.append((self._busy_since_s, time.time()))
-                self._busy_since_s = None
+            self._busy_s += busy_s
+            self._is_dry = is_dry
+            if completions:
+                self._completions.extend(completions)
                 self._state.notify_all()
 
     def _fail(self, failure: str) -> None:

@@ -84,7 +84,7 @@ class RolloutManager:
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
         self._why_lost: dict[int, str] = {}  # by engine that is not yet replaced
-        self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
+        self._busy_s = [0.0] * len(self._engines)
         self._verify = verify
         self._abilities = abilities
         self._step_timeout_s = step_timeout_s
@@ -205,13 +205,6 @@ class RolloutManager:
                 current.judged_s = time.time()
         self._changed.set()
 
-    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until ``holds`` returns true or the manager has failed. Raises TimeoutError."""
-        async with asyncio.timeout(max(timeout_s, 0.0)):
-            while self._failure is None and not holds():
-                self._changed.clear()
-                await self._changed.wait()
-
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
         """Submit requests to ``engine``, which was engine ``index`` at the scheduler's choice (it may be replaced)."""
         try:
@@ -236,7 +229,7 @@ class RolloutManager:
             timeout_s = self._answer_s
             if self._engines[index] != engine or index in self._scheduler.lost:
                 return  # its requests are being sampled elsewhere
-            self._busy_s[index].extend(harvest.busy_s)
+            self._busy_s[index] += harvest.busy_s
             try:
                 self._perform(self._scheduler.finished(index, harvest.completions))
             except ValueError as error:
@@ -282,7 +275,10 @@ class RolloutManager:
             began_s = time.monotonic() if len(self._open) > 1 else current.opened_s
             current.deadline_s = began_s + self._step_timeout_s
         try:
-            await self._until(holds, current.deadline_s - time.monotonic())
+            async with asyncio.timeout(max(current.deadline_s - time.monotonic(), 0.0)):
+                while self._failure is None and not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             roll_out = current.roll_out
             done = roll_out.verdicts if what == "judged" else roll_out.completions
@@ -323,8 +319,7 @@ class RolloutManager:
         assert self._verifiers is not None
         # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
-        busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
-        self._busy_s = [[] for _ in self._engines]
+        busy_s, self._busy_s = self._busy_s, [0.0] * len(self._engines)
         finished_s = (made.finished_s for group in current.roll_out.result() for made in group.completions)
         return current.roll_out.report(
             busy_s,

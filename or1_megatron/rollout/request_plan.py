@@ -173,13 +173,3 @@ def dispatch(
         batches[index].append(waiting.popleft())
         load[index] += 1
     return batches
-
-
-def union_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the total length, in seconds, of the union of (start, end) intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
-    return total

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from or1_megatron.rollout.request_plan import (
-    RequestKey,
-    SamplingBudget,
-    assemble_group,
-    dispatch,
-    plan_requests,
-    union_s,
-)
+from or1_megatron.rollout.request_plan import RequestKey, SamplingBudget, assemble_group, dispatch, plan_requests
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Sampling
 from or1_verify.types import Verdict
 
@@ -93,18 +86,18 @@ class RollOut:
         """Return the groups of the result, in the order of the prompts."""
         return [self.groups[index] for index in range(self.budget.limit)]
 
-    def report(self, busy_s: Sequence[Sequence[tuple[float, float]]], **measured: Any) -> RolloutReport:
+    def report(self, busy_s: Sequence[float], **measured: Any) -> RolloutReport:
         """Return the rollout's report.
 
         Args:
-            busy_s: for each engine, (start, end) in seconds of the periods in which it worked.
+            busy_s: for each engine, the seconds for which it decoded.
             measured: the fields of the report that the scheduler does not know.
         """
         groups = self.result()
         wanted = [completion for group in groups for completion in group.completions]
         return RolloutReport(
-            decode_s=union_s([period for periods in busy_s for period in periods]),
-            engine_busy_s=tuple(union_s(periods) for periods in busy_s),
+            decode_s=max(busy_s),
+            engine_busy_s=tuple(busy_s),
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
             surplus_responses=self.given - len(wanted),

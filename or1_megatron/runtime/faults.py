@@ -1,4 +1,4 @@
-"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl`` and stalled.log."""
+"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class FaultRecord:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "faults.jsonl"
-        self._stacks = folder / "logs" / "stalled.log"
 
     def write(self, fault: Fault) -> None:
         """Append a line. If the disk is full or missing the line is lost; the run's other writes report the disk."""
@@ -55,10 +54,6 @@ class FaultRecord:
     def failed(self, who: str) -> Callable[[str], None]:
         """Return a function that records why ``who`` ends."""
         return lambda why: self.write(Fault("failed", who, why))
-
-    def write_stack(self, title: str, stack: str) -> None:
-        """Append a stalled process's stacks to logs/stalled.log."""
-        _append(self._stacks, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n{stack}\n\n")
 
     def read(self, since_s: float = 0.0) -> Iterator[Fault]:
         """Yield the faults since ``since_s`` (seconds since the epoch), in order. Incomplete lines are left out."""

@@ -57,7 +57,7 @@ class Beat:
 
 
 class Heartbeat:
-    """This process's heartbeat, until ``close`` or the end of the process. Any thread may call the methods."""
+    """This process's heartbeat. Any thread may call the methods."""
 
     def __init__(self, folder: Path, who: str, doing: str = "starting", long: bool = True) -> None:
         """
@@ -67,17 +67,16 @@ class Heartbeat:
             doing, long: the first call of ``says``.
         """
         join(who)
-        self._path = folder / str(os.getpid())
-        aside = self._path.with_suffix(".new")
+        path = folder / str(os.getpid())
+        aside = path.with_suffix(".new")
         with naming_disk_full(aside, "the process's signs of life"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = threading.Lock()
+        self._lock, self._worked = threading.Lock(), -1
         self._beat = Beat(os.getpid(), start_ticks(os.getpid()), who[:_WORDS])
         self.says(doing, long)
-        aside.rename(self._path)
+        aside.rename(path)
         self._due: tuple[float, Callable[[], None]] | None = None
-        self._over = threading.Event()
         threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def says(self, doing: str, long: bool = False) -> None:
@@ -85,8 +84,8 @@ class Heartbeat:
         self._write(doing=doing[:_WORDS], long=long)
 
     def worked(self) -> None:
-        """Write that the watched thread has advanced. It must call this again within ``cluster.heartbeat_s``."""
-        self._write(worked=max(self._beat.worked, 0) + 1)
+        """Show, by the next beat, that the watched thread has advanced: at least every ``cluster.heartbeat_s``."""
+        self._worked = max(self._worked, 0) + 1
 
     @contextmanager
     def busy_with(self, doing: str) -> Iterator[None]:
@@ -111,18 +110,14 @@ class Heartbeat:
         """Call ``late`` on the heartbeat thread if the process still runs after ``deadline_s``."""
         self._due = time.monotonic() + deadline_s, late
 
-    def close(self) -> None:
-        """End the heartbeat and delete its file, so that the monitor stops waiting. A second call does nothing."""
-        self._over.set()
-        self._path.unlink(missing_ok=True)
-
     def _write(self, **changes: Any) -> None:
         with self._lock:
-            self._beat = replace(self._beat, **changes)
+            self._beat = replace(self._beat, worked=self._worked, **changes)
             os.pwrite(self._file, json.dumps(asdict(self._beat), ensure_ascii=False).encode().ljust(_BYTES), 0)
 
     def _keep_beating(self) -> None:
-        while not self._over.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             self._write(alive=self._beat.alive + 1)
             due = self._due
             if due is not None and time.monotonic() > due[0]:

@@ -32,7 +32,6 @@ from or1_megatron.runtime.processes import (
     command_line,
     descendants,
     runnable,
-    stacks,
     thread_times_ns,
 )
 
@@ -69,7 +68,7 @@ class Monitor:
         Args:
             root: the launcher's pid. The launcher adopts processes whose parent has died.
             run: the run's name, for the folder of heartbeats (``beats_folder``).
-            faults: records each stall, and the stacks of the stalled process.
+            faults: records each stall.
             say: prints a line for people; by default to standard error.
         """
         self._root, self._heartbeat_s, self._faults = root, heartbeat_s, faults
@@ -202,10 +201,9 @@ class Monitor:
         return ""
 
     def _end(self, process: Process, why: str, beats: Mapping[int, Beat]) -> None:
-        """Kill the stalled process, record its stacks, and print which process waits for it."""
+        """Kill the stalled process, and print which process waits for it."""
         beat = beats.get(process.pid)
         who = beat.who if beat is not None else _called(process)
-        stack = stacks(process.pid)
         try:
             os.kill(process.pid, signal.SIGKILL)
         except ProcessLookupError:  # it has just ended
@@ -218,7 +216,6 @@ class Monitor:
         line += f"; the last that it said: '{beat.doing}'; it is killed" if beat is not None else "; it is killed"
         self._say(line)
         self._faults.write(Fault("stalled", who, line))
-        self._faults.write_stack(line, stack)
 
 
 def _called(process: Process) -> str:

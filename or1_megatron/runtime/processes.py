@@ -1,4 +1,4 @@
-"""Reads processes from Linux's /proc: their descendants, states (stopped, asleep, waiting), CPU times and stacks.
+"""Reads processes from Linux's /proc: their descendants, states (stopped, asleep, waiting) and CPU times.
 
 Imports no package, because programs that must be small use this module.
 """
@@ -6,15 +6,12 @@ Imports no package, because programs that must be small use this module.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _PROC: Final = Path("/proc")
-_STACK_S: Final = 3.0
 
 STATES: Final[Mapping[str, str]] = {
     "R": "runnable",
@@ -92,20 +89,6 @@ def runnable(pid: int) -> bool:
     """Return whether a thread of the process runs or waits for a core now."""
     files = Path(_PROC, str(pid), "task").glob("*/stat")
     return any(_read(file).rpartition(") ")[2].startswith("R") for file in files)
-
-
-def stacks(pid: int) -> str:
-    """Return the stacks of a process's threads from py-spy, or else where the threads are in the kernel."""
-    if (py_spy := shutil.which("py-spy")) is not None:
-        try:
-            command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
-            return subprocess.run(command, capture_output=True, text=True, timeout=_STACK_S, check=True).stdout
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-            pass
-    lines = ["without py-spy, or an answer from it; where its threads are in the kernel:"]
-    for task in sorted(Path(_PROC, str(pid), "task").glob("[0-9]*")):
-        lines.append(" ".join(f"{name}={_read(task / name).strip()}" for name in ("comm", "wchan", "syscall")))
-    return "\n".join(lines)
 
 
 def _read(file: Path) -> str:

@@ -32,6 +32,11 @@ _WAITING_STEPS = 2
 _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prompt", "prompt_token_ids.list.element"]
 """Columns written with a Parquet dictionary. For other columns the dictionary would take most of the writing time."""
 
+_OF_COMPLETION = (
+    "problem_id", "sample_index", "finish_reason", "truncated", "engine", "seed", "started_s", "finished_s",
+)  # fmt: skip
+_OF_VERDICT = ("reward", "status", "answer", "detail")
+
 
 class RolloutStore:
     """Writes the rollouts of steps on a thread. An error of the thread is raised by a later ``write`` or ``close``."""
@@ -108,8 +113,6 @@ def to_table(
     columns: dict[str, Any] = {
         "step": np.full(len(rows), step, np.int32),
         "stage": [stage] * len(rows),
-        "problem_id": [c.problem_id for _, c, _, _ in rows],
-        "sample_index": [c.sample_index for _, c, _, _ in rows],
         "source": [g.prompt.problem.source for g, _, _, _ in rows],
         "ability": [g.prompt.problem.ability for g, _, _, _ in rows],
         "ground_truth": [g.prompt.problem.ground_truth for g, _, _, _ in rows],
@@ -118,22 +121,14 @@ def to_table(
         "response": [c.text for _, c, _, _ in rows],
         "response_token_ids": _lists([c.token_ids for _, c, _, _ in rows], np.int32),
         "log_probs": _lists([c.log_probs for _, c, _, _ in rows], np.float32),
-        "finish_reason": [c.finish_reason for _, c, _, _ in rows],
-        "truncated": [c.truncated for _, c, _, _ in rows],
         "versions": [
             [{"version": span.version, "first_token": span.first_token} for span in c.versions] for _, c, _, _ in rows
         ],
-        "engine": [c.engine for _, c, _, _ in rows],
-        "seed": [c.seed for _, c, _, _ in rows],
-        "started_s": [c.started_s for _, c, _, _ in rows],
-        "finished_s": [c.finished_s for _, c, _, _ in rows],
-        "reward": [v.reward for _, _, v, _ in rows],
-        "status": [v.status for _, _, v, _ in rows],
-        "answer": [v.answer for _, _, v, _ in rows],
-        "detail": [v.detail for _, _, v, _ in rows],
         "verify_wall_s": [v.wall_s for _, _, v, _ in rows],
         "advantage": [advantage for _, _, _, advantage in rows],
         "kept": [id(g) in advantages for g, _, _, _ in rows],
+        **{name: [getattr(c, name) for _, c, _, _ in rows] for name in _OF_COMPLETION},
+        **{name: [getattr(v, name) for _, _, v, _ in rows] for name in _OF_VERDICT},
         **_scored([(g, c) for g, c, _, _ in rows], kept, scores),
     }
     return pa.table(columns, schema=SCHEMA)

@@ -187,7 +187,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"
     ),
-    Metric("engine/balance", "fraction", "an engine's decoding time over that of any engine, mean over engines"),
+    Metric("engine/balance", "fraction", "an engine's decoding time over that of the busiest, mean over engines"),
     Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
     Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -105,7 +106,7 @@ def main(case: str, folder: Path) -> None:
             lead(lockstep)
         finally:
             lockstep.close()
-    heart.close()
+    shutil.rmtree(beats_folder(str(folder)), ignore_errors=True)
     heeded.__exit__(None, None, None)
     stop_process_group()
 

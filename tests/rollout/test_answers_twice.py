@@ -74,7 +74,7 @@ async def taken(engines: Sequence[Any], count: int) -> list[list[Request]]:
 
 
 async def say(engine: Any, completions: Sequence[Completion]) -> None:
-    await engine.say.remote(pack(Harvest(tuple(completions), ())))
+    await engine.say.remote(pack(Harvest(tuple(completions), 0.0)))
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:

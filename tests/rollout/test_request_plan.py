@@ -19,7 +19,6 @@ from or1_megatron.rollout.request_plan import (
     plan_requests,
     request_digest,
     request_seed,
-    union_s,
 )
 from or1_megatron.types import Completion, Group, RefillRule, Request, Sampling, VersionSpan
 from or1_verify.types import Verdict
@@ -87,11 +86,6 @@ def test_groups_come_in_order_of_prompts_and_samples_whatever_the_order_of_arriv
     assert [group.rewards.tolist() for group in groups] == [[1.0, 0.0], [0.0, 1.0]]
     del verdicts[1, 0]
     assert assemble_group(prompts, 1, 2, completions, verdicts) is None
-
-
-def test_union_of_intervals_counts_overlap_once() -> None:
-    assert union_s([]) == 0.0
-    assert union_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (3.0, 3.5)]) == pytest.approx(4.5)
 
 
 def group(kept: bool) -> Group:

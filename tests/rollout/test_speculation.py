@@ -23,8 +23,10 @@ import torch
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, requests, rollout_config
 from prometheus_client.parser import text_string_to_metric_families
 from rigs import in_engine
+from vllm.v1.outputs import LogprobsLists
 
 from or1_megatron.rollout.engine import _accepted as of_response
+from or1_megatron.rollout.engine import pass_rows_as_bytes
 from or1_megatron.rollout.engine_metrics import EngineMetrics
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.rollout.speculation import check_drafts
@@ -231,3 +233,17 @@ def test_the_sampler_draws_a_chain_as_it_is_and_as_without_drafts() -> None:
         observed = np.array([seen[each] for each in walks])
         assert chi_square_p(observed, exact) > TINY_P
         assert chi_square_p(observed, exact[::-1]) < TINY_P
+
+
+@pytest.mark.parametrize("first_rows", [None, [0, 1, 4, 6]])
+def test_rows_pass_as_the_bytes_of_vllms_own_slices(
+    monkeypatch: pytest.MonkeyPatch, first_rows: list[int] | None
+) -> None:
+    """Of requests with one token each, and of requests with one, three and two after drafts."""
+    table = np.random.default_rng(0).random((6, 3), dtype=np.float32)
+    lists = LogprobsLists(np.zeros((6, 1), np.int32), table, np.zeros(6, np.int64), first_rows)
+    asked = [(0, 1), (1, 3), (2, 2)] if first_rows else [(request, 1) for request in range(6)]
+    whole = [lists.slice_request(*each).logprobs.tobytes() for each in asked]
+    monkeypatch.setattr(LogprobsLists, "slice_request", LogprobsLists.slice_request)  # comes back after the test
+    pass_rows_as_bytes()
+    assert [lists.slice_request(*each) for each in asked] == whole

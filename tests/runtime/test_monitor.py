@@ -129,8 +129,6 @@ def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
     recorded = {fault.who for fault in watched.faults.read() if fault.kind == "stalled"}
     assert recorded == {"stopped", "hung", "spins", "driver"}
     assert watched.faults.counts()["faults/stalled"] == 4
-    stacks = (Path(watched.run) / "logs" / "stalled.log").read_text()
-    assert "wchan=" in stacks or "Thread" in stacks  # py-spy's, where it is installed
     watched.monitor.look()
     assert {beat.who for beat in read_beats(beats_folder(watched.run))} == {"healthy", "loading"}
 

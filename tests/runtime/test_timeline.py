@@ -76,7 +76,7 @@ def test_a_step_as_picture_and_trace(tmp_path: Path) -> None:
     ]
     of_engine = [
         ("clocks", "handoff", 95, 96, {"ahead_ns": AHEAD, "within_ns": 9}),
-        ("decode", "engine 0", 114, 117, {"batch": 3, "tokens": 4}),
+        ("decode", "engine 0", 114, 117, {"batch": 3}),
         ("verify", "engine 0", 116, 119, {}),  # overlaps, and is not inside
     ]
     (tmp_path / "timeline").mkdir()
@@ -101,7 +101,7 @@ def test_a_step_as_picture_and_trace(tmp_path: Path) -> None:
         notes = {each.name: each.string_value for each in event.debug_annotations}
         slices.append((owner, tracks[begin[0]].name, event.name, begin[1] // S, end[1] // S, notes))
     assert sorted(slices, key=lambda each: each[:4]) == [
-        ("engine 0 (b, pid 7)", "engine 0", "decode", 110, 112, {"batch": "3", "tokens": "4"}),
+        ("engine 0 (b, pid 7)", "engine 0", "decode", 110, 112, {"batch": "3"}),
         ("engine 0 (b, pid 7)", "engine 0", "verify", 111, 114, {}),
         ("rank 0 (a, pid 7)", "MainThread", "step", 110, 120, {"step": "2"}),
         ("rank 0 (a, pid 7)", "MainThread", "update", 112, 118, {}),

@@ -61,7 +61,7 @@ del oracle
 torch.cuda.empty_cache()
 tensors = {}
 for file in model.glob("*.safetensors"):
-    tensors |= load_file(file, device)
+    tensors |= {name: each.to(getattr(torch, dtype)) for name, each in load_file(file, device).items()}
 weights = SimpleNamespace(  # ``interfaces.PolicyWeights`` of one rank
     ranks=1,
     metadata=lambda: [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()],
