@@ -29,7 +29,7 @@ from or1_megatron.parallel.router_replay import ExpertsPart, rerouted
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
-from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.families import family_of
 from or1_megatron.weights.stacked import file_shapes, joined
 
 
@@ -131,7 +131,7 @@ class MegatronPolicy:
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
     def _part(self, parallel: ParallelConfig) -> ExpertsPart | None:
-        mesh, experts = self.mesh, experts_of(self.hf)
+        mesh, experts = self.mesh, family_of(self.hf).experts(self.hf)
         if experts is None:
             return None
         here = [layer for network in self.networks for layer in network.layers if layer in experts.layers]
