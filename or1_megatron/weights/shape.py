@@ -69,9 +69,9 @@ class Shape:
             vocab=hf["vocab_size"],
             positions=context_tokens(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
-            experts=family and family.experts(hf),
+            experts=family.experts(hf) if family else None,
             latents=latents,
-            delta_net=family and family.delta_net(hf),
+            delta_net=family.delta_net(hf) if family else None,
             windowed=family.windowed(hf) if family else range(0),
             window=hf.get("sliding_window") or 0,
         )
