@@ -131,8 +131,9 @@ class EngineRank:
 
     def sampled(self) -> tuple[float, float, str]:
         """Have the engines sample; return the largest log-prob difference from the policy, and the number of tokens."""
-        drawn = draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None
-        samples, of_engines = self.mesh.from_rank_0(drawn)
+        drawn: list[Any] = [draw(self.pool, self.policy.hf["vocab_size"]) if self.pool else None]
+        dist.broadcast_object_list(drawn, src=0, group=self.mesh.control)
+        samples, of_engines = drawn[0]
         apart = np.abs(np.concatenate(self.score(samples)) - np.concatenate(of_engines))
         return float(apart.max()), apart.size, "tokens"
 
