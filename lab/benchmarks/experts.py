@@ -4,6 +4,7 @@ OMP_NUM_THREADS=1 python lab/benchmarks/experts.py
 """
 
 import time
+from statistics import median
 from typing import Any
 
 import or1_megatron.parallel  # noqa: F401  # isort: skip  # before Megatron
@@ -27,20 +28,25 @@ start_process_group(60)
 build_mesh(ParallelConfig(), seed=1)
 
 
-def tokens_per_s(kind: Any, tokens: int = 1024) -> float:
-    """Return the speed of the fastest forward and backward pass of 40, with as many tokens for each expert."""
+def layer_of(kind: Any) -> Any:
     config = transformer_config(HF, family_of(HF), ParallelConfig(), "float32")
-    layer, times = kind(64, config, LINEARS, pg_collection=ProcessGroupCollection.use_mpu_process_groups()), []
+    layer = kind(64, config, LINEARS, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     for weight in layer.parameters():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    for _ in range(40):
-        hidden, probs = torch.randn(8 * tokens, 128).requires_grad_(), torch.rand(8 * tokens).requires_grad_()
-        started_s = time.perf_counter()
-        layer(hidden, torch.full((64,), tokens // 8), probs)[0].sum().backward()
-        times.append(time.perf_counter() - started_s)
-    return tokens / min(times)
+    return layer
 
 
-one_by_one, grouped = tokens_per_s(GroupedExperts.__base__), tokens_per_s(GroupedExperts)
-speeds = {"one by one": figure(one_by_one, "tokens/s"), "grouped": figure(grouped, "tokens/s")}
-write_result("experts", {**speeds, "ratio": figure(grouped / one_by_one, "factor", at_least=3.0)}, SIZES)
+def seconds(layer: Any, tokens: int) -> float:
+    """Return the time of a forward and backward pass, with as many tokens for each expert."""
+    hidden, probs = torch.randn(8 * tokens, 128).requires_grad_(), torch.rand(8 * tokens).requires_grad_()
+    started_s = time.perf_counter()
+    layer(hidden, torch.full((64,), tokens // 8), probs)[0].sum().backward()
+    return time.perf_counter() - started_s
+
+
+layers = [layer_of(kind) for kind in (GroupedExperts.__base__, GroupedExperts)]
+ratios = {}
+for tokens in (16, 64, 256, 1024, 4096):
+    pairs = [[seconds(layer, tokens) for layer in layers] for _ in range(24)][4:]
+    ratios[f"{tokens} tokens"] = figure(median(one / grouped for one, grouped in pairs), "factor")
+write_result("experts", ratios, SIZES)

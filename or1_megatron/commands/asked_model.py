@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -98,6 +99,7 @@ def cpu_kv_cache_bytes(
         EngineError: not even one sequence fits.
     """
     ranks = engines.engines * engines.tensor_parallel
+    shape = replace(shape, windowed=range(0))  # a prompt that vLLM reads at once is in the windowed layers' cache, too
     per_token = shape.kv_bytes_per_token(dtype) // max(1, min(engines.tensor_parallel, shape.kv_heads))
     sequence = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS * per_token
     block = _BLOCK_TOKENS * per_token  # vLLM keeps one block empty

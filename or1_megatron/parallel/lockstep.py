@@ -199,10 +199,7 @@ class Lockstep:
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank, from rank 0's ``shared`` and ``per_replica``."""
-        packed = [pack(shared)]
-        if self._mesh.world > 1:
-            dist.broadcast_object_list(packed, src=0, group=self._mesh.control)
-        verb_arguments = unpack(packed[0])
+        verb_arguments = unpack(self._mesh.from_rank_0(pack(shared)))
         return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
@@ -224,11 +221,8 @@ class Lockstep:
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
     """Raise rank 0's ``error`` on every rank, if rank 0 passes one; other ranks' ``error`` is ignored. Collective."""
-    errors = [error]
-    if mesh.world > 1:
-        dist.broadcast_object_list(errors, src=0, group=mesh.control)
-    if errors[0] is not None:
-        raise errors[0]
+    if (agreed := mesh.from_rank_0(error)) is not None:
+        raise agreed
 
 
 def _lost_a_peer(error: Exception) -> bool:

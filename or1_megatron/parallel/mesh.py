@@ -52,6 +52,20 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
 
+    def of_every_rank(self, value: Any) -> list[Any]:
+        """Return all ranks' values, by rank; collective."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's ``value`` on every rank; collective."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
 
 @dataclass(frozen=True, slots=True)
 class SubWorld:

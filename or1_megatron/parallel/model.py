@@ -172,7 +172,7 @@ def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any
     return {
         "softmax_type": "learnable",
         "window_size": (hf["sliding_window"] - 1, 0),  # before and after a token
-        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in hf["layer_types"]],
+        "window_attn_skip_freq": [int(layer in family.windowed(hf)) for layer in range(hf["num_hidden_layers"])],
         "activation_func": quick_gelu,
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": hf["swiglu_limit"],

@@ -7,11 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -29,7 +27,7 @@ from or1_megatron.parallel.router_replay import ExpertsPart, rerouted
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
-from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.families import family_of
 from or1_megatron.weights.stacked import file_shapes, joined
 
 
@@ -48,7 +46,7 @@ class MegatronPolicy:
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
-        self.parts = _of_every_rank(mesh, self._part(parallel))
+        self.parts = mesh.of_every_rank(self._part(parallel))
         """Which part of routed experts each rank computes with; None for a dense model."""
         self.whole_batch: Batch | None = None
         """On rank 0, for the next verb: the batch whose routed experts are brought to all ranks."""
@@ -131,7 +129,7 @@ class MegatronPolicy:
         return report, gather_scores(self.mesh, [scored for _, scored in outputs])
 
     def _part(self, parallel: ParallelConfig) -> ExpertsPart | None:
-        mesh, experts = self.mesh, experts_of(self.hf)
+        mesh, experts = self.mesh, family_of(self.hf).experts(self.hf)
         if experts is None:
             return None
         here = [layer for network in self.networks for layer in network.layers if layer in experts.layers]
@@ -148,14 +146,7 @@ class MegatronPolicy:
         """
         counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        return _folded(_of_every_rank(self.mesh, {**local, **of_rank}))
-
-
-def _of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
-    everyone: list[Any] = [mine] * mesh.world
-    if mesh.world > 1:
-        dist.all_gather_object(everyone, mine, group=mesh.control)
-    return everyone
+        return _folded(self.mesh.of_every_rank({**local, **of_rank}))
 
 
 def _data_parallel(
@@ -231,11 +222,8 @@ class WholePolicy:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Return the scores of the batch's samples, on every rank; collective."""
-        scored = [self._policy.score(self._mine(batch), temperature)]
-        if self._mesh.world > 1:
-            dist.broadcast_object_list(scored, src=0, group=self._mesh.control)
-        assert scored[0] is not None
-        return unpack_scores(batch.ranks, scored[0], batch.sample_count)
+        scored = self._mesh.from_rank_0(self._policy.score(self._mine(batch), temperature))
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """Take an optimizer step on the whole batch; collective."""

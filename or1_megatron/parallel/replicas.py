@@ -7,10 +7,8 @@ metrics hardly show it, because they are means over replicas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from or1_megatron.errors import AgreedError, PartLost
@@ -59,9 +57,7 @@ def check_replicas(policy: MegatronPolicy, step: int) -> None:
     if mesh.data * mesh.context == 1:
         return
     place = (mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank)
-    everyone: list[Any] = [None] * mesh.world
-    dist.all_gather_object(everyone, (mesh.rank, place, bit_sums(policy)), group=mesh.control)
-    raise_together(mesh, _difference(everyone, step))
+    raise_together(mesh, _difference(mesh.of_every_rank((mesh.rank, place, bit_sums(policy))), step))
 
 
 def _difference(everyone: list[tuple[int, tuple[int, ...], Mapping[str, int]]], step: int) -> ReplicasDiffer | None:

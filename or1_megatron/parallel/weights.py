@@ -75,6 +75,8 @@ class ShardedWeights:
             chunk_layers: the layers of all chunks, in the model's order (``ParallelConfig.chunk_layers``).
         """
         self._hf, self._mesh = hf, mesh
+        self.from_rank_0, self.ranks = mesh.from_rank_0, mesh.world
+        self._grid = RankGrid(mesh.tensor, mesh.context * mesh.data, mesh.pipeline, mesh.expert)
         experts = family.experts(hf)
         self._local_experts = 0 if experts is None else experts.count // mesh.expert
         self._first_expert = mesh.expert_rank * self._local_experts
@@ -104,12 +106,8 @@ class ShardedWeights:
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def _source(self, row: Row) -> int:
-        """Return the first rank that holds a weight's first TP part; the ranks with the other parts follow it.
-
-        Megatron orders ranks TP, CP, DP, PP; for experts TP, EP, the rest of CP and DP, PP.
-        """
-        stage = self._stage(row) * (self._mesh.world // self._mesh.pipeline)
-        return stage if row.expert is None else stage + row.expert // self._local_experts * self._mesh.tensor
+        """Return the first rank that holds a weight's first TP part; the ranks with the other parts follow it."""
+        return self._grid.ranks(self._stage(row), 0, self._expert_rank(row))[0]
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
         """Yield (row of the weight table, its shard on this rank) for each parameter that this rank holds."""
@@ -167,22 +165,9 @@ class ShardedWeights:
     def _dtype_of(self, row: Row) -> torch.dtype:
         return torch.float32 if row.float32 else self._dtype
 
-    @property
-    def ranks(self) -> int:
-        return self._mesh.world
-
-    def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's ``value`` on every rank; collective."""
-        values = [value]
-        if self._mesh.world > 1:
-            dist.broadcast_object_list(values, src=0, group=self._mesh.control)
-        return values[0]
-
     def holdings(self) -> list[Holding]:
         """Return which rank of the whole trainer holds which part of which HF tensor."""
-        mesh = self._mesh
-        grid = RankGrid(mesh.tensor, mesh.context * mesh.data, mesh.pipeline, mesh.expert)
-        return holdings(self._rows, self._hf, self._shapes, self._stage, grid, expert_rank=self._expert_rank)
+        return holdings(self._rows, self._hf, self._shapes, self._stage, self._grid, expert_rank=self._expert_rank)
 
     def _expert_rank(self, row: Row) -> int | None:
         return None if row.expert is None else row.expert // self._local_experts

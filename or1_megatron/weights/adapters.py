@@ -77,10 +77,11 @@ class AdapterTable:
         self.targets = tuple(targets) or tuple(last)
         """As in peft's ``target_modules``."""
         if wrong := [target for target in self.targets if not any(_ends(module, target) for module in modules)]:
-            nearest = [name for target in wrong for name in get_close_matches(target.rpartition(".")[2], last, 2)]
+            ends = sorted({_last_two(module) for module in modules} | set(last))
+            nearest = [name for target in wrong for name in get_close_matches(_last_two(target), ends, 2)]
             raise ModelError(
                 f"model.lora.targets: no linear of a {family.architecture} ends in {', '.join(wrong)}; "
-                f"{f'did you mean {", ".join(nearest)}? ' if nearest else ''}It has {', '.join(last)}"
+                f"{f'did you mean {", ".join(nearest)}? ' if nearest else ''}its linears are {', '.join(last)}"
             )
         self.adapted = [row for row in map(self._adapted, linears) if row.parts]
         base, self._shapes = family.shapes(hf), dict[str, tuple[int, ...]]()
@@ -171,6 +172,10 @@ def _module(weight: str) -> str:
 
 def _ends(module: str, target: str) -> bool:
     return f".{module}".endswith(f".{target}")
+
+
+def _last_two(module: str) -> str:
+    return ".".join([part for part in module.split(".") if not part.isdigit()][-2:])
 
 
 def _names(weight: str) -> tuple[str, str]:

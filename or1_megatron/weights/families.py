@@ -15,7 +15,7 @@ from or1_megatron.weights.gpt_oss import GPT_OSS
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from or1_megatron.weights.rope import rope_conflicts
-from or1_megatron.weights.table import DeltaNet, Experts, HFConfig, ModelFamily
+from or1_megatron.weights.table import HFConfig, ModelFamily
 from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -114,13 +114,6 @@ def _quantised(hf: HFConfig) -> Iterator[str]:
             )
 
 
-def experts_of(hf: HFConfig) -> Experts | None:
-    """Return the mixture of experts; None for a dense model and for an unknown architecture."""
-    family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
-    return None if family is None else family.experts(hf)
-
-
-def delta_net_of(hf: HFConfig) -> DeltaNet | None:
-    """Return the linear attention; None for a model without, and for an unknown architecture."""
-    family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
-    return None if family is None else family.delta_net(hf)
+def known_family(hf: HFConfig) -> ModelFamily | None:
+    """Return the family that ``architectures`` names, whatever its settings; None for an unknown architecture."""
+    return FAMILIES.get((hf.get("architectures") or ["(none)"])[0])

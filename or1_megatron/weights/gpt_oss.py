@@ -30,7 +30,7 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
             if held.get(key, only) != only:
                 yield f"{key} = {held[key]} is not supported; expected {only}"
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(hf["num_hidden_layers"])]
-    if hf.get("layer_types") != kinds:
+    if hf.get("layer_types") not in (None, kinds):  # None is this for transformers, too
         yield f"layer_types is not supported; expected {', '.join(kinds[:2])} and so on in turn, as vLLM computes"
 
 
@@ -64,5 +64,6 @@ GPT_OSS = ModelFamily(
     ),
     conflicts=_conflicts,
     experts=_experts,
+    windowed=lambda hf: range(0, hf["num_hidden_layers"], 2),
     defaults={"swiglu_limit": 7.0},
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from or1_megatron.weights.families import delta_net_of, experts_of
+from or1_megatron.weights.families import known_family
 from or1_megatron.weights.rope import context_tokens
 from or1_megatron.weights.table import DeltaNet, Experts, ModelFamily, has_latents
 
@@ -47,13 +47,16 @@ class Shape:
     latents: Latents | None = None
     delta_net: DeltaNet | None = None
     """Linear attention, beside which the layers with full attention have gates."""
+    windowed: range = range(0)
+    """The layers whose attention sees the last ``window`` tokens alone."""
+    window: int = 0
     adapters: Mapping[tuple[int, bool, bool], int] = field(default_factory=dict, compare=False)
     """With LoRA: ``AdapterTable.sizes``."""
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
         """Read the sizes from an HF config. Raises KeyError if a key is missing (``read_hf_config`` checks them)."""
-        latents = None
+        latents, family = None, known_family(hf)
         if has_latents(hf):
             latents = Latents(hf["q_lora_rank"] or 0, hf["kv_lora_rank"], hf["qk_rope_head_dim"], hf["v_head_dim"])
         return cls(
@@ -66,9 +69,11 @@ class Shape:
             vocab=hf["vocab_size"],
             positions=context_tokens(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
-            experts=experts_of(hf),
+            experts=family.experts(hf) if family else None,
             latents=latents,
-            delta_net=delta_net_of(hf),
+            delta_net=family.delta_net(hf) if family else None,
+            windowed=family.windowed(hf) if family else range(0),
+            window=hf.get("sliding_window") or 0,
         )
 
     @property
@@ -113,9 +118,9 @@ class Shape:
         return (2 if net is None else 3) * self.query_channels + self.key_value_channels
 
     def full_attention(self, layers: Iterable[int] | None = None) -> int:
-        """Return how many layers, among all or among ``layers``, have full attention."""
-        linear = () if self.delta_net is None else self.delta_net.layers
-        return sum(layer not in linear for layer in (range(self.layers) if layers is None else layers))
+        """Return how many layers, among all or among ``layers``, have full attention: no delta net and no window."""
+        others = self.windowed if self.delta_net is None else self.delta_net.layers
+        return sum(layer not in others for layer in (range(self.layers) if layers is None else layers))
 
     def attention_parameters(self, layer: int) -> int:
         """Return the number of weights of a layer's attention, with the convolution before a delta net."""
@@ -144,14 +149,14 @@ class Shape:
         return self.full_attention() * self.query_channels
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the KV cache's bytes per token: keys and values, or their latents, in all layers, unsharded."""
+        """Return the KV cache's bytes per token: keys and values, or their latents, unsharded, of full attention."""
         held = self.key_value_channels if self.latents is None else self.latents.key + self.latents.rotated
         return self.full_attention() * held * BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes that an engine keeps per sequence of any length for the layers with linear attention,
-        unsharded: a matrix per head in fp32, and the convolution's last inputs."""
+        """Return the bytes that an engine keeps per sequence of any length for the layers without full attention,
+        unsharded: a matrix per head in fp32 and the convolution's last inputs, or a window's keys and values."""
         if (net := self.delta_net) is None:
-            return 0
+            return len(self.windowed) * self.window * self.key_value_channels * BYTES[dtype]
         matrices = 4 * net.values * net.key_head_dim
         return len(net.layers) * (matrices + (net.conv_kernel_dim - 1) * net.mixed * BYTES[dtype])

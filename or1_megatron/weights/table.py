@@ -142,6 +142,8 @@ class ModelFamily:
     """Returns the mixture of experts; None for a dense model."""
     delta_net: Callable[[HFConfig], DeltaNet | None] = lambda hf: None
     """Returns the linear attention; None for a model with full attention in all layers."""
+    windowed: Callable[[HFConfig], range] = lambda hf: range(0)
+    """Returns the layers whose attention sees the last ``sliding_window`` tokens alone."""
     zero_centred: bool = False
     """Whether norms multiply by 1 + their weight."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

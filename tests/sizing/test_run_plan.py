@@ -114,6 +114,8 @@ def test_linear_attention_keeps_a_state_and_few_keys() -> None:
     assert shape.kv_bytes_per_token("bfloat16") == 12 * 2 * 2 * 256 * 2
     assert shape.state_bytes("bfloat16") == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert shape.attention_width == 12 * 16 * 256
+    other = Shape.of(read_hf_config(named("shape")["gpt_oss_20b"]))  # 12 layers see 128 tokens, 12 all; 8 heads of 64
+    assert (other.kv_bytes_per_token("bfloat16"), other.state_bytes("bfloat16")) == (24576, 128 * 24576)
     exact = sum(math.prod(size) for size in family_of(hf).shapes(hf).values())
     assert exact == pytest.approx(79.7e9, rel=1e-3) and shape.parameters == pytest.approx(exact, rel=1e-4)
     assert 3e9 < shape.multiplied_weights < 4e9

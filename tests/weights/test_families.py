@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import FAMILIES as TINY
 from tiny_models import GPT_OSS
+from transformers import GptOssConfig
 
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
@@ -87,7 +88,7 @@ def test_parts_of_a_stack_by_hand(tiny: Callable[..., Path]) -> None:
     )
     gate, up = (part.of(stack[3]) for part in map(part_of, row.hf) if part is not None)
     assert torch.equal(gate[5], stack[3, :, 10]) and torch.equal(up[5], stack[3, :, 11])
-    with pytest.raises(ModelError, match=r"no linear of a GptOssForCausalLM ends in gate_up_proj; It has k_proj, o_p"):
+    with pytest.raises(ModelError, match=r"no linear of a GptOssForCausalLM ends in gate_up_proj; its linears are k_p"):
         AdapterTable(family_of(hf), hf, 3, ("gate_up_proj",))
 
 
@@ -98,6 +99,8 @@ def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:
     row = by_name["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"]
     assert row.hf == ("model.layers.2.mlp.experts.3.gate_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight")
     assert (row.expert, row.cut) == (3, Cut.HALVES)
+    with pytest.raises(ModelError, match=r"ends in experts.2.gate_proj; did you mean experts.gate_proj, "):
+        AdapterTable(QWEN3_MOE, hf, 3, ("experts.2.gate_proj", "experts.up_proj"))
     assert by_name["decoder.layers.0.mlp.router.weight"].hf == ("model.layers.0.mlp.gate.weight",)
     assert "decoder.layers.1.mlp.linear_fc1.weight" in by_name
     assert "decoder.layers.1.mlp.router.weight" not in by_name
@@ -218,6 +221,8 @@ def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
 
     assert read()["num_key_value_heads"] == 32
     assert read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=None)["num_key_value_heads"] == 32
+    windows = family_of(GPT_OSS).windowed(read(**{**GPT_OSS, "layer_types": None}))
+    assert GptOssConfig().layer_types[::2] == ["sliding_attention"] * 18 and windows == range(0, 24, 2)
     with pytest.raises(ModelError, match="lacks num_key_value_heads"):
         read(architectures=["Qwen2ForCausalLM"])
     with pytest.raises(ModelError, match=r"Qwen3_5ForConditionalGeneration is not supported; known: "):

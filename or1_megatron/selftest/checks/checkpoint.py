@@ -87,9 +87,8 @@ def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
     """Load the newest intact checkpoint, make two updates, and note its step and their results."""
     rank = CheckpointRank(task)
-    newest: list[Any] = [rank.keeper.newest_intact() if rank.mesh.rank == 0 else None]
-    torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
-    state = loader.load(rank.policy, newest[0])
+    newest = rank.mesh.from_rank_0(rank.keeper.newest_intact() if rank.mesh.rank == 0 else None)
+    state = loader.load(rank.policy, newest)
     updates = [rank.update(), rank.update()]
     if rank.mesh.rank == 0:
         note({"step": state["step"], "updates": updates})
