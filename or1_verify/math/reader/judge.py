@@ -25,6 +25,7 @@ _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 """A list of numbers may be longer."""
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*\\pi")
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
 _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:\)|\]|\\\})[\s$.]*")
@@ -144,8 +145,9 @@ def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
 
 
 def _squeezed(cleaned: str) -> str:
-    """Remove white space except between two numbers or words."""
-    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"[«»]", " ", cleaned))
+    """Remove white space except between two numbers or words, and the braces of an exponent of one character."""
+    spaced = re.sub(r"([\^_])\{(\w)\}(?!\w)", r"\1\2", re.sub(r"[«»]", " ", cleaned))
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", spaced)
 
 
 def _name(reading: Reading) -> str:
@@ -204,8 +206,13 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (integer letter that ``one`` declares, the other's declared one or only letter of k, l, m, n), or None."""
+    """Return (integer letter that ``one`` declares, the other's declared one or only letter of k, l, m, n), or None.
+
+    Solutions of a trigonometric equation, ``x = k\\pi``, need no declaration.
+    """
     declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
+    if not any(declared) and _ANGLES.match(one):
+        declared[0] = _symbols(one) & {"k", "l", "m", "n"}
     if len(declared[0]) != 1:
         return None
     if declared[1]:

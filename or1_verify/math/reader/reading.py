@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -63,6 +64,7 @@ _NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vma
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
+_UNBOUNDED = re.compile(r"infinitely many(?: solutions)?|infinite")
 _NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
 _SENTENCE = re.compile(r"(?:an?|the|(?:it|[a-z](?: ?\([a-z]\))?) (?:is|are))(?: an?)?(?: [a-z]{2,})+")
 _SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
@@ -94,6 +96,8 @@ def _set_in_words(words: str) -> Reading | None:
         operator = {"positive": ">", "negative": "<"}.get(match[1], ">=")
         sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
         return SetBuilder("x", _NUMBERS[match[2]], Relation((operator,), sides, ("x", "")))
+    if _UNBOUNDED.fullmatch(words):
+        return Quantity(Node("infty"))
     return NumberSet("R") if words in _EVERYTHING else None
 
 
@@ -119,6 +123,9 @@ def _read(items: list[Token]) -> Reading:
                 without = sides[1]
                 members = without.items if isinstance(without, Several) and without.brackets == "{}" else (without,)
                 return NumberSet(left.name, members)
+            if operator == "setminus" and isinstance(left, SetBuilder) and isinstance(sides[1], Several):
+                others = [Relation(("!=",), (_symbol(left.variable), each), ("", "")) for each in sides[1].items]
+                return replace(left, condition=Several((left.condition, *others), joined_by="and"))
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -238,7 +245,11 @@ def _labelled(items: list[Token]) -> Relation | Several | None:
 
 
 def _equation(name: str, value: Reading) -> Relation:
-    return Relation(("=",), (Quantity(Node("sym", name=name)), value), (name, ""))
+    return Relation(("=",), (_symbol(name), value), (name, ""))
+
+
+def _symbol(name: str) -> Quantity:
+    return Quantity(Node("sym", name=name))
 
 
 def _restated(items: list[Token]) -> Restated | None:

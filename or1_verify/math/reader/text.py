@@ -26,7 +26,7 @@ class Unreadable(Or1Error):
 _COMMANDS = (
     "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
     "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi "
-    "𝛑 pi 𝝅 pi"
+    "𝛑 pi 𝝅 pi ∀ forall"
 )
 """Signs, and the commands that say the same."""
 _UNICODE = {
@@ -36,6 +36,7 @@ _UNICODE = {
     "⅔": r"\frac{2}{3}",
     "¾": r"\frac{3}{4}",
     "°": r"^\circ ",
+    **{sign: rf"\{letter}" for sign, letter in zip("\a\b\f\v", "abfv", strict=True)},  # \frac in JSON, unescaped
     "。": ".",
     "∶": ":",
     "％": "%",
@@ -90,6 +91,9 @@ def clean(raw: str, commas_group: bool = True) -> str:
     if not raw.isascii():
         text = re.sub(r"⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
         text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+        text = re.sub("[①-⑳]{2,}", lambda match: ",".join(str(ord(sign) - ord("①") + 1) for sign in match[0]), text)
+    text = text if "begin" in raw else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # escaped twice
+    text = re.sub(r"<su(?:p>(.*?)</sup|b>(.*?)</sub)>", lambda m: f"^{{{m[1]}}}" if m[1] else f"_{{{m[2]}}}", text)
     text = undecorated(text.translate(_TRANSLATION), typed="\\" not in raw)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")
@@ -160,7 +164,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         r", \1\2\3 \\in \\mathbb{Z}",
     ),
     (r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])", r" \\mathbb {\1\2}"),
-    (r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)", r"\1 \\setminus "),
+    (r"(\\mathbb\s*\{\s*R\s*\}|\\\})\s*-\s*(?=\\\{)", r"\1 \\setminus "),
     (r"(«(?:sq|cu)») *\.", r"\1"),
     (r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}", r"\1/\2"),
     (r"\b([xy])\s*-\s*«intercept»", r"«\1-intercept»"),
@@ -302,7 +306,7 @@ _NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run
 
 
 def tokens(cleaned: str) -> list[Token]:
-    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a circled digit, a ``?``)."""
+    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a ``?``)."""
     tokens: list[Token] = []
     position, spaced = 0, False
     while position < len(cleaned):
