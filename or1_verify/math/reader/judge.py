@@ -24,7 +24,9 @@ from or1_verify.math.reader.value import rational
 _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 """A list of numbers may be longer."""
-_DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_INTEGER = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_ARGUMENT = r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*="
+_COUNTERS = {"k", "l", "m", "n"}
 _ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*\\pi")
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
@@ -158,7 +160,8 @@ def _name(reading: Reading) -> str:
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
     """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
-    for rule in (_integers, lambda a, b: _integers(b, a), _arguments, _reals, _constants):
+    declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
+    for rule in (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants):
         names = rule(gold, answer)
         if names and names[0] != names[1]:
             swap = {names[0]: names[1], names[1]: names[0]}
@@ -169,23 +172,20 @@ def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | 
     return None
 
 
-def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
-    names = [set(re.findall(r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=", text)) for text in (gold, answer)]
+def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the letters (gold's, answer's) that each text declares by the pattern, where it declares one."""
+    names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (gold's, answer's) of a point's real parameter, as t in ``(t, 2t)``; None without two.
+    """Return the letters (gold's, answer's) of a point's real parameter, t in ``(t, 2t)``, if only the gold declares it.
 
-    An answer that declares none may have it as the only letter that the gold lacks.
+    The answer's is the only letter that the gold lacks.
     """
-    names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
-    if not names[0]:
-        return None
-    own = _symbols(answer) - _symbols(gold)
-    if not names[1] and answer.startswith("(") and len(own) == 1 and names[0][0] not in _symbols(answer):
-        return names[0][0], own.pop()
-    return (names[0][0], names[1][0]) if names[1] else None
+    declared, own = re.findall(_TUPLE_OF_REAL, gold), _symbols(answer) - _symbols(gold)
+    lone = declared and answer.startswith("(") and len(own) == 1 and declared[0] not in _symbols(answer)
+    return (declared[0], own.pop()) if lone else None
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
@@ -206,20 +206,15 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (integer letter that ``one`` declares, the other's declared one or only letter of k, l, m, n), or None.
+    """Return (integer letter that only ``one`` declares, the other's only letter of k, l, m, n), or None.
 
     Solutions of a trigonometric equation, ``x = k\\pi``, need no declaration.
     """
-    declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
-    if not any(declared) and _ANGLES.match(one):
-        declared[0] = _symbols(one) & {"k", "l", "m", "n"}
-    if len(declared[0]) != 1:
+    names = set(re.findall(_INTEGER, one))
+    if re.search(_INTEGER, other):
         return None
-    if declared[1]:
-        return (*declared[0], *declared[1]) if len(declared[1]) == 1 else None
-    letters = [_symbols(text) for text in (one, other)]
-    free = letters[1] & {"k", "l", "m", "n"}
-    (name,) = declared[0]
-    if len(free) != 1 or name in letters[1] or free & letters[0]:
-        return None
-    return name, free.pop()
+    if _ANGLES.match(one):
+        names |= _symbols(one) & _COUNTERS
+    free = _symbols(other) & _COUNTERS
+    alone = len(names) == len(free) == 1 and not names & _symbols(other) and not free & _symbols(one)
+    return (names.pop(), free.pop()) if alone else None

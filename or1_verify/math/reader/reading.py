@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -119,13 +118,8 @@ def _read(items: list[Token]) -> Reading:
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
-            if operator == "setminus" and isinstance(left := sides[0], NumberSet):
-                without = sides[1]
-                members = without.items if isinstance(without, Several) and without.brackets == "{}" else (without,)
-                return NumberSet(left.name, members)
-            if operator == "setminus" and isinstance(left, SetBuilder) and isinstance(sides[1], Several):
-                others = [Relation(("!=",), (_symbol(left.variable), each), ("", "")) for each in sides[1].items]
-                return replace(left, condition=Several((left.condition, *others), joined_by="and"))
+            if operator == "setminus" and isinstance(sides[0], NumberSet | SetBuilder):
+                return _without(sides[0], sides[1])
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -151,6 +145,16 @@ def _read(items: list[Token]) -> Reading:
     if known := _transposed(items) or _environment(items) or _point(items) or _bracketed(items):
         return known
     return read_quantity(items)
+
+
+def _without(left: NumberSet | SetBuilder, right: Reading) -> SetBuilder:
+    """Return a set without some values, or without another set, as a set with one more condition."""
+    name = left.variable if isinstance(left, SetBuilder) else "x"
+    values = right.items if isinstance(right, Several) and right.brackets == "{}" else (right,)
+    told = [left.condition] if isinstance(left, SetBuilder) else []
+    conditions = *told, *(Relation(("!=",), (_symbol(name), value), ("", "")) for value in values)
+    condition = Several(conditions, joined_by="and") if len(conditions) > 1 else conditions[0]
+    return SetBuilder(name, left.domain if isinstance(left, SetBuilder) else left.name, condition)
 
 
 def _is(operator: str, token: Token) -> bool:
