@@ -179,7 +179,7 @@ def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (gold's, answer's) of a point's real parameter, t in ``(t, 2t)``, if only the gold declares it.
+    """Return the letters (gold's, answer's) of a point's parameter, t in ``(t, 2t)``, that only the gold declares.
 
     The answer's is the only letter that the gold lacks.
     """
