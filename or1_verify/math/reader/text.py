@@ -10,27 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import batched
 from typing import Literal
 
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
 from or1_verify.math.reader.decoration import undecorated
-from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN
+from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN, WORDS
 
 
 class Unreadable(Or1Error):
     """The text is in no known notation. This says nothing about whether the answer is right."""
 
 
-_COMMANDS = (
-    "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
-    "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi "
-    "𝛑 pi 𝝅 pi ∀ forall"
-)
-"""Signs, and the commands that say the same."""
+_LATEX = WORDS["latex"]
 _UNICODE = {
-    **{sign: rf"\{name} " for sign, name in batched(_COMMANDS.split(), 2)},
+    **{sign: rf"\{name} " for sign, name in map(str.split, _LATEX["signs"].split(";"))},
     **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕ", "RZN", strict=True)},
     **{sign: rf"\frac{{1}}{{{under}}}" for sign, under in zip("½⅓¼", "234", strict=True)},
     "⅔": r"\frac{2}{3}",
@@ -52,25 +46,11 @@ _UNICODE = {
 _TRANSLATION = str.maketrans(_UNICODE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "texttt", "hbox", "emph")
-_STYLE_MACROS = (
-    *("mathrm", "mathbf", "mathit", "mathsf", "mathcal", "boldsymbol", "bm", "operatorname", "bf", "rm", "it"),
-    *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
-    *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
-    *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
-    *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
-)
+_TEXT_MACROS = frozenset(_LATEX["text"].split())
+_STYLE_MACROS = frozenset(_LATEX["style"].split())
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
-_SAME = (
-    "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
-    "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
-    "circ degree; < lt; > gt; wedge land; vee lor; vec overrightarrow; [ lbrack; ] rbrack; csc cosec; "
-    "setminus backslash smallsetminus; tan tg; cot ctg; arctan arctg; cup bigcup; theta vartheta; phi varphi; "
-    "epsilon varepsilon; ' prime; mathbb Bbb; * ast; cdot bullet; to longrightarrow rightarrow; not lnot neg; "
-    "approx thickapprox simeq"
-)
-_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _SAME.split(";")) for name in names}
+_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _LATEX["same"].split(";")) for name in names}
 """The one spelling of a macro by its others."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Set
 from fractions import Fraction
 from pathlib import Path
 
-_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+"""The lists, by name: of words, and of LaTeX's macros for ``reader.text``."""
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
 """Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
 
 UNITS = {
     spelling: (dimension, Fraction(size))
-    for dimension, _, units in (line.partition(" ") for line in _WORDS["units"].splitlines())
+    for dimension, _, units in (line.partition(" ") for line in WORDS["units"].splitlines())
     for size, *names in map(str.split, units.split(";"))
     for name in names
     for spelling in ((name, f"{name}s") if len(name) > 2 or name in ("hr", "yr") else (name,))
@@ -24,9 +25,9 @@ UNITS = {
 SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
 POWER_WORDS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 
-NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS["numbers"].split())}
-NUMBER_WORDS |= {word: 10 * n for n, word in enumerate(_WORDS["tens"].split(), 2)}
-ORDINAL_WORDS = tuple(_WORDS["ordinals"].split())
+NUMBER_WORDS = {word: number for number, word in enumerate(WORDS["numbers"].split())}
+NUMBER_WORDS |= {word: 10 * n for n, word in enumerate(WORDS["tens"].split(), 2)}
+ORDINAL_WORDS = tuple(WORDS["ordinals"].split())
 MULTIPLIERS: dict[str, int | Fraction] = {"dozen": 12, "hundred": 100, "thousand": 1000, "half": Fraction(1, 2)}
 MULTIPLIERS |= {name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)}
 MULTIPLIERS |= {word: Fraction(1, n) for n, word in enumerate(ORDINAL_WORDS, 1) if n > 2}
@@ -34,14 +35,14 @@ MULTIPLIERS |= {"hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), 
 MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
 
-HEDGES = frozenset((*_WORDS["hedges"].split(), *NUMBER_WORDS, *MULTIPLIERS))
+HEDGES = frozenset((*WORDS["hedges"].split(), *NUMBER_WORDS, *MULTIPLIERS))
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
-NEUTRAL = frozenset(_WORDS["neutral"].split())
+NEUTRAL = frozenset(WORDS["neutral"].split())
 """Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
 
-_ABROAD = frozenset(_WORDS["abroad"].split())
-LEAD_INS = _ABROAD | frozenset(_WORDS["lead_ins"].split())
+_ABROAD = frozenset(WORDS["abroad"].split())
+LEAD_INS = _ABROAD | frozenset(WORDS["lead_ins"].split())
 NAMING = LEAD_INS | NEUTRAL
 
 
@@ -51,9 +52,9 @@ def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
 
 
 JOINERS = frozenset({"and", "or"})
-SPOKEN = {word: known for known, words in _WORDS["spoken"].items() for word in words.split()}
+SPOKEN = {word: known for known, words in WORDS["spoken"].items() for word in words.split()}
 """Words of other languages for those that a rule knows."""
-YES_NO = {word: said for said, words in _WORDS["whole"].items() for word in words.split()}
+YES_NO = {word: said for said, words in WORDS["whole"].items() for word in words.split()}
 """What these say when they are a whole answer: 是 is "is" before a value."""
 _DENSE = [word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"]
 WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
@@ -67,6 +68,6 @@ KNOWN_WORDS = frozenset(
     | (LEAD_INS - _ABROAD)
     | JOINERS
     | QUALIFIERS
-    | frozenset(_WORDS["common"].split())
+    | frozenset(WORDS["common"].split())
 ) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""
