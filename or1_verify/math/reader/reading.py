@@ -36,16 +36,11 @@ from or1_verify.math.reader.records import (
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, change_nothing
+from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
-_LABEL_WORDS = (
-    *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
-    *("focus", "directrix", "amplitude", "period", "slope", "x-intercept", "y-intercept", "mean", "median", "mode"),
-    *("minimum", "maximum"),
-)
-_LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
+_LABELS = {word: word for word in WORDS["labels"].split()} | {"min": "minimum", "max": "maximum", "centre": "center"}
 _HEAD = re.compile(
     r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[A-Za-z]+ ?|[A-Z]{2,3})"
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"

@@ -274,14 +274,9 @@ FUNCTION_FAMILIES = (
     frozenset({"abs", "floor", "ceil", "cbrt"}),
 )
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
-_TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
-_ALSO = (
-    "infty inf infinity Infinity oo; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; "
-    "ceil ceiling Ceil"
-)
-_NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
+_NAMES = {name: name for name in (*FUNCTIONS, *_LATEX["typed"].split())}
 _OPERATOR = re.compile(rf"\s*\{{\s*(?!(?i:{'|'.join(KNOWN_WORDS | {*_NAMES})})\s*\}})([A-Za-z]{{2,}})\s*\}}")
-_NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}
+_NAMES |= {run: name for name, *runs in map(str.split, _LATEX["typed_as"].split(";")) for run in runs}
 """The macro by the bare run of letters that is read as one."""
 
 
