@@ -34,6 +34,7 @@ _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
+_Rename = Callable[[str, str], tuple[str, str] | None]
 Judgement = tuple[bool, str]
 """(whether the answer is right, the types that the two were compared as)."""
 
@@ -161,7 +162,8 @@ def _name(reading: Reading) -> str:
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
     """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
     declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
-    for rule in (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants):
+    rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
+    for rule in rules:
         names = rule(gold, answer)
         if names and names[0] != names[1]:
             swap = {names[0]: names[1], names[1]: names[0]}
