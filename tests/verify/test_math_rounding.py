@@ -69,10 +69,7 @@ def test_random_fractions_against_decimal_arithmetic() -> None:
         ("0.15", r"\frac{29}{200}", True),  # 0.145 is a tie in tenths of a cent, and goes up
         ("0.14", r"\frac{29}{200}", False),
         ("1.15", r"\frac{23}{20}", True),  # binary floats would say 1.1 for one digit
-        ("1.2", r"\frac{23}{20}", True),
         ("-1.2", r"-\frac{23}{20}", True),
-        ("-1.1", r"-\frac{23}{20}", False),
-        ("1234.57", r"\frac{8642}{7}", True),  # 1234.571...
         ("1,234.57", r"\frac{8642}{7}", True),
         (r"\pm 1.73", r"\pm\sqrt{3}", True),
         (
@@ -83,15 +80,11 @@ def test_random_fractions_against_decimal_arithmetic() -> None:
         ("(A) 0.33", r"\frac13", True),
         ("57.30^\\circ", r"\frac{180}{\pi}", False),  # a bare pi is radians
         ("0.05", r"\frac{1}{19}", False),  # one significant digit
-        ("1.41", "2^{1/2}", True),
         ("2.72", "e", True),
-        ("0.69", r"\ln 2", False),
         ("3.14", r"3.1 + \frac{4}{100}", False),
         ("5.00", r"\sqrt{25}", False),  # left to be worked out
         ("1.00", r"\frac{99.9}{100}", False),
         ("0.33", "i", False),
-        ("0.33", r"\infty", False),
-        ("0.33", "x", False),
         ("1.41", r"\sqrt{2} + 10^{-60}", True),
         ("1.41", r"9^{9^9}", False),
     ],

@@ -11,7 +11,6 @@ import json
 import random
 import resource
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 
 import math_pairs
 import psutil
@@ -59,28 +58,6 @@ HAULS = ["", " ", r"\boxed{4}5", r"4\boxed{5}", "5}{6", "{5", "{" * 50 + "5", "(
 def test_what_is_not_the_answer_five(answer: str) -> None:
     """What cannot stand in a box; ``rules.txt`` has what can."""
     assert not accepted("5", answer)
-
-
-def test_random_equal_and_unequal_rationals() -> None:
-    """Oracle: Python's fractions, over the ways in which numbers are written."""
-    rng = random.Random(0)
-    for _ in range(120):
-        value = Fraction(rng.randint(-500, 500), rng.choice([1, 2, 4, 5, 8, 10, 3, 7]))
-        other = value + Fraction(rng.choice([0, 0, 1, -1]), rng.choice([1, 10, 1000]))
-        for left in spellings(value):
-            for right in spellings(other):
-                assert accepted(left, right) == (value == other), (left, right)
-
-
-def spellings(value: Fraction) -> list[str]:
-    sign, top = ("-" if value < 0 else ""), abs(value.numerator)
-    spelled = [rf"{sign}\frac{{{top}}}{{{value.denominator}}}", f"{sign}{2 * top}/{2 * value.denominator}"]
-    whole, rest = divmod(top, value.denominator)
-    if whole and rest:
-        spelled.append(rf"{sign}{whole}\frac{{{rest}}}{{{value.denominator}}}")
-    if value.denominator not in (3, 7):
-        spelled.append(f"{float(value):.4f}")
-    return spelled
 
 
 def test_random_expressions_against_sympy() -> None:
@@ -172,16 +149,9 @@ def test_a_gold_that_cannot_be_read(verifier: MathVerifier) -> None:
     assert verified(verifier, [gold], r"</think>\boxed{\oint \oint\nabla}")[0] == "right"
     assert verified(verifier, [gold], r"</think>\boxed{2}") == ("unreadable", "the gold cannot be read")
     assert verified(verifier, [r"y''+y'=2\oint x"], r"</think>\boxed{2}")[0] != "right"
-
-
-@pytest.mark.parametrize("gold", [r"\frac{1}{2", "5}", "1}{2", r"5 \text{ cm", r"\oint {g", "x^{2", "}{", "\\"])
-def test_a_gold_whose_braces_do_not_balance(verifier: MathVerifier, gold: str) -> None:
-    """It is taken, and only its own text is right: Math-Verify would put it into a box and read 5 for ``5}``."""
-    verifier.check_ground_truth(Problem("id", "s", "math", (Message("user", "q"),), json.dumps([gold]), {}, "x:1"))
-    for answer in ("5", r"\frac{1}{2}", r"5 \text{ cm}", "g"):
-        assert verified(verifier, [gold], rf"</think>\boxed{{{answer}}}")[0] == "unreadable", answer
-    assert verified(verifier, [gold, "7"], r"</think>\boxed{7}")[0] == "right"
-    assert verified(verifier, [gold, "7"], r"</think>\boxed{8}")[0] == "wrong"
+    for broken in ("5}", r"5 \text{ cm", "\\"):  # braces that do not balance: Math-Verify would read 5 for ``5}``
+        assert verified(verifier, [broken], r"</think>\boxed{5}")[0] == "unreadable"
+        assert verified(verifier, [broken, "7"], r"</think>\boxed{7}")[0] == "right"
 
 
 def test_a_child_without_memory_says_so_and_is_replaced() -> None:

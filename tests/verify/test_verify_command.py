@@ -246,28 +246,6 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(folder: Path) -> No
     assert out.read_text() == whole
 
 
-BAD_TRUTHS = {
-    "{inputs: 1}": "not JSON (Expecting property name",
-    '{"tests": []}': "unknown kind: an object with keys ['tests']",
-    '{"private_test_cases": "AAAA"}': "private_test_cases: neither JSON nor base64 of zlib",
-}
-
-
-@needs_bubblewrap
-def test_ground_truths_that_cannot_be_used_are_named_by_row(folder: Path) -> None:
-    """Before any verdict; after a good row, so that the row's number is the file's."""
-    good = row("x", ability="code", truth=CODE)
-    for truth, words in BAD_TRUTHS.items():
-        file = write(folder / "rows.jsonl", [good, row("x", ability="code", truth=truth)])
-        result = run(file, "--out", folder / "out.jsonl")
-        said = " ".join(result.output.split())
-        assert result.exit_code == 2 and "rows.jsonl:2: field '" in said and words in said, (truth, result.output)
-        assert not (folder / "out.jsonl").exists()
-    file = write(folder / "rows.jsonl", [row("x", ability="math", truth="true"), row("x", ability="math", truth="[]")])
-    said = " ".join(run(file, "--out", "o").output.split())
-    assert "rows.jsonl:1: field 'ground_truth': expected a JSON list of one or more" in said, said
-
-
 def test_a_verifier_of_ones_own(folder: Path) -> None:
     """Its verdicts, and that what it does wrong costs its own sample alone."""
     config = VerifyConfig(custom={"parity": "my_verifiers:parity"}, timeout_s=120.0, lowest_reward=-1.0)

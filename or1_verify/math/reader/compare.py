@@ -67,6 +67,8 @@ def compare(gold: Reading, answer: Reading) -> bool:
         return _same_set(gold, answer)
     if not same_links(gold, answer):
         return False
+    if isinstance(gold, Relation) and isinstance(answer, Quantity) and len(gold.sides) > 2 and all(gold.heads[:-1]):
+        gold = Relation(gold.operators[-1:], gold.sides[-2:], gold.heads[-2:])  # 2 for x = y = 2
     gold, answer = spread(gold), spread(answer)
     for kind, rule in _SPREAD_RULES:
         if isinstance(gold, kind) or isinstance(answer, kind):
@@ -195,6 +197,8 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
         return _same_relations(gold, answer)
     relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
     assert isinstance(relation, Relation)
+    if relation is gold and isinstance(other, Quantity) and _is_solved(relation, other):
+        return True
     values = _values(relation, as_gold=True) if relation is gold else _values_for(gold, relation)
     if isinstance(other, Several):
         if relation.operators == ("in",) and other.brackets == "":
@@ -226,6 +230,12 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
     if symbols(left) != symbols(right):
         return False
     return proportional(left, right) or proportional(fraction(left)[0], fraction(right)[0])
+
+
+def _is_solved(gold: Relation, answer: Quantity) -> bool:
+    """Return whether a formula of x is y by the gold's equation: ``6/x`` for ``xy = 6``."""
+    named = Relation(("=",), (Quantity(Node("sym", name="y")), answer), ("y", ""))
+    return "x" in symbols(answer.tree) and _same_curve(gold, named)
 
 
 def _difference(relation: Relation) -> Node:

@@ -59,7 +59,7 @@ def _ranged(value: Reading, letter: str) -> Reading | None:
 def number_set(condition: Reading) -> NumberSet | None:
     """Return the number set Z of the condition ``k \\in Z``, for example; None for any other condition."""
     inside = condition.sides[1] if isinstance(condition, Relation) and condition.operators == ("in",) else None
-    return inside if isinstance(inside, NumberSet) and not inside.without else None
+    return inside if isinstance(inside, NumberSet) else None
 
 
 def said(reading: Reading, other: Reading) -> Said:

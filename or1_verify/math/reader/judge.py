@@ -24,13 +24,17 @@ from or1_verify.math.reader.value import rational
 _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 """A list of numbers may be longer."""
-_DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_INTEGER = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_ARGUMENT = r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*="
+_COUNTERS = {"k", "l", "m", "n"}
+_ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*\\pi")
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
 _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:\)|\]|\\\})[\s$.]*")
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
+_Rename = Callable[[str, str], tuple[str, str] | None]
 Judgement = tuple[bool, str]
 """(whether the answer is right, the types that the two were compared as)."""
 
@@ -144,8 +148,9 @@ def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
 
 
 def _squeezed(cleaned: str) -> str:
-    """Remove white space except between two numbers or words."""
-    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"[«»]", " ", cleaned))
+    """Remove white space except between two numbers or words, and the braces of an exponent of one character."""
+    spaced = re.sub(r"([\^_])\{(\w)\}(?!\w)", r"\1\2", re.sub(r"[«»]", " ", cleaned))
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", spaced)
 
 
 def _name(reading: Reading) -> str:
@@ -156,7 +161,9 @@ def _name(reading: Reading) -> str:
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
     """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
-    for rule in (_integers, lambda a, b: _integers(b, a), _arguments, _reals, _constants):
+    declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
+    rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
+    for rule in rules:
         names = rule(gold, answer)
         if names and names[0] != names[1]:
             swap = {names[0]: names[1], names[1]: names[0]}
@@ -167,23 +174,20 @@ def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | 
     return None
 
 
-def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
-    names = [set(re.findall(r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=", text)) for text in (gold, answer)]
+def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the letters (gold's, answer's) that each text declares by the pattern, where it declares one."""
+    names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (gold's, answer's) of a point's real parameter, as t in ``(t, 2t)``; None without two.
+    """Return the letters (gold's, answer's) of a point's parameter, t in ``(t, 2t)``, that only the gold declares.
 
-    An answer that declares none may have it as the only letter that the gold lacks.
+    The answer's is the only letter that the gold lacks.
     """
-    names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
-    if not names[0]:
-        return None
-    own = _symbols(answer) - _symbols(gold)
-    if not names[1] and answer.startswith("(") and len(own) == 1 and names[0][0] not in _symbols(answer):
-        return names[0][0], own.pop()
-    return (names[0][0], names[1][0]) if names[1] else None
+    declared, own = re.findall(_TUPLE_OF_REAL, gold), _symbols(answer) - _symbols(gold)
+    lone = declared and answer.startswith("(") and len(own) == 1 and declared[0] not in _symbols(answer)
+    return (declared[0], own.pop()) if lone else None
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
@@ -204,15 +208,15 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (integer letter that ``one`` declares, the other's declared one or only letter of k, l, m, n), or None."""
-    declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
-    if len(declared[0]) != 1:
+    """Return (integer letter that only ``one`` declares, the other's only letter of k, l, m, n), or None.
+
+    Solutions of a trigonometric equation, ``x = k\\pi``, need no declaration.
+    """
+    names = set(re.findall(_INTEGER, one))
+    if re.search(_INTEGER, other):
         return None
-    if declared[1]:
-        return (*declared[0], *declared[1]) if len(declared[1]) == 1 else None
-    letters = [_symbols(text) for text in (one, other)]
-    free = letters[1] & {"k", "l", "m", "n"}
-    (name,) = declared[0]
-    if len(free) != 1 or name in letters[1] or free & letters[0]:
-        return None
-    return name, free.pop()
+    if _ANGLES.match(one):
+        names |= _symbols(one) & _COUNTERS
+    free = _symbols(other) & _COUNTERS
+    alone = len(names) == len(free) == 1 and not names & _symbols(other) and not free & _symbols(one)
+    return (names.pop(), free.pop()) if alone else None

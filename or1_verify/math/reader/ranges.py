@@ -46,8 +46,7 @@ _NUMBER_SETS = {
 def covered(reading: Reading) -> tuple[Interval, ...] | None:
     """Return the intervals that a reading covers, lowest first; None when it is no set of reals."""
     if isinstance(reading, NumberSet):
-        spans = _NUMBER_SETS.get(reading.name)
-        return spans if spans is None or not reading.without else _punctured(reading.without)
+        return _NUMBER_SETS.get(reading.name)
     if isinstance(reading, Union):
         return _joined([_part(part) for part in reading.parts])
     reading = spread(reading)
@@ -251,11 +250,11 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     """Return where ``1 < x <= 2``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1`` or ``x \\in [0, 1]`` holds."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
+    if (excluded := _excluded(relation)) is not None:
+        return _punctured((excluded,))
     sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
     if len(sides) != len(relation.sides):
         return None
-    if (excluded := _excluded(relation)) is not None:
-        return _punctured((excluded,))
     ordered = relation.ascending()
     if ordered is None or (len(sides) == 3 and not relation.heads[1]):  # 1 < 2x < 4 says nothing of x between 1 and 4
         return None

@@ -36,16 +36,11 @@ from or1_verify.math.reader.records import (
 )
 from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, change_nothing
+from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
-_LABEL_WORDS = (
-    *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
-    *("focus", "directrix", "amplitude", "period", "slope", "x-intercept", "y-intercept", "mean", "median", "mode"),
-    *("minimum", "maximum"),
-)
-_LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
+_LABELS = {word: word for word in WORDS["labels"].split()} | {"min": "minimum", "max": "maximum", "centre": "center"}
 _HEAD = re.compile(
     r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[A-Za-z]+ ?|[A-Z]{2,3})"
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
@@ -63,6 +58,7 @@ _NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vma
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
+_UNBOUNDED = re.compile(r"infinitely many(?: solutions)?|infinite")
 _NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
 _SENTENCE = re.compile(r"(?:an?|the|(?:it|[a-z](?: ?\([a-z]\))?) (?:is|are))(?: an?)?(?: [a-z]{2,})+")
 _SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
@@ -94,6 +90,8 @@ def _set_in_words(words: str) -> Reading | None:
         operator = {"positive": ">", "negative": "<"}.get(match[1], ">=")
         sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
         return SetBuilder("x", _NUMBERS[match[2]], Relation((operator,), sides, ("x", "")))
+    if _UNBOUNDED.fullmatch(words):
+        return Quantity(Node("infty"))
     return NumberSet("R") if words in _EVERYTHING else None
 
 
@@ -115,10 +113,8 @@ def _read(items: list[Token]) -> Reading:
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
-            if operator == "setminus" and isinstance(left := sides[0], NumberSet):
-                without = sides[1]
-                members = without.items if isinstance(without, Several) and without.brackets == "{}" else (without,)
-                return NumberSet(left.name, members)
+            if operator == "setminus" and isinstance(sides[0], NumberSet | SetBuilder):
+                return _without(sides[0], sides[1])
     parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
@@ -144,6 +140,16 @@ def _read(items: list[Token]) -> Reading:
     if known := _transposed(items) or _environment(items) or _point(items) or _bracketed(items):
         return known
     return read_quantity(items)
+
+
+def _without(left: NumberSet | SetBuilder, right: Reading) -> SetBuilder:
+    """Return a set without some values, or without another set, as a set with one more condition."""
+    name = left.variable if isinstance(left, SetBuilder) else "x"
+    values = right.items if isinstance(right, Several) and right.brackets == "{}" else (right,)
+    told = [left.condition] if isinstance(left, SetBuilder) else []
+    conditions = *told, *(Relation(("!=",), (_symbol(name), value), ("", "")) for value in values)
+    condition = Several(conditions, joined_by="and") if len(conditions) > 1 else conditions[0]
+    return SetBuilder(name, left.domain if isinstance(left, SetBuilder) else left.name, condition)
 
 
 def _is(operator: str, token: Token) -> bool:
@@ -238,7 +244,11 @@ def _labelled(items: list[Token]) -> Relation | Several | None:
 
 
 def _equation(name: str, value: Reading) -> Relation:
-    return Relation(("=",), (Quantity(Node("sym", name=name)), value), (name, ""))
+    return Relation(("=",), (_symbol(name), value), (name, ""))
+
+
+def _symbol(name: str) -> Quantity:
+    return Quantity(Node("sym", name=name))
 
 
 def _restated(items: list[Token]) -> Restated | None:

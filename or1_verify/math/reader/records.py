@@ -50,10 +50,9 @@ class Union:
 
 @dataclass(frozen=True)
 class NumberSet:
-    """A number set such as ``\\mathbb{R}``, without the numbers in ``without``."""
+    """A number set such as ``\\mathbb{R}``."""
 
     name: str
-    without: tuple[Reading, ...] = ()
 
 
 @dataclass(frozen=True)

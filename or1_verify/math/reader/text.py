@@ -10,32 +10,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import batched
 from typing import Literal
 
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
 from or1_verify.math.reader.decoration import undecorated
-from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN
+from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN, WORDS
 
 
 class Unreadable(Or1Error):
     """The text is in no known notation. This says nothing about whether the answer is right."""
 
 
-_COMMANDS = (
-    "× times ÷ div ± pm ∓ mp ≠ ne ≈ approx ≡ equiv ∞ infty ∪ cup ∩ cap ∈ in ∅ emptyset ∖ setminus α alpha β beta "
-    "θ theta … ldots ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil √ sqrt · cdot ⋅ cdot ≤ le ⩽ le ≦ le ≥ ge ⩾ ge ≧ ge π pi 𝜋 pi "
-    "𝛑 pi 𝝅 pi"
-)
-"""Signs, and the commands that say the same."""
+_LATEX = WORDS["latex"]
 _UNICODE = {
-    **{sign: rf"\{name} " for sign, name in batched(_COMMANDS.split(), 2)},
+    **{sign: rf"\{name} " for sign, name in map(str.split, _LATEX["signs"].split(";"))},
     **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕ", "RZN", strict=True)},
     **{sign: rf"\frac{{1}}{{{under}}}" for sign, under in zip("½⅓¼", "234", strict=True)},
     "⅔": r"\frac{2}{3}",
     "¾": r"\frac{3}{4}",
     "°": r"^\circ ",
+    **{sign: rf"\{letter}" for sign, letter in zip("\a\b\f\v", "abfv", strict=True)},  # \frac in JSON, unescaped
     "。": ".",
     "∶": ":",
     "％": "%",
@@ -51,25 +46,11 @@ _UNICODE = {
 _TRANSLATION = str.maketrans(_UNICODE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "texttt", "hbox", "emph")
-_STYLE_MACROS = (
-    *("mathrm", "mathbf", "mathit", "mathsf", "mathcal", "boldsymbol", "bm", "operatorname", "bf", "rm", "it"),
-    *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
-    *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
-    *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
-    *("tiny", "scriptsize", "footnotesize", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge"),
-)
+_TEXT_MACROS = frozenset(_LATEX["text"].split())
+_STYLE_MACROS = frozenset(_LATEX["style"].split())
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
-_SAME = (
-    "frac dfrac tfrac cfrac; binom dbinom tbinom; le leq leqslant; ge geq geqslant; ne neq; "
-    "ldots dots dotsc cdots; emptyset varnothing; { lbrace; } rbrace; | lvert rvert vert mid; : colon ratio; "
-    "circ degree; < lt; > gt; wedge land; vee lor; vec overrightarrow; [ lbrack; ] rbrack; csc cosec; "
-    "setminus backslash smallsetminus; tan tg; cot ctg; arctan arctg; cup bigcup; theta vartheta; phi varphi; "
-    "epsilon varepsilon; ' prime; mathbb Bbb; * ast; cdot bullet; to longrightarrow rightarrow; not lnot neg; "
-    "approx thickapprox simeq"
-)
-_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _SAME.split(";")) for name in names}
+_SPELLINGS = {name: spelling for spelling, *names in map(str.split, _LATEX["same"].split(";")) for name in names}
 """The one spelling of a macro by its others."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
@@ -90,6 +71,9 @@ def clean(raw: str, commas_group: bool = True) -> str:
     if not raw.isascii():
         text = re.sub(r"⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
         text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+        text = re.sub("[①-⑳]{2,}", lambda match: ",".join(str(ord(sign) - ord("①") + 1) for sign in match[0]), text)
+    text = text if "begin" in raw else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # escaped twice
+    text = re.sub(r"<su(?:p>(.*?)</sup|b>(.*?)</sub)>", lambda m: f"^{{{m[1]}}}" if m[1] else f"_{{{m[2]}}}", text)
     text = undecorated(text.translate(_TRANSLATION), typed="\\" not in raw)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")
@@ -160,7 +144,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         r", \1\2\3 \\in \\mathbb{Z}",
     ),
     (r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])", r" \\mathbb {\1\2}"),
-    (r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)", r"\1 \\setminus "),
+    (r"(\\mathbb\s*\{\s*R\s*\}|\\\})\s*-\s*(?=\\\{)", r"\1 \\setminus "),
     (r"(«(?:sq|cu)») *\.", r"\1"),
     (r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}", r"\1/\2"),
     (r"\b([xy])\s*-\s*«intercept»", r"«\1-intercept»"),
@@ -290,19 +274,14 @@ FUNCTION_FAMILIES = (
     frozenset({"abs", "floor", "ceil", "cbrt"}),
 )
 FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
-_TYPED = "sqrt mod bmod pmod pi infty alpha beta gamma delta theta lambda omega sigma phi psi"
-_ALSO = (
-    "infty inf infinity Infinity oo; pi Pi; cup union; abs Abs; arcsin asin; arccos acos; arctan atan; "
-    "ceil ceiling Ceil"
-)
-_NAMES = {name: name for name in (*FUNCTIONS, *_TYPED.split())}
+_NAMES = {name: name for name in (*FUNCTIONS, *_LATEX["typed"].split())}
 _OPERATOR = re.compile(rf"\s*\{{\s*(?!(?i:{'|'.join(KNOWN_WORDS | {*_NAMES})})\s*\}})([A-Za-z]{{2,}})\s*\}}")
-_NAMES |= {run: name for name, *runs in map(str.split, _ALSO.split(";")) for run in runs}
+_NAMES |= {run: name for name, *runs in map(str.split, _LATEX["typed_as"].split(";")) for run in runs}
 """The macro by the bare run of letters that is read as one."""
 
 
 def tokens(cleaned: str) -> list[Token]:
-    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a circled digit, a ``?``)."""
+    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a ``?``)."""
     tokens: list[Token] = []
     position, spaced = 0, False
     while position < len(cleaned):
