@@ -20,7 +20,7 @@ from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
 from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
+from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry, metadata_of
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
@@ -60,12 +60,12 @@ class ToMegatron:
         check_weight_files(folder, self.hf)
         self.weights = HFWeights(folder)
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
-        stored = self.weights.tensors.items()
-        self.tensors += [draft_tensor(name, tensor.shape) for name, tensor in stored if is_draft(name, self.hf)]
+        stored = self.weights.shapes
+        self.tensors += [draft_tensor(name, shape) for name, shape in stored.items() if is_draft(name, self.hf)]
         # The files of a model with tied embeddings may hold the output layer, too.
-        self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
+        self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in stored else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}
-        self.dropped = sorted(self.weights.tensors.keys() - set(map(in_files, named)) - self.copies.keys())
+        self.dropped = sorted(stored.keys() - set(map(in_files, named)) - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
         held = file_bytes
         for piece in self._pieces():
@@ -89,7 +89,7 @@ class ToMegatron:
                     yield _Piece(tensor, source, run)
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
-        return self._dtype or DTYPES[self.weights.tensors[in_files(source.name)].dtype]
+        return self._dtype or DTYPES[self.weights.dtypes[in_files(source.name)]]
 
     def _size_bytes(self, piece: _Piece) -> int:
         return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize
@@ -121,14 +121,12 @@ class ToMegatron:
         files = [
             {
                 "name": path.name,
-                "metadata": header.metadata,
+                "metadata": metadata_of(path),
                 "tensors": [
-                    [name, stored.dtype]
-                    for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin)
-                    if name not in self.dropped
+                    [name, self.weights.dtypes[name]] for name in file.offset_keys() if name not in self.dropped
                 ],
             }
-            for path, header in self.weights.headers.items()
+            for path, file in self.weights.files.items()
         ]
         index = self.folder / INDEX
         return {
@@ -148,7 +146,7 @@ class ToMegatron:
                     source = piece.source.name
                     raise ConvertError(
                         f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
-                        f"{source} of {self.weights.file_of(source)}"
+                        f"{source} of {self.weights.file_of[in_files(source)]}"
                     )
                 advance(self._size_bytes(piece))
 
