@@ -67,8 +67,7 @@ class HFWeights:
 
     def __init__(self, folder: Path) -> None:
         self.files = {path: open_weights(path) for path in weight_files(folder)}
-        self.file_of = {name: path for path, file in self.files.items() for name in file.keys()}  # noqa: SIM118
-        self._tensors = {name: self.files[path].get_slice(name) for name, path in self.file_of.items()}
+        self._tensors = {name: file.get_slice(name) for file in self.files.values() for name in file.keys()}  # noqa: SIM118
         self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in self._tensors.items()}
         self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
 

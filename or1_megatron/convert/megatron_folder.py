@@ -42,8 +42,7 @@ class MegatronCheckpoint:
         CheckpointDamaged: a file differs from the manifest's entry.
     """
 
-    def __init__(self, folder: Path, digests: bool = True) -> None:
-        """``digests``: check the files against the manifest, if any; not needed if all rows are compared anyway."""
+    def __init__(self, folder: Path) -> None:
         self.folder = resolve(folder)
         try:
             metadata = FileSystemReader(self.folder).read_metadata()
@@ -60,7 +59,7 @@ class MegatronCheckpoint:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
                 if getattr(stored_at, "transform_descriptors", None):
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
-        if digests and (self.folder / MANIFEST).is_file():
+        if (self.folder / MANIFEST).is_file():
             check_manifest(self.folder)
         self._entries: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._maps: dict[Path, mmap.mmap] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
 from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
 from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry, metadata_of
 from or1_megatron.convert.job import Advance, ConvertError, convert
-from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files, is_draft
@@ -136,29 +135,6 @@ class ToMegatron:
             "copies": self.copies,
         }
 
-    def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        checkpoint = MegatronCheckpoint(folder, digests=False)
-
-        def compare(name: str, advance: Advance) -> None:
-            for piece in self.files[name]:
-                written = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
-                if not identical(written, self._tensor(piece)):
-                    source = piece.source.name
-                    raise ConvertError(
-                        f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
-                        f"{source} of {self.weights.file_of[in_files(source)]}"
-                    )
-                advance(self._size_bytes(piece))
-
-        return compare
-
-
-def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits: NaN equals NaN, and -0 does not equal 0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
 
 def hf_to_megatron(
     hf: Path,
@@ -166,14 +142,12 @@ def hf_to_megatron(
     console: Console,
     *,
     dtype: torch.dtype | None = None,
-    verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Make the checkpoint ``out`` from the HF folder ``hf``.
 
     Args:
         dtype: dtype of the checkpoint; None: that of the HF folder.
-        verify: read every tensor back from the disk and compare it with the source.
 
     Raises:
         ModelError: the HF folder cannot be used.
@@ -182,5 +156,5 @@ def hf_to_megatron(
     conversion = ToMegatron(hf, dtype, file_bytes)
     if conversion.dropped:
         console.print(f"left out, since the model does not use them: {', '.join(conversion.dropped)}")
-    convert(conversion, out, console, verify)
+    convert(conversion, out, console)
     console.print(f"{out}: {sum(conversion.sizes.values()):,} bytes of parameters, Megatron torch_dist")

@@ -52,8 +52,9 @@ class OpenAISampler:
     def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:
         self._endpoint, self._sampling = endpoint, sampling
         self._neutral: Mapping[str, float] = _NEUTRAL
+        key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else None,
+            headers={"Content-Type": "application/json", **key},
             timeout=endpoint.timeout_s,
             limits=httpx.Limits(max_connections=None),
             follow_redirects=True,
@@ -89,7 +90,7 @@ class OpenAISampler:
             except httpx.TimeoutException:
                 reason = f"{self._endpoint.url} did not answer within {self._endpoint.timeout_s:g} s"
                 continue
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 reason = f"{self._endpoint.url} cannot be reached: {error or type(error).__name__}"
                 continue
             except ValueError as error:  # no completion
@@ -120,8 +121,8 @@ class OpenAISampler:
             "seed": request.seed,
             **also,
         }
-        body = b""
-        with self._client.stream("POST", f"{self._endpoint.url.rstrip('/')}/chat/completions", json=question) as reply:
+        url, body = f"{self._endpoint.url.rstrip('/')}/chat/completions", b""
+        with self._client.stream("POST", url, content=json.dumps(question)) as reply:
             try:
                 for part in reply.iter_bytes():
                     body += part

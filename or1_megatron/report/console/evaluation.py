@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+
 def show_evaluation(results: Mapping[str, Any], console: Console) -> None:
     """Print an evaluation's scores with intervals and the counts of its verdicts' statuses."""
     outcome = results["outcome"]
