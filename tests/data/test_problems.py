@@ -18,22 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rows_as_published import skywork as row
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import UnusableRows
-
-
-def row(content: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:
-    base = {
-        "data_source": "train-math-numinamath1.5_olympiads",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"ground_truth": '["2"]', "style": "rule"},
-        "extra_info": {"index": 3, "model_difficulty": {"M-7B": 5, "M-32B": 16}},
-    }
-    return {**base, **changes}
 
 
 def write(folder: Path, *rows: Any) -> Path:
@@ -61,24 +51,6 @@ def test_a_skywork_row_becomes_a_problem(tmp_path: Path) -> None:
     assert [(message.role, message.content) for message in problem.messages] == [("user", "What is 1+1?")]
     assert dict(problem.difficulty) == {"M-7B": 5, "M-32B": 16}
     assert problem.origin == f"{tmp_path / 'train.jsonl'}:1"
-
-
-def test_parquet_gives_the_same_problems(tmp_path: Path) -> None:
-    rows = [row("a"), row("b", extra_info={"index": 0, "model_difficulty": {"M-7B": 0, "M-32B": None}})]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    from_parquet = load_problems(tmp_path / "train.parquet")
-    from_jsonl = load_problems(write(tmp_path, *rows))
-    assert [p.id for p in from_parquet] == [p.id for p in from_jsonl]
-    assert [dict(p.difficulty) for p in from_parquet] == [{"M-7B": 5, "M-32B": 16}, {"M-7B": 0}]
-    assert from_parquet[1].origin.endswith("train.parquet:2")
-
-
-@pytest.mark.parametrize(
-    ("answer", "ground_truth"), [("7", '["7"]'), (7, '["7"]'), (0.5, '["0.5"]'), (["1", "one"], '["1", "one"]')]
-)
-def test_plain_rows(tmp_path: Path, answer: Any, ground_truth: str) -> None:
-    (problem,) = load_problems(write(tmp_path, {"prompt": "q", "answer": answer}))
-    assert (problem.source, problem.ability, problem.ground_truth) == ("train", "math", ground_truth)
 
 
 def test_golds_of_the_released_evaluation_files(tmp_path: Path, verifier: MathVerifier) -> None:
