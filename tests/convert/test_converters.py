@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.checkpoint.manifest import CheckpointDamaged, check_manifest
 from or1_megatron.commands.app import app
+from or1_megatron.convert import rows
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import megatron_tensors
 from or1_megatron.convert.to_hf import megatron_to_hf
@@ -182,6 +183,17 @@ def test_other_dtypes_and_file_sizes(qwen2: Path, converted: Path, tmp_path: Pat
     ids = torch.arange(60)[None]
     logits = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32)(ids).logits for x in (qwen2, out)]
     assert torch.equal(*logits)
+
+
+def test_rows_are_put_together_from_several_chunks(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is written in pieces of about 20 rows, and read in pieces of whole tensors."""
+    with monkeypatch.context() as small:
+        small.setattr(rows, "PIECE_BYTES", 2500)
+        hf_to_megatron(qwen2, tmp_path / "megatron", QUIET)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", QUIET)
+    assert_same_folder(qwen2, tmp_path / "back")
 
 
 def damaged(folder: Path, tmp_path: Path) -> Path:
