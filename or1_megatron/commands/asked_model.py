@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,10 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import torch
 from rich.console import Console
 
-from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.config.schema import AskedModelConfig, RolloutConfig
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.pipeline.recipe import SampledModel
 from or1_megatron.data.pipeline.steps import Say
@@ -148,10 +146,7 @@ def open_model(
     assert settings.max_response_tokens is not None
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
     if _is_endpoint(model):
-        key = _key(settings.api_key_variable)
-        name = settings.model or _first_model(model, key)
-        endpoint = Endpoint(model, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
-        return nullcontext(OpenAISampler(endpoint, sampling))
+        return nullcontext(_endpoint_sampler(model, settings, settings.model, settings.request_timeout_s, sampling))
     local = load_local_model(_hf_folder(Path(model), out, console))
     limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
     if limit < 1:
@@ -168,9 +163,8 @@ def open_sampler(
 ) -> AbstractContextManager[Sampler]:
     """Return a context with a sampler over a data recipe's model. An endpoint itself refuses too long prompts."""
     if model.endpoint is not None:
-        name, key = model.model or model.name, _key(model.api_key_variable)
-        endpoint = Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries)
-        return nullcontext(OpenAISampler(endpoint, sampling))
+        name = model.model or model.name
+        return nullcontext(_endpoint_sampler(model.endpoint, model, name, model.timeout_s, sampling))
     assert model.hf is not None
     local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
     requests = model.engines.engines * model.engines.max_concurrent
@@ -203,22 +197,21 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
     return made
 
 
-def _key(variable: str | None) -> str | None:
-    """Return an endpoint's key from the environment variable; None without a variable. Raises EvaluationError."""
-    if variable is not None and not os.environ.get(variable):
-        raise EvaluationError(f"environment variable {variable}, which should hold the key, is not set")
-    return os.environ[variable] if variable is not None else None
-
-
-def _first_model(url: str, key: str | None) -> str:
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
-    )
+def _endpoint_sampler(
+    url: str, asked: AskedModelConfig, name: str | None, timeout_s: float, sampling: Sampling
+) -> OpenAISampler:
+    """Return a sampler over an endpoint; ``name`` None: the first model that it lists. Raises EvaluationError."""
+    key = None if asked.api_key_variable is None else os.environ.get(asked.api_key_variable)
+    if asked.api_key_variable is not None and not key:
+        raise EvaluationError(f"environment variable {asked.api_key_variable}, which should hold the key, is not set")
     try:
-        with urllib.request.urlopen(request, timeout=_LIST_TIMEOUT_S) as reply:
-            return str(json.loads(reply.read())["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        if name is None:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            listed = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LIST_TIMEOUT_S)
+            name = str(listed.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise EvaluationError(
             f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
             "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
         ) from None
+    return OpenAISampler(Endpoint(url, name, key, asked.concurrent, timeout_s, asked.tries), sampling)

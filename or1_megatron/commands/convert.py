@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 convert = typer.Typer(no_args_is_help=True, help="Convert between HF folders and Megatron checkpoints, on the CPU.")
 
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; as the source, if not given.")]
-_Verify = Annotated[bool, typer.Option("--verify", help="Read every tensor again from the disk and compare it.")]
 
 
 @convert.command()
@@ -24,13 +23,12 @@ def hf_to_megatron(
     hf: Annotated[Path, typer.Option(help="An HF folder: config.json, safetensors.")],
     out: Annotated[Path, typer.Option(help="The checkpoint to make; must not exist.")],
     dtype: _Dtype = None,
-    verify: _Verify = False,
 ) -> None:
     """Convert an HF folder to a Megatron checkpoint, which loads at any parallel layout."""
     with explained():
         from or1_megatron.convert.to_megatron import hf_to_megatron as run
 
-        run(hf, out, Console(stderr=True), dtype=_dtype(dtype), verify=verify)
+        run(hf, out, Console(stderr=True), dtype=_dtype(dtype))
 
 
 @convert.command()
@@ -43,13 +41,12 @@ def megatron_to_hf(
         Path | None, typer.Option(help="Where config and tokenizer come from, if the checkpoint does not say.")
     ] = None,
     dtype: _Dtype = None,
-    verify: _Verify = False,
 ) -> None:
     """Convert a Megatron checkpoint to an HF folder that transformers loads."""
     with explained():
         from or1_megatron.convert.to_hf import megatron_to_hf as run
 
-        run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype), verify=verify)
+        run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -96,7 +96,7 @@ def evaluate_model(
     """
     from or1_megatron.commands.asked_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
-    from or1_megatron.evaluate.benchmarks import load_set, published
+    from or1_megatron.evaluate.benchmarks import load_set
     from or1_megatron.evaluate.sample_and_judge import evaluate
     from or1_megatron.report.figures.evaluation import draw_evaluation
     from or1_megatron.rl.checks import frequent_reasons
@@ -133,7 +133,7 @@ def evaluate_model(
     )
     write_atomically(out / RESULTS, (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
-    show_evaluation(results, published(name), console)
+    show_evaluation(results, console)
     if not any(response.reward for row in responses for response in row):
         reasons = frequent_reasons(response for row in responses for response in row)
         console.print(f"no response earned a reward: {reasons}", highlight=False, soft_wrap=True)

@@ -1,30 +1,26 @@
 """Reads an HF folder for conversion: safetensors files mapped into memory, and the files beside them.
 
-``weights.files`` describes the safetensors format; the library pads a file's header with spaces to a multiple of 8.
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the range
+of bytes), and the tensors' bytes (https://huggingface.co/docs/safetensors). The library pads the header with spaces to
+a multiple of 8.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import mmap
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
-from or1_megatron.weights.families import ModelError
-from or1_megatron.weights.files import DTYPES, INDEX, Header, StoredTensor, read_header, weight_files
-from or1_megatron.weights.stacked import in_files, part_of
+from or1_megatron.weights.files import DTYPES, INDEX, open_weights, weight_files
+from or1_megatron.weights.stacked import part_of
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-_MADV_POPULATE_READ: Final = 22  # linux/mman.h
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -66,62 +62,28 @@ class WeightFile:
         return len(self.header()) + sum(entry.size_bytes for entry in self.entries)
 
 
-class MappedFile:
-    """A file mapped into memory, whose bytes it gives as tensors without a copy."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.size_bytes = len(self._map)
-        self._address = self.tensor(0, 1, torch.uint8).data_ptr()
-
-    def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a read-only tensor of ``count`` elements from byte ``begin`` on."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "not writable"
-            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
-
-    def populate(self, tensor: Tensor) -> None:
-        """Read all pages of ``tensor``, a contiguous view into this file, into memory at once.
-
-        Page faults one by one cost as much time as copying the bytes.
-        """
-        begin = tensor.data_ptr() - self._address
-        page = begin - begin % mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # kernels before 5.14 cannot
-            self._map.madvise(_MADV_POPULATE_READ, page, begin + tensor.nbytes - page)
-
-
 class HFWeights:
     """Reads rows of the tensors of an HF folder (check it first with ``weights.files.check_weight_files``)."""
 
     def __init__(self, folder: Path) -> None:
-        self.headers: dict[Path, Header] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        self._where: dict[str, tuple[MappedFile, int]] = {}
-        for path in weight_files(folder):
-            self.headers[path] = header = read_header(path)
-            mapped = MappedFile(path)
-            for name, stored in header.tensors.items():
-                size, expected = stored.end - stored.begin, math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
-                if size != expected:
-                    raise ModelError(f"{path}: {name} has {size} bytes; its shape takes {expected}")
-                self.tensors[name] = stored
-                self._where[name] = (mapped, header.size_bytes + stored.begin)
-
-    def file_of(self, name: str) -> Path:
-        return self._where[in_files(name)][0].path
+        self.files = {path: open_weights(path) for path in weight_files(folder)}
+        self._tensors = {name: file.get_slice(name) for file in self.files.values() for name in file.keys()}  # noqa: SIM118
+        self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in self._tensors.items()}
+        self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Return rows ``first`` to ``first + count`` of the tensor ``name``, [count, ...], without a copy."""
         if part := part_of(name):
             return part.of(self.rows(part.stack, part.expert, 1)[0])[first : first + count].contiguous()
-        (mapped, begin), stored = self._where[name], self.tensors[name]
-        dtype, numbers = DTYPES[stored.dtype], math.prod(stored.shape[1:])
-        rows = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
-        mapped.populate(rows)
-        return rows.view(count, *stored.shape[1:])
+        rows: Tensor = self._tensors[name][first : first + count]
+        return rows
+
+
+def metadata_of(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a whole safetensors file in its own order, which the library does not keep."""
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header.get("__metadata__")
 
 
 def carried(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ _THREADS: Final = 4  # some of them wait for the disk
 _SPARE_BYTES: Final = 64 << 20  # for headers, tokenizer, metadata
 
 Advance = Callable[[int], None]
-"""Reports a number of bytes just written or compared. Raises OtherThreadFailed once another thread has failed."""
+"""Reports a number of bytes just written. Raises OtherThreadFailed once another thread has failed."""
 
 
 class ConvertError(UserError, RuntimeError):
@@ -38,7 +38,7 @@ class OtherThreadFailed(Exception):
 
 
 class Conversion(Protocol):
-    """One direction of conversion, for one source: the files to make, and how to write and compare them."""
+    """One direction of conversion, for one source: the files to make, and how to write them."""
 
     sizes: dict[str, int]
     """Size in bytes of each weight file, by name."""
@@ -49,29 +49,17 @@ class Conversion(Protocol):
     def complete(self, folder: Path) -> None:
         """Write all other files into ``folder``, after the weight files."""
 
-    def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        """Return a function that compares a weight file in ``folder``, given by its name, with the source."""
 
-
-def convert(conversion: Conversion, out: Path, console: Console, verify: bool) -> None:
+def convert(conversion: Conversion, out: Path, console: Console) -> None:
     """Run a conversion, which makes the folder ``out``.
-
-    Args:
-        verify: read every tensor back from the disk and compare it with the source.
 
     Raises:
         ConvertError: ``out`` exists, another conversion is writing it, or the disk has no room for it.
     """
     total_bytes = sum(conversion.sizes.values())
-    with _aside(out, total_bytes + _SPARE_BYTES) as aside:
-        with naming_disk_full(out, "the converted model"):
-            _for_each_file(
-                conversion, console, "writing", lambda name, advance: conversion.write(aside / name, advance)
-            )
-            conversion.complete(aside)
-        if verify:
-            forget(aside / name for name in conversion.sizes)
-            _for_each_file(conversion, console, "verifying", conversion.comparison(aside))
+    with _aside(out, total_bytes + _SPARE_BYTES) as aside, naming_disk_full(out, "the converted model"):
+        _write_files(conversion, aside, console)
+        conversion.complete(aside)
 
 
 @contextmanager
@@ -106,15 +94,15 @@ def _aside(out: Path, needed_bytes: int) -> Iterator[Path]:
         os.close(lock)
 
 
-def _for_each_file(conversion: Conversion, console: Console, label: str, work: Callable[[str, Advance], None]) -> None:
-    """Call ``work`` for every weight file, in several threads, with a progress bar; raise the first failure."""
+def _write_files(conversion: Conversion, folder: Path, console: Console) -> None:
+    """Write every weight file into ``folder``, in several threads, with a progress bar; raise the first failure."""
     stopped = threading.Event()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with (
         Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console) as bar,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
-        task = bar.add_task(label, total=sum(conversion.sizes.values()))
+        task = bar.add_task("writing", total=sum(conversion.sizes.values()))
 
         def advance(count: int) -> None:
             if stopped.is_set():
@@ -122,16 +110,11 @@ def _for_each_file(conversion: Conversion, console: Console, label: str, work: C
             bar.advance(task, count)
 
         try:
-            for done in as_completed([pool.submit(work, name, advance) for name in conversion.sizes]):
+            for done in as_completed(
+                [pool.submit(conversion.write, folder / name, advance) for name in conversion.sizes]
+            ):
                 done.result()
         except BaseException:  # Ctrl-C must not wait for gigabytes either
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def forget(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache, so that later reads come from the disk."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

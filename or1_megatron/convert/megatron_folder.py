@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import pickle
 import threading
+import warnings
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,27 +21,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from or1_megatron.checkpoint.manifest import MANIFEST, check_manifest
-from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import MegatronTensor
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 _PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors that may end in padding rows of the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A rectangular part of a tensor, and the bytes of a file that hold it."""
-
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
 
 
 class MegatronCheckpoint:
@@ -49,8 +42,7 @@ class MegatronCheckpoint:
         CheckpointDamaged: a file differs from the manifest's entry.
     """
 
-    def __init__(self, folder: Path, digests: bool = True) -> None:
-        """``digests``: check the files against the manifest, if any; not needed if all rows are compared anyway."""
+    def __init__(self, folder: Path) -> None:
         self.folder = resolve(folder)
         try:
             metadata = FileSystemReader(self.folder).read_metadata()
@@ -58,23 +50,20 @@ class MegatronCheckpoint:
             raise ConvertError(f"{self.folder / '.metadata'} cannot be read ({error!r})") from error
         stored = metadata.state_dict_metadata.items()
         self.tensors = {key: tensor for key, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
-        self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
-        self._by_entry: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         storage = metadata.storage_data or {}
-        where = {(index.fqn, tuple(index.offset or ())): stored_at for index, stored_at in storage.items()}
+        self._stored = {(index.fqn, tuple(index.offset or ())): stored_at for index, stored_at in storage.items()}
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
-                stored_at = where.get((key, tuple(chunk.offsets)))
+                stored_at = self._stored.get((key, tuple(chunk.offsets)))
                 if stored_at is None:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
                 if getattr(stored_at, "transform_descriptors", None):
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
-                shape = tuple(chunk.offsets), tuple(chunk.sizes)
-                self._chunks[key].append(_Chunk(*shape, stored_at.relative_path, stored_at.offset, stored_at.length))
-        if digests and (self.folder / MANIFEST).is_file():
+        if (self.folder / MANIFEST).is_file():
             check_manifest(self.folder)
-        self._maps: dict[str, MappedFile] = {}
-        self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._entries: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._tensors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._lock = threading.Lock()
 
     def locate(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...]]:
@@ -114,94 +103,72 @@ class MegatronCheckpoint:
         """Return ``count`` rows of a tensor, [count, ...]: without a copy if they lie in one chunk."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
-        rows = None
+        sizes = (*(1,) * len(index), count, *rest)
+        wanted = ChunkStorageMetadata(torch.Size((*index, first, *(0,) * len(rest))), torch.Size(sizes))
+        held = replace(self.tensors[key], chunks=self._chunks_of(key, index))
+        made = None
         covered = 0
-        for chunk in self._chunks_of(key, index):
-            parts = self._overlap(chunk, len(index), first, count)
-            if parts is None:
-                continue
-            here, there = parts
-            whole, file = self._tensor(key, chunk)
-            part = whole[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
-            if part.shape == (count, *rest):
-                if part.is_contiguous():
-                    file.populate(part)
-                return part
-            if rows is None:
-                rows = torch.empty((count, *rest), dtype=part.dtype)
-            rows[there] = part
+        for read in create_read_items_for_chunk_list(key, held, [wanted]):
+            assert read.storage_index.index is not None
+            chunk = self._tensor(key, held.chunks[read.storage_index.index])
+            part = chunk[_slices(read.storage_offsets, read.lengths)]
+            if part.shape == sizes:
+                return part.reshape(count, *rest)
+            if made is None:
+                made = torch.empty(sizes, dtype=part.dtype)
+            made[_slices(read.dest_offsets, read.lengths)] = part
             covered += part.numel()
-        if rows is None or covered != rows.numel():
-            wanted = count * math.prod(rest)
+        if made is None or covered != made.numel():
             raise ConvertError(
-                f"{self.folder}: {covered} of the {wanted} elements of {key}{list(index) or ''}, rows {first} to "
-                f"{first + count}, are there"
+                f"{self.folder}: {covered} of the {math.prod(sizes)} elements of {key}{list(index) or ''}, rows "
+                f"{first} to {first + count}, are there"
             )
-        return rows
+        return made.view(count, *rest)
 
-    def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
-        """Return the chunks that hold parts of entry ``index`` of the stack ``key``."""
+    def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
+        """Return the chunks that hold parts of entry ``index`` of the stack ``key``, which may have thousands."""
         with self._lock:
-            if (key, index) not in self._by_entry:
-                depth = len(index)
-                for chunk in self._chunks[key]:
-                    entries: list[tuple[int, ...]] = [()]
-                    for offset, size in zip(chunk.offset[:depth], chunk.sizes[:depth], strict=True):
-                        entries = [(*entry, offset + i) for entry in entries for i in range(size)]
-                    for entry in entries:
-                        self._by_entry.setdefault((key, entry), []).append(chunk)
-            return self._by_entry.get((key, index), [])
+            if key not in self._entries:
+                self._entries[key] = by_entry = defaultdict(list)
+                for chunk in self.tensors[key].chunks:
+                    bounds = list(zip(chunk.offsets, chunk.sizes, strict=True))[: len(index)]
+                    for entry in product(*(range(offset, offset + size) for offset, size in bounds)):
+                        by_entry[entry].append(chunk)
+            return self._entries[key][index]
 
-    @staticmethod
-    def _overlap(
-        chunk: _Chunk, depth: int, first: int, count: int
-    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return where a chunk and the wanted rows overlap, as slices of (chunk's entry, result); None if nowhere.
-
-        ``depth``: number of the stack's axes (layers, experts) before the axis of rows.
-        """
-        row, rows = chunk.offset[depth], chunk.sizes[depth]
-        low, high = max(first, row), min(first + count, row + rows)
-        if low >= high:
-            return None
-        rest = [
-            slice(offset, offset + size)
-            for offset, size in zip(chunk.offset[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
-        ]
-        return (slice(low - row, high - row), *[slice(None)] * len(rest)), (slice(low - first, high - first), *rest)
-
-    def _tensor(self, key: str, chunk: _Chunk) -> tuple[Tensor, MappedFile]:
-        """Return (a chunk as a tensor mapped from its file, the file)."""
+    def _tensor(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """Return a chunk as a tensor mapped from its file."""
+        at = key, tuple(chunk.offsets)
         with self._lock:
-            if chunk.file not in self._maps:
-                path = self.folder / chunk.file
-                try:
-                    self._maps[chunk.file] = MappedFile(path)
-                except (OSError, ValueError) as error:
-                    raise ConvertError(f"{path} cannot be read ({error})") from error
-            file = self._maps[chunk.file]
-            if (chunk.file, chunk.begin) not in self._tensors:
-                self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
-            return self._tensors[chunk.file, chunk.begin], file
+            if at not in self._tensors:
+                self._tensors[at] = self._mapped(key, chunk)
+            return self._tensors[at]
 
-    def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
-        path, end = self.folder / chunk.file, chunk.begin + chunk.length
-        if end > file.size_bytes:
-            raise ConvertError(f"{path} is cut: {file.size_bytes} bytes, of which {key} takes those up to {end}")
+    def _mapped(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        at = self._stored[key, tuple(chunk.offsets)]
+        path = self.folder / at.relative_path
         try:
-            with FakeTensorMode(), path.open("rb") as whole:
-                blob: Any = _create_file_view(whole, chunk.begin, chunk.length)
-                stored = torch.load(blob, weights_only=True)
+            with path.open("rb") as file:
+                if path not in self._maps:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                with FakeTensorMode():
+                    blob: Any = _create_file_view(file, at.offset, at.length)
+                    stored = torch.load(blob, weights_only=True)
             storage = stored.untyped_storage()
-            begin = chunk.begin + storage._checkpoint_offset
-            flat = file.tensor(begin, storage.nbytes() // stored.dtype.itemsize, stored.dtype)
+            begin, count = at.offset + storage._checkpoint_offset, storage.nbytes() // stored.dtype.itemsize
+            with warnings.catch_warnings(action="ignore"):  # the memory is read-only
+                flat = torch.frombuffer(self._maps[path], dtype=stored.dtype, count=count, offset=begin)
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ConvertError(f"{path} is damaged or missing: {key} cannot be read ({error})") from error
-        if tuple(stored.shape) != chunk.sizes:
+            raise ConvertError(f"{path} is cut, damaged or missing: {key} cannot be read ({error})") from error
+        if stored.shape != chunk.sizes:
             raise ConvertError(
-                f"{path}: {key} has a chunk of shape {tuple(stored.shape)}; .metadata says {chunk.sizes}"
+                f"{path}: {key} has a chunk of shape {tuple(stored.shape)}; .metadata says {tuple(chunk.sizes)}"
             )
-        return flat.as_strided(chunk.sizes, stored.stride(), stored.storage_offset())
+        return flat.as_strided(stored.shape, stored.stride(), stored.storage_offset())
+
+
+def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
 def resolve(folder: Path) -> Path:

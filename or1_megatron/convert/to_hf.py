@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import sync
@@ -35,8 +34,8 @@ from or1_megatron.convert.hf_folder import (
 )
 from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
-from or1_megatron.convert.to_megatron import HF, RECORD, identical
+from or1_megatron.convert.rows import HFSource, MegatronTensor, draft_tensor, megatron_tensors
+from or1_megatron.convert.to_megatron import HF, RECORD
 from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
@@ -107,29 +106,29 @@ class ToHF:
     def _entry(self, name: str, dtype: torch.dtype) -> TensorInfo:
         return TensorInfo(name, NAMES[dtype], self._shapes[name])
 
-    def _rows(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
+    def _rows(self, entry: TensorInfo) -> Iterator[Tensor]:
         """Yield a tensor's rows in order, piece by piece, in the dtype to be written."""
         if entry.name not in self._places:
             yield from self._experts(entry)
             return
         tensor, source = self._places[entry.name]
         for run in source.pieces(self.checkpoint.dtype(tensor).itemsize):
-            yield run, self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
+            yield self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
 
-    def _experts(self, entry: TensorInfo) -> Iterator[tuple[Run, Tensor]]:
+    def _experts(self, entry: TensorInfo) -> Iterator[Tensor]:
         """Yield the entries of a stack of experts' tensors, each put together from its parts."""
         found = [part for part in self._parts if part.stack == entry.name]
-        for expert, parts in groupby(found, lambda part: part.expert):
+        for _, parts in groupby(found, lambda part: part.expert):
             made = torch.empty(entry.shape[1:], dtype=DTYPES[entry.dtype])
             for part in parts:
                 tensor, source = self._places[str(part)]
                 (run,) = source.runs
                 part.of(made).copy_(self.checkpoint.rows(tensor, run.row, run.rows))
-            yield Run(expert, expert, 1), made[None]
+            yield made
 
     def write(self, path: Path, advance: Advance) -> None:
         file = self._by_name[path.name]
-        pieces = (_as_bytes(rows) for entry in file.entries for _, rows in self._rows(entry))
+        pieces = (_as_bytes(rows) for entry in file.entries for rows in self._rows(entry))
         with path.open("wb") as out:
             for piece in chain([memoryview(file.header())], pieces):
                 advance(out.write(piece))
@@ -151,24 +150,6 @@ class ToHF:
         for path in folder.iterdir():
             sync(path)
 
-    def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        """Return a function that compares a written file, read by the safetensors library, with the checkpoint."""
-
-        def compare(name: str, advance: Advance) -> None:
-            path = folder / name
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for entry in self._by_name[name].entries:
-                        tensor = file.get_slice(entry.name)
-                        for run, expected in self._rows(entry):
-                            if not identical(tensor[run.hf_row : run.hf_row + run.rows], expected):
-                                raise ConvertError(f"{path}: {entry.name} differs from the checkpoint")
-                            advance(expected.nbytes)
-            except (SafetensorError, OSError) as error:
-                raise ConvertError(f"{path} cannot be read again ({error})") from error
-
-        return compare
-
 
 def megatron_to_hf(
     megatron: Path,
@@ -178,7 +159,6 @@ def megatron_to_hf(
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    verify: bool = False,
 ) -> None:
     """Make the HF folder ``out`` from the checkpoint ``megatron``.
 
@@ -186,7 +166,6 @@ def megatron_to_hf(
         hf: HF folder with config, tokenizer and so on; None: the folder that the checkpoint or its run names.
         dtype: dtype of the weights; None: that of the original HF folder if known, else the checkpoint's.
         shard_bytes: largest size of a file, if the original HF folder's files are not known.
-        verify: read every tensor back from the disk and compare it.
 
     Raises:
         ModelError: the model is of no known family, or its config lacks a key.
@@ -201,7 +180,7 @@ def megatron_to_hf(
             "(config.json, tokenizer) with --hf"
         )
     conversion = ToHF(checkpoint, source, record, dtype, shard_bytes)
-    convert(conversion, out, console, verify)
+    convert(conversion, out, console)
     if conversion.hf.get("num_nextn_predict_layers") and not conversion.drafts:
         console.print("left out: the layers that draft tokens, which the checkpoint lacks; a run's export has them")
     total_bytes = sum(conversion.sizes.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from or1_megatron.checkpoint.manifest import FileEntry, write_manifest
 from or1_megatron.checkpoint.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
-from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
+from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry, metadata_of
 from or1_megatron.convert.job import Advance, ConvertError, convert
-from or1_megatron.convert.megatron_folder import MegatronCheckpoint
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files, is_draft
@@ -60,12 +59,12 @@ class ToMegatron:
         check_weight_files(folder, self.hf)
         self.weights = HFWeights(folder)
         self.tensors = megatron_tensors(family_of(self.hf), self.hf)
-        stored = self.weights.tensors.items()
-        self.tensors += [draft_tensor(name, tensor.shape) for name, tensor in stored if is_draft(name, self.hf)]
+        stored = self.weights.shapes
+        self.tensors += [draft_tensor(name, shape) for name, shape in stored.items() if is_draft(name, self.hf)]
         # The files of a model with tied embeddings may hold the output layer, too.
-        self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in self.weights.tensors else {}
+        self.copies = {_OUTPUT: _EMBEDDING} if tied(self.hf) and _OUTPUT in stored else {}
         named = {source.name for tensor in self.tensors for source in tensor.sources}
-        self.dropped = sorted(self.weights.tensors.keys() - set(map(in_files, named)) - self.copies.keys())
+        self.dropped = sorted(stored.keys() - set(map(in_files, named)) - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
         held = file_bytes
         for piece in self._pieces():
@@ -89,7 +88,7 @@ class ToMegatron:
                     yield _Piece(tensor, source, run)
 
     def _dtype_of(self, source: HFSource) -> torch.dtype:
-        return self._dtype or DTYPES[self.weights.tensors[in_files(source.name)].dtype]
+        return self._dtype or DTYPES[self.weights.dtypes[in_files(source.name)]]
 
     def _size_bytes(self, piece: _Piece) -> int:
         return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize
@@ -121,14 +120,12 @@ class ToMegatron:
         files = [
             {
                 "name": path.name,
-                "metadata": header.metadata,
+                "metadata": metadata_of(path),
                 "tensors": [
-                    [name, stored.dtype]
-                    for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin)
-                    if name not in self.dropped
+                    [name, self.weights.dtypes[name]] for name in file.offset_keys() if name not in self.dropped
                 ],
             }
-            for path, header in self.weights.headers.items()
+            for path, file in self.weights.files.items()
         ]
         index = self.folder / INDEX
         return {
@@ -138,29 +135,6 @@ class ToMegatron:
             "copies": self.copies,
         }
 
-    def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
-        checkpoint = MegatronCheckpoint(folder, digests=False)
-
-        def compare(name: str, advance: Advance) -> None:
-            for piece in self.files[name]:
-                written = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
-                if not identical(written, self._tensor(piece)):
-                    source = piece.source.name
-                    raise ConvertError(
-                        f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
-                        f"{source} of {self.weights.file_of(source)}"
-                    )
-                advance(self._size_bytes(piece))
-
-        return compare
-
-
-def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits: NaN equals NaN, and -0 does not equal 0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
 
 def hf_to_megatron(
     hf: Path,
@@ -168,14 +142,12 @@ def hf_to_megatron(
     console: Console,
     *,
     dtype: torch.dtype | None = None,
-    verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Make the checkpoint ``out`` from the HF folder ``hf``.
 
     Args:
         dtype: dtype of the checkpoint; None: that of the HF folder.
-        verify: read every tensor back from the disk and compare it with the source.
 
     Raises:
         ModelError: the HF folder cannot be used.
@@ -184,5 +156,5 @@ def hf_to_megatron(
     conversion = ToMegatron(hf, dtype, file_bytes)
     if conversion.dropped:
         console.print(f"left out, since the model does not use them: {', '.join(conversion.dropped)}")
-    convert(conversion, out, console, verify)
+    convert(conversion, out, console)
     console.print(f"{out}: {sum(conversion.sizes.values()):,} bytes of parameters, Megatron torch_dist")

@@ -217,13 +217,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
     """Yield the rows of a set on the hub. Raises DataError if it cannot be loaded, or ``split`` is needed."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{name}: no such file or folder here, and a set on the hub needs the package 'datasets': pip install "
-            "datasets, or give a local path"
-        ) from None
+    datasets = _datasets_package(name)
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # network, cache, unknown set or split
@@ -232,6 +226,17 @@ def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterato
             return
         raise DataError(_unreachable(name, error)) from None
     yield from _loaded_rows(name, loaded, split)
+
+
+def _datasets_package(of: object) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{of}: no file of problems; a set on the hub, or a folder of save_to_disk, needs the package 'datasets': "
+            "pip install datasets"
+        ) from None
+    return datasets
 
 
 def _loaded_rows(name: str, loaded: Any, split: str | None) -> Iterator[PlacedRow]:
@@ -246,12 +251,7 @@ def _loaded_rows(name: str, loaded: Any, split: str | None) -> Iterator[PlacedRo
 
 def _saved_rows(folder: Path, split: str | None) -> Iterator[PlacedRow]:
     """Yield the rows of a folder that ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{folder}: a folder of save_to_disk needs the package 'datasets': pip install datasets"
-        ) from None
+    datasets = _datasets_package(folder)
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # of many kinds

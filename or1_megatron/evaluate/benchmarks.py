@@ -1,4 +1,4 @@
-"""Benchmarks known by name (AIME24, LiveCodeBench, ...): where they are, their prompts' endings, published scores."""
+"""Benchmarks known by name (AIME24, LiveCodeBench, ...): where they are, and their prompts' endings."""
 
 from __future__ import annotations
 
@@ -46,20 +46,6 @@ BENCHMARKS: Final = {
     "mbpp": Benchmark("google-research-datasets/mbpp", "test", subset="full"),
 }
 
-REPORTED_SETS: Final = ("aime24", "aime25", "livecodebench")
-
-PUBLISHED: Final = {
-    # AIME24 avg@32, AIME25 avg@32, LiveCodeBench (2024-08 to 2025-02) avg@4; 32,768 tokens, temperature 1, top-p 1
-    "DeepSeek-R1-Distill-Qwen-7B": (55.5, 39.2, 37.6),
-    "Skywork-OR1-Math-7B": (69.8, 52.3, 43.6),
-    "Skywork-OR1-7B": (70.2, 54.6, 47.6),
-    "DeepSeek-R1-Distill-Qwen-32B": (72.9, 59.0, 57.2),
-    "Skywork-OR1-32B": (82.2, 73.3, 63.0),
-    "Qwen3-32B": (81.4, 72.9, 65.7),
-    "DeepSeek-R1": (79.8, 70.0, 65.9),
-}
-"""Scores in per cent, in the order of REPORTED_SETS, from the Skywork-OR1 report (docs/recipe.md, section 4)."""
-
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
 """Dates of LiveCodeBench's problems in the report: the window of the released ``prepare_unit_test_data``."""
 
@@ -81,14 +67,6 @@ class LoadedSet:
         """Return the set's name, number of problems and release."""
         of = f" of {len(self.problems) + self.outside}" if self.outside else ""
         return f"{self.name}: {len(self.problems)}{of} problems" + (f" of {self.release}" if self.release else "")
-
-
-def published(name: str) -> dict[str, float]:
-    """Return the published scores on a benchmark, in per cent by model; empty if the report does not have it."""
-    if name not in REPORTED_SETS:
-        return {}
-    column = REPORTED_SETS.index(name)
-    return {model: scores[column] for model, scores in PUBLISHED.items()}
 
 
 def load_set(

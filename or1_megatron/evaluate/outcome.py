@@ -86,12 +86,12 @@ def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
     edges[-1] += 1
     if len(edges) == 1:
         edges = np.array([edges[0] - 1, edges[0]])
-    bins = []
-    for low, high in pairwise(edges.tolist()):
-        inside = (lengths >= low) & (lengths < high)
-        if inside.any():
-            bins.append(LengthBin(low, high, int(inside.sum()), float(right[inside].mean())))
-    return bins
+    counts, rights = np.histogram(lengths, edges)[0], np.histogram(lengths, edges, weights=right)[0]
+    return [
+        LengthBin(low, high, int(count), float(of_them / count))
+        for (low, high), count, of_them in zip(pairwise(edges.tolist()), counts, rights, strict=True)
+        if count
+    ]
 
 
 def _by_budget(responses: Sequence[Response], limit_tokens: int) -> dict[int, float]:

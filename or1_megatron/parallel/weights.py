@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.parallel.cpu_device import device
@@ -21,8 +20,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.decoder import unfused_name
-from or1_megatron.weights.families import ModelError
-from or1_megatron.weights.files import check_weight_files, weight_files
+from or1_megatron.weights.files import check_weight_files, open_weights, weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
 from or1_megatron.weights.stacked import part_of
@@ -45,10 +43,7 @@ class HFTensors:
         check_weight_files(folder, hf)
         self._files: dict[str, Any] = {}
         for path in weight_files(folder):
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors ({error}); the download may be cut") from error
+            file = open_weights(path)
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def get(self, name: str) -> Tensor:

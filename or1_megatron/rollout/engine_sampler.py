@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -53,25 +54,6 @@ def own_engines(
         yield pool.handles
 
 
-class _EngineQueue:
-    """The requests that one engine has, and the number of further requests that it can take."""
-
-    def __init__(self, handle: Any, index: int, max_concurrent: int) -> None:
-        self.handle, self.index = handle, index
-        self.in_flight: dict[tuple[str, int], ChatRequest] = {}
-        self._decodes, self._ahead = max_concurrent, max(1, max_concurrent // 2)
-
-    @property
-    def room(self) -> int:
-        """Return how many requests the engine can take: as many as it decodes at once, and half as many to wait."""
-        return self._decodes + self._ahead - len(self.in_flight)
-
-    @property
-    def is_short(self) -> bool:
-        """Return whether half of the waiting requests are used up; until then no call is made for single requests."""
-        return self.room > self._ahead // 2
-
-
 class EngineSampler:
     """Sends requests to ``engine_pool.EngineActor`` handles. Raises EngineError when an engine fails or dies."""
 
@@ -98,61 +80,59 @@ class EngineSampler:
             )
         )
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_concurrent = config.max_concurrent
+        # An engine has what it decodes at once, and half as many requests to wait. New ones are sent when half of those
+        # are used up, because a call for a single request does not pay.
+        self._most, self._few = config.max_concurrent * 3 // 2 + 1, config.max_concurrent * 5 // 4
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         waiting = iter(requests)
-        engines = [_EngineQueue(handle, index, self._max_concurrent) for index, handle in enumerate(self.engines)]
-        harvests: dict[Any, _EngineQueue] = {}
+        in_flight: list[dict[tuple[str, int], ChatRequest]] = [{} for _ in self.engines]
+        harvests: dict[Any, int] = {}  # call -> index of its engine
         exhausted = False
         completed_s = time.monotonic()
         while True:
             refused: list[FailedRequest] = []
-            if not exhausted and any(engine.is_short for engine in engines):
-                exhausted = self._fill(waiting, engines, refused)
+            if not exhausted and min(map(len, in_flight)) <= self._few:
+                exhausted = self._fill(waiting, in_flight, refused)
             yield from refused
-            for engine in engines:
-                if engine.in_flight and engine not in harvests.values():
-                    harvests[engine.handle.harvest.remote(_HARVEST_WAIT_S, LINGER_S)] = engine
+            for index, engine in enumerate(self.engines):
+                if in_flight[index] and index not in harvests.values():
+                    harvests[engine.harvest.remote(_HARVEST_WAIT_S, LINGER_S)] = index
             if not harvests:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
             if time.monotonic() - completed_s > self._timeout_s:
-                left = ", ".join(f"engine {one.index}: {len(one.in_flight)}" for one in engines if one.in_flight)
+                left = ", ".join(f"engine {index}: {len(sent)}" for index, sent in enumerate(in_flight) if sent)
                 raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
-                engine = harvests.pop(call)
-                harvest: Harvest = unpack(result_of(call, engine.index, "sample"))
+                index = harvests.pop(call)
+                harvest: Harvest = unpack(result_of(call, index, "sample"))
                 for completion in harvest.completions:
-                    request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
+                    request = in_flight[index].pop((completion.problem_id, completion.sample_index), None)
                     completed_s = time.monotonic()
                     if request is not None:  # None: of an earlier ``sample`` whose caller stopped reading
                         text = self._prompt(request.key, request.messages).opened + completion.text
                         yield ChatCompletion(request, text, completion.truncated, completion.token_ids.size)
 
     def _fill(
-        self, waiting: Iterator[ChatRequest], engines: Sequence[_EngineQueue], refused: list[FailedRequest]
+        self,
+        waiting: Iterator[ChatRequest],
+        in_flight: Sequence[dict[tuple[str, int], ChatRequest]],
+        refused: list[FailedRequest],
     ) -> bool:
         """Send the engines as many requests as they have room for, evenly. Returns whether no request is left."""
-        batches: dict[int, list[Request]] = {engine.index: [] for engine in engines}
-        exhausted = False
-        while (engine := max(engines, key=lambda one: one.room)).room > 0:
-            request = next(waiting, None)
-            if request is None:
-                exhausted = True
-                break
+        batches: defaultdict[int, list[Request]] = defaultdict(list)
+        request = None
+        while min(map(len, in_flight)) < self._most and (request := next(waiting, None)) is not None:
             prompt = self._prompt(request.key, request.messages)
             if (tokens := len(prompt.token_ids)) > self._max_prompt_tokens:
                 reason = f"{tokens} prompt tokens, more than {self._max_prompt_tokens}"
                 refused.append(FailedRequest(request, reason, permanent=True))
                 continue
-            engine.in_flight[request.key, request.sample_index] = request
-            batches[engine.index].append(Request(prompt, request.sample_index, self._sampling, request.seed))
-        calls = [
-            (engine, engine.handle.submit.remote(pack(batches[engine.index])))
-            for engine in engines
-            if batches[engine.index]
-        ]
-        for engine, call in calls:
-            result_of(call, engine.index, "take requests")
-        return exhausted
+            index = min(range(len(in_flight)), key=lambda index: len(in_flight[index]))
+            in_flight[index][request.key, request.sample_index] = request
+            batches[index].append(Request(prompt, request.sample_index, self._sampling, request.seed))
+        calls = [(index, self.engines[index].submit.remote(pack(batch))) for index, batch in batches.items()]
+        for index, call in calls:
+            result_of(call, index, "take requests")
+        return request is None

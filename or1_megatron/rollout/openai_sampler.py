@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import islice
 from typing import Any
 
+import httpx
+
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
-from or1_verify.errors import Or1Error
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +52,13 @@ class OpenAISampler:
     def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:
         self._endpoint, self._sampling = endpoint, sampling
         self._neutral: Mapping[str, float] = _NEUTRAL
+        key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        self._client = httpx.Client(
+            headers={"Content-Type": "application/json", **key},
+            timeout=endpoint.timeout_s,
+            limits=httpx.Limits(max_connections=None),
+            follow_redirects=True,
+        )
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         waiting = iter(requests)
@@ -79,31 +83,36 @@ class OpenAISampler:
         for attempt in range(self._endpoint.tries):
             if attempt:
                 time.sleep(min(self._endpoint.backoff_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
-            deadline_s = time.monotonic() + self._endpoint.timeout_s
             try:
-                return self._try_once(request, sent, deadline_s)
-            except urllib.error.HTTPError as error:
-                said = _error_body(error, deadline_s)
-                reason = f"{self._endpoint.url} answered {error.code}: {_shown(said)}"
-                if error.code in _PERMANENT and any(name.encode() in said for name in sent):
-                    if self._neutral:
-                        logger.warning("%s; the server's own top_k, min_p and repetition_penalty count", reason)
-                    self._neutral = {}
-                    return self._send(request)
-                if error.code in _PERMANENT:
-                    return FailedRequest(request, reason, permanent=True)
-                if error.code < 500 and error.code not in _WORTH_RETRYING:
-                    return FailedRequest(request, reason, permanent=False)
-            except TimeoutError:
+                status, body = self._post(request, sent)
+                if status == httpx.codes.OK:
+                    return _parse(request, body)
+            except httpx.TimeoutException:
                 reason = f"{self._endpoint.url} did not answer within {self._endpoint.timeout_s:g} s"
-            except (OSError, HTTPException) as error:
-                reason = f"{self._endpoint.url} cannot be reached: {getattr(error, 'reason', None) or error}"
-            except ValueError as error:  # no completion, or a redirection to what is no URL
+                continue
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                reason = f"{self._endpoint.url} cannot be reached: {error or type(error).__name__}"
+                continue
+            except ValueError as error:  # no completion
                 reason = f"{self._endpoint.url}: {error}"
+                continue
+            reason = f"{self._endpoint.url} answered {status}: {_shown(body)}"
+            if status in _PERMANENT and any(name.encode() in body for name in sent):
+                if self._neutral:
+                    logger.warning("%s; the server's own top_k, min_p and repetition_penalty count", reason)
+                self._neutral = {}
+                return self._send(request)
+            if status < 500 and status not in _WORTH_RETRYING:
+                return FailedRequest(request, reason, permanent=status in _PERMANENT)
         return FailedRequest(request, f"{reason} (tried {self._endpoint.tries} times)", permanent=False)
 
-    def _try_once(self, request: ChatRequest, also: Mapping[str, float], deadline_s: float) -> ChatCompletion:
-        body = {
+    def _post(self, request: ChatRequest, also: Mapping[str, float]) -> tuple[int, bytes]:
+        """Return (HTTP status, body). Of an error's body only what arrives in time is returned.
+
+        Raises TimeoutException at the deadline of the whole reply; httpx's own time-out is per read.
+        """
+        deadline_s = time.monotonic() + self._endpoint.timeout_s
+        question = {
             "model": self._endpoint.model,
             "messages": [{"role": message.role, "content": message.content} for message in request.messages],
             "temperature": self._sampling.temperature,
@@ -112,39 +121,24 @@ class OpenAISampler:
             "seed": request.seed,
             **also,
         }
-        headers = {"Content-Type": "application/json"}
-        if self._endpoint.api_key:
-            headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
-        http_request = urllib.request.Request(
-            f"{self._endpoint.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(http_request, timeout=self._endpoint.timeout_s) as reply:
-            return _parse(request, _read_body(reply, deadline_s))
-
-
-class _NoCompletion(Or1Error, ValueError):
-    """The reply is no chat completion."""
-
-
-def _read_body(reply: Any, deadline_s: float) -> bytes:
-    """Return the body of an HTTP reply. Raises TimeoutError at the deadline; the socket's time-out is per read."""
-    body = bytearray()
-    while part := reply.read1(1 << 16):
-        body += part
-        if time.monotonic() > deadline_s:
-            raise TimeoutError
-    return bytes(body)
-
-
-def _error_body(error: urllib.error.HTTPError, deadline_s: float) -> bytes:
-    """Return the body of an HTTP error; empty if it does not arrive before the deadline."""
-    with suppress(OSError, HTTPException):
-        return _read_body(error, deadline_s)
-    return b""
+        url, body = f"{self._endpoint.url.rstrip('/')}/chat/completions", b""
+        with self._client.stream("POST", url, content=json.dumps(question)) as reply:
+            try:
+                for part in reply.iter_bytes():
+                    body += part
+                    if time.monotonic() > deadline_s:
+                        raise httpx.ReadTimeout("the whole reply takes too long")
+            except httpx.HTTPError:
+                if reply.is_success:
+                    raise
+            return reply.status_code, body
 
 
 def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
-    """Return the reply's first choice. Reasoning that the server split off is put back, with its closing tag."""
+    """Return the reply's first choice. Reasoning that the server split off is put back, with its closing tag.
+
+    Raises ValueError for a body that is no chat completion.
+    """
     try:
         decoded = json.loads(body)
         choice: Any = decoded["choices"][0]
@@ -155,15 +149,15 @@ def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         truncated = choice["finish_reason"] == "length"
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise _NoCompletion(f"expected a chat completion, found {_shown(body)}") from None
+        raise ValueError(f"expected a chat completion, found {_shown(body)}") from None
     if not isinstance(text, str) or not isinstance(reasoning, str):
-        raise _NoCompletion(f"expected a text as message.content, found {_shown(body)}")
+        raise ValueError(f"expected a text as message.content, found {_shown(body)}")
     usage = decoded.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     text = f"{reasoning}</think>{text}" if reasoning else text
     return ChatCompletion(request, text, truncated, tokens if type(tokens) is int and tokens >= 0 else None)
 
 
-def _shown(body: bytes | bytearray) -> str:
+def _shown(body: bytes) -> str:
     text = " ".join(body.decode("utf-8", "replace").split())
     return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

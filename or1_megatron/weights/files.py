@@ -1,29 +1,22 @@
-"""Checks the safetensors files of an HF folder against its config: reads their headers, loads no tensor.
-
-A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the range
-of bytes), and the tensors' bytes (https://huggingface.co/docs/safetensors).
-"""
+"""Checks the safetensors files of an HF folder against its config: reads their headers, loads no tensor."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError, family_of, what_holds
 from or1_megatron.weights.stacked import file_shapes
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
 """The file of an HF folder that says which safetensors file holds each tensor."""
 _WHOLE = "model.safetensors"
@@ -31,28 +24,6 @@ _LFS_POINTER = b"version https://git-lfs"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes of weights, as a safetensors file names them."""
 (_EMBEDDING,), (_OUTPUT,) = EMBEDDING.hf, OUTPUT.hf
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What a safetensors file's header says of one tensor."""
-
-    dtype: str
-    """The dtype as safetensors spells it: BF16, F32, ..."""
-    shape: tuple[int, ...]
-    begin: int
-    """First byte, counted from the end of the header."""
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a safetensors file."""
-
-    metadata: Mapping[str, str] | None
-    tensors: Mapping[str, StoredTensor]
-    size_bytes: int
-    """Where the tensors' bytes begin in the file."""
 
 
 def check_weight_files(folder: Path, hf: HFConfig) -> None:
@@ -64,24 +35,24 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     """
     family = family_of(hf)
     wanted = file_shapes(family.shapes(hf))
-    stored: dict[str, tuple[Path, StoredTensor]] = {}
+    stored: dict[str, tuple[Path, Any]] = {}
     for path in weight_files(folder):
-        header = read_header(path)
-        if twice := sorted(header.tensors.keys() & stored.keys()):
+        file = open_weights(path)
+        if twice := sorted(stored.keys() & set(file.keys())):
             raise ModelError(f"{twice[0]} is in {stored[twice[0]][0]} and in {path}; expected it in one file")
-        stored |= {name: (path, tensor) for name, tensor in header.tensors.items()}
+        stored |= {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
     for name, (path, tensor) in stored.items():
-        if tensor.dtype not in DTYPES:
+        if (dtype := tensor.get_dtype()) not in DTYPES:
             raise ModelError(
-                f"{path}: the weights are quantised: {name} is of dtype {tensor.dtype}; expected {', '.join(DTYPES)}"
+                f"{path}: the weights are quantised: {name} is of dtype {dtype}; expected {', '.join(DTYPES)}"
             )
     for name, shape in wanted.items():
         if name not in stored:
             missing = len(wanted.keys() - stored.keys())
             raise ModelError(f"{folder}: its safetensors lack {name} ({missing} of {len(wanted)} tensors are missing)")
         path, tensor = stored[name]
-        if tensor.shape != shape:
-            raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json implies {shape}")
+        if (there := tuple(tensor.get_shape())) != shape:
+            raise ModelError(f"{path}: {name} has shape {there}; config.json implies {shape}")
     # A tied model's files may hold the output layer too, and old files hold RoPE's frequencies.
     extra = {_OUTPUT} if tied(hf) else set()
     others = stored.keys() - wanted.keys() - extra
@@ -174,32 +145,18 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of a safetensors file.
+def open_weights(path: Path) -> Any:
+    """Return a safetensors file as the library opens it: mapped into memory, its header checked against its size.
 
     Raises:
-        ModelError: the header cannot be read, or the file's size is not what the header says.
+        ModelError: the file cannot be read, or is no whole safetensors file.
     """
-    size = path.stat().st_size
     if is_lfs_pointer(path):
         raise ModelError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull, or hf download")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise ModelError(f"{path} is no safetensors file, or cut: {size} bytes, of which {length} for the header")
-        text = file.read(length)
     try:
-        content = json.loads(text)
-        metadata = content.pop("__metadata__", None)
-        tensors = {
-            name: StoredTensor(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in content.items()
-        }
-        end = max((tensor.end for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
-    expected = _LENGTH_BYTES + length + end
-    if size != expected:
-        how = "cut: the download may be incomplete" if size < expected else "longer than its header says"
-        raise ModelError(f"{path} has {size} bytes, but its header implies {expected}; it is {how}")
-    return Header(metadata, tensors, _LENGTH_BYTES + length)
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is no safetensors file, or cut: it has {path.stat().st_size} bytes; the download may be "
+            f"incomplete ({error})"
+        ) from error

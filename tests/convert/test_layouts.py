@@ -144,7 +144,7 @@ def test_megatron_loads_it_and_a_runs_checkpoint_converts(hf: Path, megatron: Pa
     }
     (run / "config.yaml").write_text(resolved_yaml(Config.model_validate(config)))
     out = hf.with_name(f"back_{name}")
-    megatron_to_hf(checkpoint, out, QUIET, verify=True)
+    megatron_to_hf(checkpoint, out, QUIET)
     assert_same_tensors(hf, out)
     assert (out / "config.json").read_text() == (hf / "config.json").read_text()
     assert (out / "tokenizer.json").read_text() == (hf / "tokenizer.json").read_text()
@@ -160,7 +160,7 @@ def test_mixtures_whose_layers_are_alike(
     hf, checkpoint = make_model(tmp_path / "hf", f"{family}ForCausalLM", **changes), tmp_path / "step_000003"
     hf_to_megatron(hf, tmp_path / "megatron", QUIET)
     assert ranks.call(differing, 2, hf, tmp_path / "megatron", MIXTURES[layout], checkpoint) == [[], []]
-    megatron_to_hf(checkpoint, tmp_path / "back", QUIET, hf=hf, verify=True)
+    megatron_to_hf(checkpoint, tmp_path / "back", QUIET, hf=hf)
     assert_same_tensors(hf, tmp_path / "back")
 
 
@@ -175,7 +175,7 @@ def test_what_megatron_lm_saves(hf: Path, megatron: Path) -> None:
     ranks.call(plain, 2, megatron, checkpoint)
     with pytest.raises(ConvertError, match="does not say what model it is of"):
         megatron_to_hf(checkpoint, out, QUIET)
-    megatron_to_hf(checkpoint, out, QUIET, hf=hf, verify=True)
+    megatron_to_hf(checkpoint, out, QUIET, hf=hf)
     assert_same_tensors(hf, out)
     ids = torch.arange(60)[None]
     mine, theirs = (AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32)(ids).logits for x in (hf, out))

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hub_server import COMMIT, serving_hub
+from rows_as_published import livecodebench, skywork
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,36 +86,26 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     return sink.getvalue()
 
 
-def skywork(number: int, ability: str = "math") -> dict[str, Any]:
+def numbered(number: int, ability: str = "math") -> dict[str, Any]:
     truth = json.dumps([str(number)]) if ability == "math" else json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
-    return {
-        "data_source": f"train-{ability}-x", "prompt": [{"role": "user", "content": f"Number {number}, please."}],
-        "ability": ability, "reward_model": {"ground_truth": truth, "style": "rule"},
-        "extra_info": {"index": number, "model_difficulty": {"M": 3}},
-    }  # fmt: skip
+    return skywork(f"Number {number}, please.", ability=ability, reward_model={"ground_truth": truth, "style": "rule"})
 
 
-def livecodebench(number: int) -> bytes:
-    test = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
-    row = {
-        "question_title": "Twice", "question_content": f"Double it, {number}.", "platform": "atcoder",
-        "question_id": f"abc_{number}", "contest_date": "2024-08-10T00:00:00", "starter_code": "",
-        "public_test_cases": json.dumps(test), "private_test_cases": "", "metadata": "{}",
-    }  # fmt: skip
-    return json.dumps(row).encode() + b"\n"
+def line(number: int) -> bytes:
+    return json.dumps(livecodebench(f"Double it, {number}.")).encode() + b"\n"
 
 
 REPOSITORIES = {
     "Skywork/Skywork-OR1-RL-Data": {
         "README.md": CARD,
-        "data/math-00000-of-00002.parquet": parquet([skywork(1), skywork(2)]),
-        "data/math-00001-of-00002.parquet": parquet([skywork(3)]),
-        "data/code-00000-of-00001.parquet": parquet([skywork(4, "code")]),
+        "data/math-00000-of-00002.parquet": parquet([numbered(1), numbered(2)]),
+        "data/math-00001-of-00002.parquet": parquet([numbered(3)]),
+        "data/code-00000-of-00001.parquet": parquet([numbered(4, "code")]),
     },
     "someone/graded": {
         "README.md": TWO_SUBSETS,
-        "easy/math.parquet": parquet([skywork(5), skywork(6)]),
-        "hard/math.parquet": parquet([skywork(7)]),
+        "easy/math.parquet": parquet([numbered(5), numbered(6)]),
+        "hard/math.parquet": parquet([numbered(7)]),
     },
     "HuggingFaceH4/aime_2024": {
         "README.md": b"---\nlicense: mit\n---\n",
@@ -133,8 +124,8 @@ REPOSITORIES = {
     "livecodebench/code_generation_lite": {
         "README.md": b"",
         "code_generation_lite.py": b"raise SystemExit('a loading script was run')",
-        "test.jsonl": livecodebench(1),
-        "test2.jsonl": livecodebench(2),
+        "test.jsonl": line(1),
+        "test2.jsonl": line(2),
     },
 }
 

@@ -18,22 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rows_as_published import skywork as row
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import UnusableRows
-
-
-def row(content: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:
-    base = {
-        "data_source": "train-math-numinamath1.5_olympiads",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"ground_truth": '["2"]', "style": "rule"},
-        "extra_info": {"index": 3, "model_difficulty": {"M-7B": 5, "M-32B": 16}},
-    }
-    return {**base, **changes}
 
 
 def write(folder: Path, *rows: Any) -> Path:
@@ -63,24 +53,6 @@ def test_a_skywork_row_becomes_a_problem(tmp_path: Path) -> None:
     assert problem.origin == f"{tmp_path / 'train.jsonl'}:1"
 
 
-def test_parquet_gives_the_same_problems(tmp_path: Path) -> None:
-    rows = [row("a"), row("b", extra_info={"index": 0, "model_difficulty": {"M-7B": 0, "M-32B": None}})]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    from_parquet = load_problems(tmp_path / "train.parquet")
-    from_jsonl = load_problems(write(tmp_path, *rows))
-    assert [p.id for p in from_parquet] == [p.id for p in from_jsonl]
-    assert [dict(p.difficulty) for p in from_parquet] == [{"M-7B": 5, "M-32B": 16}, {"M-7B": 0}]
-    assert from_parquet[1].origin.endswith("train.parquet:2")
-
-
-@pytest.mark.parametrize(
-    ("answer", "ground_truth"), [("7", '["7"]'), (7, '["7"]'), (0.5, '["0.5"]'), (["1", "one"], '["1", "one"]')]
-)
-def test_plain_rows(tmp_path: Path, answer: Any, ground_truth: str) -> None:
-    (problem,) = load_problems(write(tmp_path, {"prompt": "q", "answer": answer}))
-    assert (problem.source, problem.ability, problem.ground_truth) == ("train", "math", ground_truth)
-
-
 def test_golds_of_the_released_evaluation_files(tmp_path: Path, verifier: MathVerifier) -> None:
     """A parquet with the columns of Skywork-OR1's or1_data/eval/aime24.parquet and aime25.parquet, whose golds are one
     answer as it is: the verifier takes 25 for 025. It does not prove that an interval is read as one."""
@@ -92,13 +64,8 @@ def test_golds_of_the_released_evaluation_files(tmp_path: Path, verifier: MathVe
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "aime24.parquet")
     problems = load_problems(tmp_path / "aime24.parquet")
-    assert [json.loads(problem.ground_truth)[0] for problem in problems][:5] == [
-        "204",
-        "025",
-        "336^\\circ",
-        "-1.5",
-        "x+1",
-    ]
+    golds_read = [json.loads(problem.ground_truth)[0] for problem in problems]
+    assert golds_read[:5] == ["204", "025", "336^\\circ", "-1.5", "x+1"]
     unusable = UnusableRows()
     assert check_ground_truths(problems, {"math": verifier}, unusable) == problems and not len(unusable)
     for problem, answer in zip(problems, golds.values(), strict=True):

@@ -101,11 +101,6 @@ def test_the_thinking_rule_is_said() -> None:
     assert thinking_rule(sources).count("the chat template") == 2
 
 
-def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
-    tokenizer().save_pretrained(tmp_path)
-    assert ChatTemplate(load_tokenizer(tmp_path)).token_ids((Message("user", "w0"),)).tolist() == [1, 2, 5, 3, 4]
-
-
 def byte_level(folder: Path, architecture: str, template: str = TEMPLATE) -> Tokenizer:
     """Write a folder as R1-Distill-Llama's is: byte-level BPE, and a tokenizer_config.json that names a class."""
     backend = Tokenizer(models.BPE(unk_token=None))

@@ -21,6 +21,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rows_as_published import livecodebench, skywork
 
 from or1_megatron.config.schema import SourceConfig
 from or1_megatron.data.problems import check_ground_truths, is_hub_id, load_problems
@@ -235,16 +236,6 @@ def test_a_column_of_pictures_without_one_is_no_fault(tmp_path: Path) -> None:
     assert len(load_problems(write(tmp_path, rows))) == 2
 
 
-def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:
-    return {
-        "data_source": "train-math-numinamath1.5_olympiads",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"ground_truth": '["1"]', "style": "rule"},
-        "extra_info": {"index": 0, "model_difficulty": difficulty or {"M": 3}},
-    }
-
-
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """A folder laid out as Skywork-OR1-RL-Data: data/SPLIT-NNNNN-of-NNNNN.parquet."""
@@ -274,14 +265,6 @@ def test_a_hub_id_is_not_a_path(tmp_path: Path) -> None:
     assert not is_hub_id(Path("data/train.jsonl")) and not is_hub_id(tmp_path)
 
 
-LCB: dict[str, Any] = {
-    "question_title": "Twice", "question_content": "Read a number, print its double.", "platform": "atcoder",
-    "question_id": "abc001_a", "contest_date": "2024-08-10T00:00:00", "starter_code": "", "difficulty": "easy",
-    "public_test_cases": json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
-    "private_test_cases": "", "metadata": "{}",
-}  # fmt: skip
-
-
 def packed(value: Any) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
@@ -290,9 +273,9 @@ def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> No
     hidden = json.dumps([{"input": "5\n", "output": "10\n", "testtype": "stdin"}])
     call = {"input": "3", "output": "6", "testtype": "functional"}
     rows = [
-        LCB | {"private_test_cases": packed(hidden)},
-        LCB | {"question_content": "Complete it.", "starter_code": "class Solution:\n    def twice(self, n):",
-               "public_test_cases": json.dumps([call]), "metadata": json.dumps({"func_name": "twice"})},
+        livecodebench(private_test_cases=packed(hidden)),
+        livecodebench("Complete it.", starter_code="class Solution:\n    def twice(self, n):",
+                      public_test_cases=json.dumps([call]), metadata=json.dumps({"func_name": "twice"})),
     ]  # fmt: skip
     stdin, function = load_problems(write(tmp_path, rows, "lcb.jsonl"))
     first, second = parse_code_tests(stdin.ground_truth).tests
@@ -313,7 +296,7 @@ class Evil:
 )
 def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text("\n" * 3 + json.dumps(LCB | {"private_test_cases": bad}) + "\n")
+    path.write_text("\n" * 3 + json.dumps(livecodebench(private_test_cases=bad)) + "\n")
     unusable = UnusableRows()
     check_ground_truths(load_problems(path), {"code": Reading()}, unusable)
     with pytest.raises(DataError, match=r"x\.jsonl:4: field 'ground_truth': private_test_cases"):
@@ -327,16 +310,6 @@ class Reading:
         parse_code_tests(problem.ground_truth)
 
 
-def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:
-    forms = [
-        {"ID": "2024-I-1", "Problem": "Find it.", "Solution": "...", "Answer": 204},
-        {"id": 61, "problem": "Find that.", "solution": "...", "answer": "25", "url": "u", "year": "2024"},
-        {"question": "Find this.", "answer": "70"},
-    ]
-    path = write(tmp_path, forms, "aime.jsonl")
-    assert [problem.ground_truth for problem in load_problems(path)] == ['["204"]', '["25"]', '["70"]']
-
-
 def test_livecodebench_prompts_are_its_own_to_the_character() -> None:
     """SHA-256 of what LiveCodeBench 28fef95's get_deepseek_r1_question_template_answer returns for these two questions,
     without the chat template's mark of the assistant's turn at the end."""
@@ -344,7 +317,7 @@ def test_livecodebench_prompts_are_its_own_to_the_character() -> None:
         ("Double it.\n\nSample:\n1\n", "", "e7e5c49d500b7b08"),
         ("Complete it.", "class Solution:\n    def twice(self, n: int) -> int:\n        ", "62ced0c721884488"),
     ):
-        read = read_published(LCB | {"question_content": content, "starter_code": starter}, "auto", "f:1")
+        read = read_published(livecodebench(content, starter_code=starter), "auto", "f:1")
         assert hashlib.sha256(read.content.encode()).hexdigest()[:16] == digest
         assert read.statement == content  # what duplicates are found by
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from openai_server import Reply, completion, serving
 from rich.console import Console
+from rows_as_published import livecodebench
 from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
@@ -202,23 +203,11 @@ def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
     """From files, in the columns in which they are published; the hub's way in is test_hub's. AIME24's ending comes
     once, LiveCodeBench's problems are those up to 2025-02-01 at 00:00, which its own loader takes too, with their count
     and release, and training's reader takes what was written."""
-    test = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
     (tmp_path / "livecodebench").mkdir()
-    days = (
-        "2024-07-31T23:59:00",
-        "2024-08-01T00:00:00",
-        "2025-01-31T19:30:00",
-        "2025-02-01T00:00:00",
-        "2025-02-01T19:30:00",
-    )
+    days = ("2024-07-31T23:59", "2024-08-01T00:00", "2025-01-31T19:30", "2025-02-01T00:00", "2025-02-01T19:30")
     for number, day in enumerate(days):
-        with (tmp_path / "livecodebench" / f"test{number + 1 if number else ''}.jsonl").open("w") as file:
-            row = {
-                "question_title": "Twice", "question_content": f"Double it, {number}.", "platform": "atcoder",
-                "question_id": f"abc_{number}", "contest_date": day, "starter_code": "",
-                "public_test_cases": test, "private_test_cases": "", "metadata": "{}",
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
+        row = livecodebench(f"Double it, {number}.", contest_date=day)
+        (tmp_path / "livecodebench" / f"test{number + 1 if number else ''}.jsonl").write_text(json.dumps(row))
     row = {"Problem": "What is 1+1?", "Answer": 2, "ID": "2024-I-1", "Solution": ""}
     for name in ("aime24", "aime25"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")

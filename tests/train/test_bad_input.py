@@ -56,12 +56,12 @@ def model(tmp_path: Path) -> Path:
 def cut(model: Path) -> str:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2_000_000])
-    return r"model\.safetensors has 2000000 bytes, but its header implies 3266240; it is cut"
+    return r"model\.safetensors is no safetensors file, or cut: it has 2000000 bytes"
 
 
 def no_header(model: Path) -> str:
     (model / "model.safetensors").write_bytes(b"{} and no header")
-    return r"model\.safetensors is no safetensors file, or cut: 16 bytes"
+    return r"model\.safetensors is no safetensors file, or cut: it has 16 bytes"
 
 
 def wrong_shape(model: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, SampledModel
 from or1_megatron.data.pipeline.records import Candidate, Outcome, read_candidates
@@ -25,7 +25,6 @@ from or1_megatron.types import ChatCompletion, ChatRequest, Replies, Sampling
 from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
 
-M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
 """Opens a sampler, whose engines end with the context, from (model, sampling, longest prompt in tokens)."""
 
@@ -70,7 +69,7 @@ class ResultStore:
         self._writer.close()
 
 
-class ModelStep(PipelineStep[M]):
+class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
     """Base of the steps that ask models; a subclass defines the question, an answer's result, and the decision."""
 
     only_counts: frozenset[str]

@@ -1,18 +1,16 @@
-"""Prints the results of ``or1 eval`` in the terminal: scores with intervals beside published ones."""
+"""Prints the results of ``or1 eval`` in the terminal: scores with intervals, and counts of verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-_REPORTED: Final = "From the Skywork-OR1 report (temperature 1, top-p 1, 32,768 tokens)"
 
-
-def show_evaluation(results: Mapping[str, Any], published: Mapping[str, float], console: Console) -> None:
-    """Print an evaluation's scores with intervals, counts of statuses, and the ``published`` scores of other models."""
+def show_evaluation(results: Mapping[str, Any], console: Console) -> None:
+    """Print an evaluation's scores with intervals and the counts of its verdicts' statuses."""
     outcome = results["outcome"]
     k = outcome["samples"]
     table = Table(
@@ -31,12 +29,6 @@ def show_evaluation(results: Mapping[str, Any], published: Mapping[str, float], 
         + statuses,
         highlight=False,
     )
-    if published:
-        known = Table("reported", "", title=_REPORTED, title_justify="left", box=None)
-        for model, score in sorted(published.items(), key=lambda item: item[1]):
-            known.add_row(model, f"{score:.1f}%")
-        known.add_row("this evaluation", f"{100 * outcome['average']['value']:.1f}%", style="bold")
-        console.print(known)
 
 
 def _cells(score: Mapping[str, Any]) -> tuple[str, str, str]:
