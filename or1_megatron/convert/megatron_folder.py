@@ -129,11 +129,12 @@ class MegatronCheckpoint:
         """Return the chunks that hold parts of entry ``index`` of the stack ``key``, which may have thousands."""
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = by_entry = defaultdict(list)
+                by_entry: defaultdict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
                 for chunk in self.tensors[key].chunks:
                     bounds = list(zip(chunk.offsets, chunk.sizes, strict=True))[: len(index)]
                     for entry in product(*(range(offset, offset + size) for offset, size in bounds)):
                         by_entry[entry].append(chunk)
+                self._entries[key] = by_entry
             return self._entries[key][index]
 
     def _tensor(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:

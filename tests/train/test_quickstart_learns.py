@@ -18,16 +18,18 @@ from training import ROOT
 
 HELD_OUT = "runs/quickstart_data/heldout.jsonl"
 
+LORA = "model.lora.rank=16", "model.lora.alpha=32", "optimizer.lr=2.0e-3"
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def trained(script: str, run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def trained(script: str, run: Path, *keys: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the run's summary and its steps' metrics."""
     # other programs may hold the memory that it runs in
-    keys = (f"run.dir={run}", "track.console=plain", "cluster.check_memory=false")
+    keys = (f"run.dir={run}", "track.console=plain", "cluster.check_memory=false", *keys)
     command = [str(ROOT / script), *(f"--set={key}" for key in keys)]
     subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -40,6 +42,11 @@ def test_the_quickstart_of_a_mixture_learns(tmp_path: Path) -> None:
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.35
     assert all(row["routing/rerouted"] > 0 and row["routing/bytes"] > 0 for row in steps)
     assert max(row["mismatch/mean_abs"] for row in steps) < 0.01
+
+
+def test_quickstart_learns_with_lora(tmp_path: Path) -> None:
+    summary, _ = trained("examples/quickstart/run.sh", tmp_path / "run", *LORA)
+    assert summary["accuracy_after"] >= 0.9
 
 
 def test_quickstart_learns_and_exports(tmp_path: Path) -> None:
