@@ -290,7 +290,9 @@ class VllmEngine:
     def _iterate(self) -> None:
         with span("decode", requests=len(self._pending)) as seen:
             iteration = self._engine.engine_core.get_output()
-            seen["batch"] = len(iteration.outputs)
+            seen.update(
+                batch=len(iteration.outputs), tokens=sum([len(each.new_token_ids) for each in iteration.outputs])
+            )
         if self._metrics is not None:
             self._metrics.record(iteration, self._pending)
         version, now_s = iteration.weight_version, time.time()
