@@ -1,4 +1,4 @@
-"""Opens the model that ``or1 eval`` or ``or1 data build`` samples from: an endpoint, or a folder on our own engines."""
+"""Opens the model that ``or1 eval`` or ``or1 data build`` samples: an endpoint, or a folder on our own engines."""
 
 from __future__ import annotations
 

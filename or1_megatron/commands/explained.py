@@ -1,4 +1,4 @@
-"""Prints an error that the user can correct without a traceback, and sets the command's exit status."""
+"""Prints errors that the user can correct, without their traceback, and sets the command's exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, for conversion: its files mapped into memory.
+"""Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, by mmap, without the vocabulary's padding.
 
 Each chunk of a tensor is stored as by torch.save. Loaded as a fake tensor, a chunk tells where its bytes lie in the
 file."""

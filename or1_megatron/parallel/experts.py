@@ -1,4 +1,4 @@
-"""A layer's experts: two rounds of products, one per expert, and one activation for all tokens between them.
+"""A layer's experts: two GEMMs per expert, and between them one activation for the tokens of all experts.
 
 The parameters are those of Megatron's ``SequentialMLP``, by the same names, and so are the results, to the bit. That
 class calls each expert as a module and splits, activates and joins the tokens of each; small experts make that dear.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek) on packed rows: Megatron's module, adapted to our parallel cuts.
+"""Multi-head latent attention (DeepSeek) on packed rows: Megatron's module, adapted to our sharding.
 
 Shapes: T packed tokens of this rank, L latents of keys and values, R dimensions of the keys' rotated part.
 """

@@ -1,4 +1,4 @@
-"""LoRA: adapters beside Megatron's linears, which alone are trained (arXiv 2106.09685).
+"""LoRA: trains only adapters, which it adds to Megatron's linears (arXiv 2106.09685).
 
 A linear computes W x with its frozen weight, and a hook adds alpha / r * B (A x). Engines and exports get merged
 weights, W + alpha / r * B A, made rectangle by rectangle where a weight is read.

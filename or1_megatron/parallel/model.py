@@ -196,7 +196,7 @@ def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:
-    """Return the number of vocabulary rows after padding, which all TP ranks share equally."""
+    """Round ``vocab_size`` up to a multiple of ``tensor``: TP ranks hold equal parts."""
     return -(-vocab_size // tensor) * tensor
 
 

@@ -1,4 +1,4 @@
-"""The frozen reference model of the KL penalty: an HF folder's model that only scores, cut like the policy."""
+"""The frozen reference model of the KL penalty: scores with an HF folder's model, sharded like the policy."""
 
 from __future__ import annotations
 

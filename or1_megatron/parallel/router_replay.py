@@ -1,9 +1,9 @@
 """Router replay (R3, arXiv 2510.11370): tokens are computed by the experts that the engine chose for them.
 
 Only the choice is replayed. The weights of the chosen experts are the policy's own, from its router's logits, and the
-gradient goes through these weights. Megatron's ``RouterReplay`` is not used: it is switched for all layers of a process
-at once between forward and backward passes, which a pipeline's schedule mixes. Our ``_Replay`` stands behind the same
-call and finds the experts in the packed row that the layer computes.
+gradient goes through these weights. Megatron's ``RouterReplay`` is not used: all layers of a process share its mode
+(forward or backward), but a pipeline's schedule mixes both passes. Our ``_Replay`` has the same method and finds the
+experts in the packed row that the layer computes.
 
 Shapes: t tokens of a packed row on this rank (T / CP, and T / CP / TP under sequence parallelism), L layers with
 experts (of the model, or of one rank), k experts of a token, E experts of a layer.

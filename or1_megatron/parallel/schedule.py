@@ -1,4 +1,4 @@
-"""Passes micro-batches forward and backward through all pipeline stages, by Megatron's own schedules.
+"""Runs micro-batches through the pipeline by Megatron's schedules, which divide gradients by the token count T_k.
 
 Shapes: T packed tokens of a row (equal in all packed rows of a batch), t = T / CP of them on this rank, C counted
 tokens of the row, c of them on this rank, H hidden.

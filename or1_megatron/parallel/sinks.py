@@ -1,4 +1,4 @@
-"""Attention with sinks, in gpt-oss: each head's softmax has one more logit, a trained number that no value belongs to.
+"""Attention with sinks, in gpt-oss: each head's softmax has one more logit, a trained number without a value.
 
 In every other layer a token sees only the last tokens, a sliding window. Transformer Engine has no attention with sinks
 for packed rows (``get_attention_backend``: none for ``thd``), so its layers have this one too.

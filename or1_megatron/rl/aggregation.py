@@ -1,4 +1,4 @@
-"""Loss aggregation: token weights with which the mini-batch's summed loss / T_k is the mean of ``loss.aggregation``."""
+"""Loss aggregation: weights tokens so that the summed loss divided by T_k is the mean that the configuration names."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
 def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPUS) -> list[list[int]]:
     """Cut a mini-batch of n samples, ``lengths`` [n] tokens each, into micro-batches as the released code does.
 
-    Each GPU gets the same number of samples and nearly the same number of tokens. Each GPU then cuts its samples into
-    the number of micro-batches that the fullest GPU needs under the budget, balanced by tokens only. (The released
-    code drops up to ``gpus`` - 1 samples to make their number divisible; here some GPUs get one sample less.)
+    Each GPU gets the same number of samples (some GPUs one less) and nearly the same number of tokens, and cuts them
+    into as many micro-batches as the GPU with most tokens needs under the budget, balanced by tokens only. (The
+    released code drops up to ``gpus`` - 1 samples to make their number divisible.)
     """
     shares = [sorted(share) for share in balanced(lengths, min(gpus, len(lengths)), same_count=True)]
     count = max(-(-int(lengths[share].sum()) // budget_tokens) for share in shares)

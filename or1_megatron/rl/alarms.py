@@ -1,6 +1,6 @@
 """Alarms: sentences that say what looks wrong in a step's metrics, which limit is exceeded, and what to do.
 
-Every rule looks at every step. An alarm is raised once per episode, which ends after ``CALM_STEPS`` steps without it.
+Every rule looks at every step. A raised alarm lasts until ``CALM_STEPS`` calm steps have passed; then it may recur.
 The report describes these failures (RECIPE section 5) without thresholds; the thresholds are ours.
 """
 
@@ -53,7 +53,7 @@ class StepSeen:
 
 
 class Alarms:
-    """The alarm rules, the metrics of the last steps, and which rules are in an episode."""
+    """The alarm rules, the metrics of the last steps, and which alarms last."""
 
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
         """``dtype``: the policy's parameter dtype, which sets the default limits of the alarm ``mismatch``."""
@@ -72,10 +72,10 @@ class Alarms:
         self._rows: list[dict[str, float]] = []
         """The metrics ``_REMEMBERED`` of the last steps; a step lacks those that it did not measure."""
         self._remaining = dict.fromkeys(ALARMS, 0)
-        """Calm steps left until the rule's episode ends; 0: no episode."""
+        """Calm steps left until the rule's alarm ends; 0: no alarm."""
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """Return (texts of the alarms that start at this step, metrics ``alarm/<name>``: 1 in an episode, else 0)."""
+        """Return (texts of the alarms that begin now, metrics ``alarm/<name>``: 1 while the alarm lasts, else 0)."""
         row = {"stage": float(seen.stage_index), **seen.metrics}
         kept: dict[str, float] = {name: row[name] for name in _REMEMBERED if name in row}
         self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]

@@ -1,4 +1,4 @@
-"""When an evaluation on held-out problems is due during training, and its results before, after and at best."""
+"""Decides when a run evaluates held-out problems, and keeps the first, the last and the best result."""
 
 from __future__ import annotations
 

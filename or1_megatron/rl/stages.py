@@ -1,4 +1,4 @@
-"""The schedule of training stages, the plateau rule that ends one early, and the pass rates that filter problems.
+"""The schedule of training stages, the plateau rule that ends one early, and each problem's pass rate per stage.
 
 Steps are counted over all stages (RECIPE section 3). After k finished steps the next step belongs to stage ``at(k)``.
 """

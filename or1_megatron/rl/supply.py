@@ -1,4 +1,4 @@
-"""Requests the rollouts of steps, with refill (dynamic sampling), and early for later steps (asynchronous sampling).
+"""Requests each step's rollout, with refill (dynamic sampling) or ahead (asynchronous); filters a stage's problems.
 
 Refill (DAPO's dynamic sampling): a step of a stage with ``refill_prompts`` consists of the shortest prefix of the
 stream's prompts that gives D_R kept groups, at most D_R + refill_prompts prompts. The prefix depends only on the

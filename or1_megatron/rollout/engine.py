@@ -1,4 +1,4 @@
-"""One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then go on with the new ones.
+"""One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then use the new weights.
 
 It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
 token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``. It reads

@@ -1,4 +1,6 @@
-"""Makes a rollout's requests and their seeds, chooses the engine of each, and assembles groups. No engine, no Ray.
+"""Plans a rollout: its requests, their seeds and engines, how many prompts are sampled (refill), and its groups.
+
+It needs no engine and no Ray.
 
 A rollout of P prompts with group size M is P * M requests. A request's seed depends only on the rollout's seed and on
 the request's place, so the same rollout can be sampled again on any number of engines.

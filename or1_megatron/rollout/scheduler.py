@@ -1,4 +1,4 @@
-"""Schedules rollouts: decides when a request is sent to an engine, and when a rollout is over.
+"""Schedules rollouts: decides which requests are sent to engines and which are aborted; ends finished rollouts.
 
 The scheduler takes events and returns actions, which ``manager`` carries out with engines and verifiers. It has no
 clock, no engine and no Ray. ``request_plan.dispatch`` chooses the engine.

@@ -191,7 +191,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
     Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
-    *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
+    *(Metric(f"alarm/{name}", "", f"1 while the alarm lasts, else 0: {text}") for name, text in ALARMS.items()),
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
     Metric("filter/outside", "problems", "also dropped there: pass rate outside [min, max]_pass_rate"),
     Metric("filter/left", "problems", "left after the filters"),

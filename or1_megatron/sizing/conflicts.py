@@ -1,6 +1,6 @@
-"""Finds the conflicts of a configuration with a model (heads and TP, lengths, KV cache, batch sizes), with a way out.
+"""Finds conflicts of a configuration with a model or between its sections (TP, lengths, KV cache), with a way out.
 
-Rules that need no model (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``.
+Rules within one section (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def engine_state_bytes(config: Config, shape: Shape) -> int:
-    """Return what a rank of an engine keeps, beside the KV cache, of the most sequences that it samples at once."""
+    """Return the bytes of ``kv_cache_bytes`` that hold the states of ``max_concurrent`` sequences on a rank."""
     rollout = config.rollout
     return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 

@@ -37,7 +37,7 @@ def _statements() -> Mapping[str, str]:
 
 
 def names_of(source: str) -> tuple[list[str], set[str]]:
-    """Return (module-level names that ``source`` uses and never binds, in order; module-level names that it binds).
+    """Return (the module-level names that ``source`` uses and never binds, the module-level names that it binds).
 
     The used names include built-in ones. Methods and local variables bind no module-level name; star imports of
     well-known modules do. Both results are empty for a source that does not compile.

@@ -1,8 +1,9 @@
 r"""The math verifier: compares the last box after the reasoning with the gold answers, by their types.
 
-A truncated response, or a response that never closes its reasoning, has reward 0. The answer is the last box after
-``</think>``, or, without a box, the value that the last sentence claims (``math.claim``). It is right if it equals a
-gold answer as text, or by the rules of ``math.reader`` (docs/math_verifier.md).
+A truncated response, or a response that never closes its reasoning, has reward 0 (not with the judge ``math_verify``).
+The answer is the last box after ``</think>``, or, without a box, the value that the last sentence claims
+(``math.claim``). It is right if it equals a gold answer as text, or by the rules of ``math.reader``
+(docs/math_verifier.md).
 
 An answer is compared in a child process that is killed and replaced at its time limit, ``verify.timeout_s``; the status
 is then ``timeout``.

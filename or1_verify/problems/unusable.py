@@ -1,4 +1,4 @@
-"""Collects the data rows that cannot be used in one pass, then refuses them, or leaves them out and counts them."""
+"""Collects in one pass all data rows that cannot be used, then refuses them, or leaves them out and counts them."""
 
 from __future__ import annotations
 

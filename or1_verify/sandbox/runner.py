@@ -1,4 +1,4 @@
-"""The first program inside every sandbox: applies the limits that it is given, confines itself, becomes the program.
+"""The first program inside every sandbox: sets the given limits, confines itself, then runs the program.
 
 The sandbox gets it as a file; it is never imported here. It starts once per run, so it imports as little as possible.
 Its argument is the descriptor of the gate, a socket. From the gate it reads its instructions, a marshalled dict:

@@ -1,4 +1,4 @@
-"""Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
+"""Checks that pass, fail, crash, hang and leave a process behind; run as a script, it self-tests the named checks.
 
 odd_checks.py OUT NAME[=LIMIT_S] ...
 """

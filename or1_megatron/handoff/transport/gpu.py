@@ -146,7 +146,7 @@ class CudaSharedMemory:
         torch.cuda.current_stream(self._device).synchronize()
 
     def free(self) -> None:
-        """Let the sender's allocator reclaim its blocks. A mapping ends with its tensor."""
+        """Reclaim sent blocks that no process maps. A mapping ends with its tensor."""
         torch.cuda.ipc_collect()
 
 

@@ -1,4 +1,4 @@
-"""Feeds the page of ``or1 watch``: reads what the page asks for from the run folders, when it asks."""
+"""Feeds the page of ``or1 watch``: answers each request of the page from the run folders."""
 
 from __future__ import annotations
 

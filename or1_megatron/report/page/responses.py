@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from or1_megatron.report.page.embedding import packet
+from or1_megatron.report.page.encoding import packet
 from or1_megatron.report.page.rollout_table import BATCH_ROWS
 from or1_megatron.runtime.rollout_store import open_rollouts
 

@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from or1_megatron.report.page.behaviour import measure
-from or1_megatron.report.page.embedding import packet
+from or1_megatron.report.page.encoding import packet
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join

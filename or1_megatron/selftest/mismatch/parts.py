@@ -122,7 +122,7 @@ def parts_of_policy(network: Any, folders: Mapping[int, Path], right: int) -> di
 
 @torch.no_grad()
 def outputs(model: torch.nn.Module, run: Callable[[], Any], names: Collection[str]) -> dict[str, Float32Array]:
-    """Return by name, in their order, what the modules ``names`` of ``model`` give during ``run()``, [T, ...] each."""
+    """Call ``run`` and return the outputs [T, D] of the modules ``names`` of ``model``, in the order of calls."""
     found: dict[str, Float32Array] = {}
 
     def keep(name: str, module: Any, given: Any, output: Any) -> None:

@@ -21,10 +21,10 @@ _FAMILIES = (
 
 
 def is_worked_out(gold: Node, answer: Node) -> bool:
-    """Return whether the answer leaves no more to be worked out than the gold does.
+    """Return whether the answer is computed as far as the gold.
 
-    If the gold is a plain number, the answer must be one. In a closed form, a function of constants is refused unless
-    the gold has a function of its family: the sin 15° of a question must not be its own answer.
+    If the gold is a plain number, the answer must be one. Otherwise the answer has the gold's letters, and a function
+    of constants only if the gold has one of the same family: sin 15° does not answer "What is sin 15°?".
     """
     if is_numeral(gold):
         return is_numeral(answer)
