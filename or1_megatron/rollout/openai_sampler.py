@@ -107,7 +107,7 @@ class OpenAISampler:
         return FailedRequest(request, f"{reason} (tried {self._endpoint.tries} times)", permanent=False)
 
     def _post(self, request: ChatRequest, also: Mapping[str, float]) -> tuple[int, bytes]:
-        """Return (HTTP status, body). Of an error's body only what arrives in time is returned.
+        """Return (HTTP status, body). The body of an error may be cut at the deadline.
 
         Raises TimeoutException at the deadline of the whole reply; httpx's own time-out is per read.
         """

@@ -239,7 +239,7 @@ def test_the_sampler_draws_a_chain_as_it_is_and_as_without_drafts() -> None:
 def test_rows_pass_as_the_bytes_of_vllms_own_slices(
     monkeypatch: pytest.MonkeyPatch, first_rows: list[int] | None
 ) -> None:
-    """Of requests with one token each, and of requests with one, three and two after drafts."""
+    """Rows of requests with one token each, and of requests with one, three and two after drafts."""
     table = np.random.default_rng(0).random((6, 3), dtype=np.float32)
     lists = LogprobsLists(np.zeros((6, 1), np.int32), table, np.zeros(6, np.int64), first_rows)
     asked = [(0, 1), (1, 3), (2, 2)] if first_rows else [(request, 1) for request in range(6)]

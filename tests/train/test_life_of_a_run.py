@@ -7,7 +7,6 @@ GPUs, several nodes.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -79,11 +78,6 @@ def check_folder(run: Path) -> None:
 
     assert AutoModelForCausalLM.from_pretrained(run / "hf").config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(run / "hf").chat_template
-    shown = subprocess.run(
-        [sys.executable, "-m", "or1_megatron.commands.app", "rollouts", str(run), "--step", "6", "--limit", "2"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "120"},
-        check=True,
-    ).stdout
-    assert "Compute" in shown and "advantage" in shown
+    report = [sys.executable, "-m", "or1_megatron.commands.app", "report", str(run), "--out", str(run / "page.html")]
+    shown = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    assert "responses, " in shown and (run / "page.html").stat().st_size > 10_000
