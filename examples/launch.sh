@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One stage of a recipe on one node or several; every node runs this same script. Called by the stage scripts beside it.
 #
-#   launch.sh RECIPE STAGE [arguments of `or1 train`, e.g. --set optimizer.lr=2e-6]
+#   launch.sh RECIPE STAGE [--set KEY=VALUE ..., e.g. --set optimizer.lr=2e-6]
 #
 # What is where (each is checked first):
 #   MODEL        the base model's HF folder                 DATA   folder of the training problems

@@ -24,7 +24,7 @@ from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSett
 from or1_megatron.interfaces import Sampler
 from or1_megatron.rollout.engine_pool import EngineError
 from or1_megatron.rollout.engine_sampler import EngineSampler, own_engines
-from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler, UnusableProxy, http_client
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.types import Sampling
@@ -207,11 +207,14 @@ def _endpoint_sampler(
     try:
         if name is None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            listed = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LIST_TIMEOUT_S)
+            with http_client(_LIST_TIMEOUT_S) as client:
+                listed = client.get(f"{url.rstrip('/')}/models", headers=headers)
             name = str(listed.raise_for_status().json()["data"][0]["id"])
+        return OpenAISampler(Endpoint(url, name, key, asked.concurrent, timeout_s, asked.tries), sampling)
+    except UnusableProxy as error:
+        raise EvaluationError(f"--model {url}: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise EvaluationError(
             f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
             "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
         ) from None
-    return OpenAISampler(Endpoint(url, name, key, asked.concurrent, timeout_s, asked.tries), sampling)

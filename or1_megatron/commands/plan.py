@@ -47,6 +47,7 @@ def plan(
         from or1_megatron.plan.run_time import run_time
         from or1_megatron.plan.step_time import Machine
         from or1_megatron.plan.tables import as_dict, render, time_tables
+        from or1_megatron.rollout.engine_args import check_engine_args
         from or1_megatron.sizing.run_plan import plan_run
 
         loaded = load_config(config_file(config), overrides or ())
@@ -55,6 +56,7 @@ def plan(
         if hardware.match and loaded.cluster.gpu_memory_gb is None:
             cluster = loaded.cluster.model_copy(update={"gpu_memory_gb": hardware.memory_bytes.value / 1e9})
             loaded = loaded.model_copy(update={"cluster": cluster})
+        check_engine_args(loaded.rollout)
         drawn = read_lengths(lengths, loaded.data.max_prompt_tokens)
         planned = plan_run(loaded, "cuda" if hardware.match else "cpu", folder)
         machine = Machine.of(hardware, planned.shape, planned.device)

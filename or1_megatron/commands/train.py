@@ -61,6 +61,8 @@ def train(
         path = config_file(config)
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
         loaded = load_config(path, overrides)
+        if device is not None and not check:
+            raise typer.BadParameter("only --check plans for another device", param_hint="--device")
         _check_node(loaded, nnodes, node_rank, "" if check else master_addr)
         with _naming_what_makes_data(path):
             if check:

@@ -28,19 +28,20 @@ REMOVED: Final = {
     **dict.fromkeys(_TAKEN_OUT.split(), _TAKE_OUT),
     **dict.fromkeys(
         ("rollout.tail", "rollout.tail_share", "rollout.continued"),
-        "rollout.max_staleness keeps engines from waiting for the longest responses",
+        "take the key out; rollout.max_staleness keeps engines from waiting for the longest responses",
     ),
     **dict.fromkeys(
         ("algorithm.entropy.proportional_gain", "algorithm.entropy.integral_gain"),
-        "algorithm.entropy.mode = adaptive is the paper's control",
+        "take the key out; algorithm.entropy.mode = adaptive is the paper's control",
     ),
-    "checkpoint.in_memory": "set checkpoint.every_steps to the steps that the loss of a rank may cost",
+    "checkpoint.in_memory": "take the key out, and set checkpoint.every_steps to the steps that the loss of a rank may cost",
     "data.train.weight": "set repeat, or a stage's mixture: to train on half as much of a source, repeat the others "
     "twice",
     "rollout.speculation": "set rollout.engine_args.speculative_config, for example "
     "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)",
-    "handoff.backend": "handoff.transport says what carries the weights (docs/handoff.md)",
-    "algorithm.entropy.estimate": "e_k is of the sampled tokens; the metric entropy/full is of the full vocabulary",
+    "handoff.backend": "take the key out; handoff.transport says what carries the weights (docs/handoff.md)",
+    "algorithm.entropy.estimate": "take the key out; e_k is of the sampled tokens, the metric entropy/full of the full "
+    "vocabulary",
     "algorithm.entropy.preset": "paper is the default; for released-code set delta 0.0001, maximum 0.005, measured_on "
     "kept and gate late (docs/recipe.md)",
     "algorithm.kl.straight_through": "set algorithm.kl.estimator to k2",

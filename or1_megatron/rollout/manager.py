@@ -319,7 +319,8 @@ class RolloutManager:
         assert self._verifiers is not None
         # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
-        busy_s, self._busy_s = self._busy_s, [0.0] * len(self._engines)
+        busy_s = [min(one, self._reported_s - since_s) for one in self._busy_s]  # an earlier period's rest comes later
+        self._busy_s = [one - reported for one, reported in zip(self._busy_s, busy_s, strict=True)]
         finished_s = (made.finished_s for group in current.roll_out.result() for made in group.completions)
         return current.roll_out.report(
             busy_s,

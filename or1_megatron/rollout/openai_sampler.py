@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
+from or1_verify.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,21 @@ class Endpoint:
     """Wait before the second try. The wait is doubled before each further try."""
 
 
+class UnusableProxy(UserError):
+    """The environment names a proxy that httpx cannot use."""
+
+
+def http_client(timeout_s: float) -> httpx.Client:
+    """Return a client that trusts the machine's certificates, not certifi's. Raises UnusableProxy."""
+    limits, trusted = httpx.Limits(max_connections=None), ssl.create_default_context()
+    try:
+        return httpx.Client(timeout=timeout_s, limits=limits, follow_redirects=True, verify=trusted)
+    except (ImportError, ValueError) as error:
+        raise UnusableProxy(
+            f"the proxy of $ALL_PROXY or $HTTPS_PROXY: {error}; unset it, or use an HTTP proxy"
+        ) from None
+
+
 class OpenAISampler:
     """Sends requests over HTTP from ``concurrent`` threads.
 
@@ -53,12 +70,8 @@ class OpenAISampler:
         self._endpoint, self._sampling = endpoint, sampling
         self._neutral: Mapping[str, float] = _NEUTRAL
         key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        self._client = httpx.Client(
-            headers={"Content-Type": "application/json", **key},
-            timeout=endpoint.timeout_s,
-            limits=httpx.Limits(max_connections=None),
-            follow_redirects=True,
-        )
+        self._client = http_client(endpoint.timeout_s)
+        self._client.headers.update({"Content-Type": "application/json", **key})
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         waiting = iter(requests)
@@ -85,7 +98,7 @@ class OpenAISampler:
                 time.sleep(min(self._endpoint.backoff_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
             try:
                 status, body = self._post(request, sent)
-                if status == httpx.codes.OK:
+                if httpx.codes.is_success(status):
                     return _parse(request, body)
             except httpx.TimeoutException:
                 reason = f"{self._endpoint.url} did not answer within {self._endpoint.timeout_s:g} s"

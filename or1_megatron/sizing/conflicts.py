@@ -6,6 +6,7 @@ Rules within one section (D_T divides D_R, ranks = TP x PP x CP x DP) are checke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
@@ -177,6 +178,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
             "set rollout.placement=separate"
         )
     longest = config.longest_sequence
+    shape = replace(shape, windowed=range(0))  # vLLM wants room for all of one sequence, in windowed layers too
     held = kv_tokens(config, shape)
     if held is not None and held < longest and rollout.kv_cache_bytes is None:
         yield (

@@ -72,8 +72,8 @@ class Shape:
             experts=family.experts(hf) if family else None,
             latents=latents,
             delta_net=family.delta_net(hf) if family else None,
-            windowed=family.windowed(hf) if family else range(0),
-            window=hf.get("sliding_window") or 0,
+            windowed=(windowed := family.windowed(hf) if family else range(0)),
+            window=hf["sliding_window"] if windowed else 0,  # others may name one that is not used
         )
 
     @property

@@ -116,7 +116,7 @@ def test_a_reference_of_another_architecture_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(MODEL | changes))
         return tmp_path
 
-    check_reference(folder(max_position_embeddings=512), MODEL)
+    check_reference(folder(max_position_embeddings=512, sliding_window=4096, use_sliding_window=False), MODEL)
     with pytest.raises(PlanError, match=r"hidden 128 \(the model has 64\), head_dim 64 \(the model has 32\)"):
         check_reference(folder(hidden_size=128), MODEL)
     with pytest.raises(PlanError, match=r"model_type llama \(the model has qwen2\)"):

@@ -122,8 +122,8 @@ def test_ids(run: Path, tmp_path: Path) -> None:
     assert written.texts == 16 + 4
     for wanted, said in {
         "q": "no rollout of a problem 'q' is kept",
-        "p1/9": "the problem was sampled in step 1, 2, 3, 4",
-        "p1/1/7": "no such rollout is kept",
+        "p1/9": "the problem's are of step 1, 2, 3, 4",
+        "p1/1/7": "no such rollout is listed",
         "p1/x": "expected PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE",
         "/1": "expected PROBLEM",
     }.items():
@@ -162,7 +162,8 @@ def test_a_long_table_has_whole_steps_and_says_so(run: Path, tmp_path: Path, mon
     monkeypatch.setattr(recordings, "ROWS", 24)
     page, thin = report([run], tmp_path / "r.html")
     assert set(unpacked(page, "rows")[1]["step"].tolist()) == {2, 4} and thin.rows == 24
-    assert "responses of 2 of 4 steps are listed and counted" in thin.notes[0]
+    assert "responses of 2 of 4 files are listed and counted" in thin.notes[0]
+    assert report([run], tmp_path / "r.html", ids=["p1/3"], texts=0)[1].rows == 36  # a step that is named is listed
 
 
 def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) -> None:

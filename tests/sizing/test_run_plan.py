@@ -1,4 +1,4 @@
-"""The dry run's arithmetic against figures worked by hand, and every refusal with its numbers.
+"""The plan's arithmetic against figures worked by hand, and every refusal with its numbers.
 
 Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it), and that the model
 needs the multiples of a layout (the layout invariance tests run them).

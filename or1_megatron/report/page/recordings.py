@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -18,10 +18,10 @@ from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows, read_steps
 from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
-from or1_megatron.runtime.run_folder import RunFolder, find_run
+from or1_megatron.runtime.run_folder import RunFolder, find_run, step_of
 
 ROWS = 250_000
-"""About as many responses of a run are listed in a written page; with more, those of every n-th step."""
+"""About as many responses of a folder of a run are listed in a written page; of more, those of every n-th step."""
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
 
@@ -43,8 +43,8 @@ class Recording:
     notes: list[str] = field(default_factory=list)
 
 
-def read_recordings(runs: Sequence[Path]) -> list[Recording]:
-    """Return the records of runs in order, each run once and with a label of its own.
+def read_recordings(runs: Sequence[Path], steps: Collection[int] = ()) -> list[Recording]:
+    """Return the records of runs in order, each run once and with a label of its own; ``steps`` are never left out.
 
     Raises FileNotFoundError for a path that is not a run folder, ValueError for a line of metrics that is not a JSON
     object, or if no run has recorded anything yet.
@@ -56,30 +56,34 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
         find_run(run)
         if not any(run.samefile(other) for other in folders):  # a shell pattern and a name may give one run twice
             folders.append(run)
-    recordings = [read_recording(run, label) for run, label in zip(folders, labels(folders), strict=True)]
+    named = zip(folders, labels(folders), strict=True)
+    recordings = [read_recording(run, label, steps=steps) for run, label in named]
     if not any(recording.metrics or len(recording.rows) for recording in recordings):
         raise ValueError(f"{', '.join(map(str, folders))}: nothing to show yet, neither metrics nor rollouts")
     return recordings
 
 
-def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None) -> Recording:
+def read_recording(
+    run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None, steps: Collection[int] = ()
+) -> Recording:
     """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
-    not of all. Files that cannot be read are left out, and named in its notes."""
+    not of all: of many every n-th, and ``steps``. Files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
     config = _document(folder.config, yaml.safe_load, notes)
     if metrics is None:
         metrics = read_steps(folder.metrics) if folder.metrics.is_file() else {}
     if files is None:
         kept = [rollout_files(place) for place in (folder.rollouts, folder.evaluations)]
-        files = [path for its in kept for path in spread(its, ROWS)]
+        listed = {path for its in kept for path in spread(its, ROWS)}
+        files = [path for its in kept for path in its if path in listed or step_of(path) in steps]
         if len(files) < (every := sum(map(len, kept))):
-            notes.append(f"responses of {len(files):,} of {every:,} steps are listed and counted, those of every n-th")
+            notes.append(f"responses of {len(files):,} of {every:,} files are listed and counted, those of every n-th")
         if partial := sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}")):
             notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
         if not files:
             notes.append("no rollouts are kept: there is nothing to browse, and no histogram")
     rows = read_table(files, notes)
-    model = config.get("model", {}).get("hf")
+    model = (config.get("model") or {}).get("hf")
     alarms, sessions = (
         list(read_rows(path, bad_lines=[])) if path.is_file() else [] for path in (folder.alarms, folder.sessions)
     )
@@ -98,7 +102,10 @@ def read_recording(run: Path, label: str, metrics: Any = None, files: Sequence[P
 def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
     """Return what a file of the run holds: {} if there is none, and with a note if it cannot be read."""
     try:
-        return (load(path.read_text()) or {}) if path.is_file() else {}
+        found = (load(path.read_text()) or {}) if path.is_file() else {}
+        if isinstance(found, dict):
+            return found
+        raise ValueError("it holds no mapping")
     except (OSError, ValueError, yaml.YAMLError) as error:
         notes.append(f"{path.name} is left out: {' '.join(str(error).split())}")
         return {}
@@ -125,5 +132,5 @@ def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, Any]])
     for step, row in metrics.items():
         if (index := row.get("stage/index")) is not None:
             firsts.setdefault(int(index), step)
-    listed = enumerate(config.get("stages", ()))
+    listed = enumerate(config.get("stages") or ())
     return [(one["name"], firsts[i], one.get("max_response_tokens")) for i, one in listed if i in firsts]

@@ -77,7 +77,8 @@ def write_report(
         ValueError: no run has recorded anything yet.
         UnknownRollout: ``ids`` name a response that no run has kept.
     """
-    recordings = read_recordings(runs)
+    steps = {int(step) for name in ids for step in name.split("/")[1:2] if step.isdigit()}
+    recordings = read_recordings(runs, steps)
     table = join([recording.rows for recording in recordings])
     wanted = named(table, ids)
     notes: list[str] = []

@@ -61,6 +61,6 @@ def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
             fits = fits[fits[column] == int(value)] if value else fits
         if fits.empty:
             listed = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-            raise UnknownRollout(f"--ids {name}: no such rollout is kept; the problem was sampled in step {listed}")
+            raise UnknownRollout(f"--ids {name}: no such rollout is listed; the problem's are of step {listed}")
         wanted |= dict.fromkeys(fits.index.tolist())
     return list(wanted)

@@ -1,6 +1,6 @@
 """Compares Megatron at every parallel layout with transformers + torch: a self-test, and ``or1 check-parity``.
 
-The ranks (``parallel.parity``) are started once, as many as the largest layout needs.
+The ranks (``parallel.parity``) are started once per dtype, as many as the largest layout needs.
 """
 
 from __future__ import annotations

@@ -189,6 +189,7 @@ class Comparison:
         noise = np.abs(rounded[""] - right[""]) * self.share
         return Difference(side, name, mine - right[""], noise, places, _LEAST[self.inputs.dtype][0], apart)
 
+    @torch.no_grad()
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
         """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
         both = self.reference, self.rounded

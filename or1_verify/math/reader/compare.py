@@ -67,7 +67,8 @@ def compare(gold: Reading, answer: Reading) -> bool:
         return _same_set(gold, answer)
     if not same_links(gold, answer):
         return False
-    if isinstance(gold, Relation) and isinstance(answer, Quantity) and len(gold.sides) > 2 and all(gold.heads[:-1]):
+    is_chain = isinstance(gold, Relation) and len(gold.sides) > 2 and all(gold.heads[:-1]) and not gold.heads[-1]
+    if isinstance(gold, Relation) and is_chain and isinstance(answer, Quantity):
         gold = Relation(gold.operators[-1:], gold.sides[-2:], gold.heads[-2:])  # 2 for x = y = 2
     gold, answer = spread(gold), spread(answer)
     for kind, rule in _SPREAD_RULES:

@@ -27,7 +27,7 @@ _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 _INTEGER = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _ARGUMENT = r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*="
 _COUNTERS = {"k", "l", "m", "n"}
-_ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*\\pi")
+_ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*(?:[klmn] ?\\pi|\\pi ?[klmn](?! ?\^))")
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
 _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:\)|\]|\\\})[\s$.]*")
@@ -215,7 +215,7 @@ def _integers(one: str, other: str) -> tuple[str, str] | None:
     names = set(re.findall(_INTEGER, one))
     if re.search(_INTEGER, other):
         return None
-    if _ANGLES.match(one):
+    if _ANGLES.match(one) and len(_symbols(one)) <= 2:  # no other letter than the angle's
         names |= _symbols(one) & _COUNTERS
     free = _symbols(other) & _COUNTERS
     alone = len(names) == len(free) == 1 and not names & _symbols(other) and not free & _symbols(one)

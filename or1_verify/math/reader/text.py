@@ -73,7 +73,9 @@ def clean(raw: str, commas_group: bool = True) -> str:
         text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
         text = re.sub("[①-⑳]{2,}", lambda match: ",".join(str(ord(sign) - ord("①") + 1) for sign in match[0]), text)
     text = text if "begin" in raw else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # escaped twice
-    text = re.sub(r"<su(?:p>(.*?)</sup|b>(.*?)</sub)>", lambda m: f"^{{{m[1]}}}" if m[1] else f"_{{{m[2]}}}", text)
+    text = re.sub(
+        r"<su(?:p>(.*?)</sup|b>(.*?)</sub)>", lambda m: f"^{{{m[1]}}}" if m[1] is not None else f"_{{{m[2]}}}", text
+    )
     text = undecorated(text.translate(_TRANSLATION), typed="\\" not in raw)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ").replace("<=", r"\le ").replace(">=", r"\ge ")

@@ -168,6 +168,7 @@ function comparison(page, counted) {
     }
   }
   function draw() {
+    if (!data) return;
     const [gained, lost] = [found.filter((each) => each.after > each.before), found.filter((each) => each.after < each.before)];
     const notes = live ? data.header.notes.map((note) => `${note}. `).join("") : ""; // else they are at the top
     told.textContent = `${notes}${plural(found.length, "prompt")} in both: ${count(gained.length)} gained, ${count(lost.length)} lost, ${count(found.length - gained.length - lost.length)} as before`;
