@@ -34,7 +34,8 @@ REMOVED: Final = {
         ("algorithm.entropy.proportional_gain", "algorithm.entropy.integral_gain"),
         "take the key out; algorithm.entropy.mode = adaptive is the paper's control",
     ),
-    "checkpoint.in_memory": "take the key out, and set checkpoint.every_steps to the steps that the loss of a rank may cost",
+    "checkpoint.in_memory": "take the key out, and set checkpoint.every_steps to the steps that the loss of a "
+    "rank may cost",
     "data.train.weight": "set repeat, or a stage's mixture: to train on half as much of a source, repeat the others "
     "twice",
     "rollout.speculation": "set rollout.engine_args.speculative_config, for example "
