@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.recipes import CONFIGS, find, named, shape_like, summary
+from or1_megatron.sizing.run_plan import plan_run
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -59,6 +60,8 @@ def test_a_plan_prints_the_arithmetic(config: Path) -> None:
     assert rows["N_SGD, SGD steps per step"] == "2"
     assert rows["in epochs"] == "2.00"  # 10 * 8 prompts of 2 * 20
     assert "TP 2 x PP 1 x CP 1 x DP 1" in result.stdout
+    planned = plan_run(load_config(config, [f"evaluate.data=[{{path: {config.parent}/train.jsonl}}]"]), "cpu")
+    assert (planned.problems, planned.held_out) == ((20,), (20,))
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,16 @@ def test_a_missing_data_file_names_the_script_beside_the_configuration(config: P
         assert (f"{config.parent}/run.sh makes the data" in result.stderr) == said
 
 
-def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path) -> None:
-    """After it has printed the plan."""
+def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has printed the plan. Of two nodes, each has one of two ranks."""
     refused = invoke("train", config, "--check", "--device", "cpu")
     assert refused.exit_code == 2 and refused.stderr.startswith(f"or1: error: {config.parent}/model")
     assert "lacks model.safetensors or its index" in refused.stderr
     assert "responses per step" in refused.stdout
+    ranks_here: list[int] = []
+    monkeypatch.setattr("or1_megatron.trainer.preflight.check_inputs", lambda _, count: ranks_here.append(count))
+    invoke("train", config, "--check", "--nnodes", "2", "--device", "cpu")
+    assert ranks_here == [1]
 
 
 def test_check_refuses_adapters_that_are_not_there(config: Path) -> None:

@@ -23,4 +23,6 @@ def _make_model(folder: Path, architecture: str, **changes: Any) -> Path:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     (folder / "README.md").write_text("The base model's own card.")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder

@@ -53,8 +53,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_folder(a: Path, b: Path) -> None:
-    names = sorted(path.name for path in a.iterdir())
-    assert names == sorted(path.name for path in b.iterdir())
+    names, others = (sorted(str(path.relative_to(x)) for path in x.rglob("*") if path.is_file()) for x in (a, b))
+    assert names == others
     assert filecmp.cmpfiles(a, b, names, shallow=False) == (names, [], [])
 
 
@@ -180,6 +180,9 @@ def test_other_dtypes_and_file_sizes(qwen2: Path, converted: Path, tmp_path: Pat
         source
     )
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    half = sum(tensor.nbytes for tensor in source.values()) * 2 // 3
+    megatron_to_hf(plain, tmp_path / "two", QUIET, hf=qwen2, shard_bytes=half)
+    assert len(list((tmp_path / "two").glob("*.safetensors*"))) == 3  # two, and their index
     ids = torch.arange(60)[None]
     logits = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32)(ids).logits for x in (qwen2, out)]
     assert torch.equal(*logits)
@@ -212,6 +215,11 @@ def test_what_is_wrong_with_an_hf_folder_is_named(qwen2: Path, tmp_path: Path) -
     with pytest.raises(ModelError, match=f"{file.name} is missing"):
         hf_to_megatron(folder, out, QUIET)
     file.write_bytes(whole)
+    found = load_file(file)
+    name = next(name for name in found if name.endswith(("k_proj.weight", "up_proj.weight")))
+    save_file({**found, name: found[name].float()}, file, metadata={"format": "pt"})
+    with pytest.raises(ConvertError, match=f"{name}.* are of several dtypes, and Megatron holds them as one tensor"):
+        hf_to_megatron(folder, out, QUIET)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT9"]}))
     ended = CliRunner().invoke(app, ["convert", "hf-to-megatron", "--hf", str(folder), "--out", str(out)])

@@ -193,8 +193,8 @@ def test_what_does_not_fit_is_refused(
     ):
         AdapterTable(family_of(hf), hf, 4, ["q_proj"]).read(folder, tied_qwen2, 8.0)
     config = folder / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
-    with pytest.raises(ModelError, match="fit: use_rslora: its scale is not"):
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True, "alpha_pattern": {"q": 1}}))
+    with pytest.raises(ModelError, match="fit: use_rslora, alpha_pattern: its scale is not"):
         table.read(folder, model, ALPHA)
     with pytest.raises(ModelError, match="is no folder of adapters"):
         table.read(model, model, ALPHA)

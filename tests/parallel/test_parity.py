@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.schema import ModelConfig
+from or1_megatron.parallel import parity
 from or1_megatron.parallel.parity import Deviation, Numbers, cast, compare, load_network, record_probe, reference
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
@@ -289,6 +290,7 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
     assert [line.split(" differs")[0] for line in said_of(difference, gradient=0.0025 / 7)] == ["loss"]
     assert len(list(said_of(difference, gradient=0.0025 / 9))) == 2  # eight times what rounding makes is allowed
     assert compare(numbers(losses=[1000.004]), numbers(losses=[1000.0]))["loss"] == pytest.approx(4e-6)
+    assert compare(numbers(grad_norms=[1.0]), numbers())["grad_norm"] == 0.5
     unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])
     whole = numbers(log_probs=[np.zeros(2, np.float32), np.zeros(1, np.float32)])
     assert next(said_of(compare(unscored, whole))).startswith("log-prob differs by nan")
@@ -296,7 +298,7 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
     assert "3 steps of a differs by inf" in next(said_of(compare(broken, numbers())))
 
 
-def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
+def test_the_probe_puts_everything_to_work(tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ratios inside and outside the clip range, advantages of both signs, tokens not counted, the entropy bonus, dual
     clip, correction weights that are masked and not, and the KL."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
@@ -316,6 +318,9 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
         for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")
     }
     assert all(0.01 < value < 0.5 for value in seen.values()), seen
+    monkeypatch.setattr(parity, "_FLOAT64_BYTES", 1 << 60)  # too many: bf16 is measured, and scaled
+    found = parity.references(network, samples, objective, "float32", {"token_mean"})
+    assert 0 < found["token_mean"][1]["log_prob"] < 1e-5
 
 
 def test_a_cast_keeps_rotary_frequencies(tiny_qwen2: Path) -> None:

@@ -70,6 +70,8 @@ def test_what_does_not_fit_says_what_would_save_most() -> None:
     assert "does not fit: the run needs about" in stderr and "parallel.recompute=full saves" in stderr
     stdout, _ = run(*options, "--json", code=2)
     assert json.loads(stdout)["fits"] is False and "a GPU has 74.51 GiB" in json.loads(stdout)["lacks"][0]
+    stdout, _ = run(*options, "--json", "--set", "cluster.gpu_memory_gb=60", code=2)  # as another program leaves
+    assert "a GPU has 55.88 GiB" in json.loads(stdout)["lacks"][0]
 
 
 @pytest.mark.parametrize(

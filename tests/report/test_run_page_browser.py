@@ -316,10 +316,11 @@ def test_what_is_not_in_the_page_is_said(opened: Chromium, page: Path) -> None:
 
 def test_how_pass_rates_move(browser: Chromium, page: Path, tmp_path: Path) -> None:
     """p0 stays at none and p1 at a half, p2 goes from 7 of 8 to all; its cell lists its 16 responses. A run of one
-    stage is halved."""
+    stage is halved; held-out responses count in neither."""
     matrix = "[...document.querySelector('.matrix').rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
     path = tmp_path / "halves.html"
-    write_report([write_run(tmp_path / "halves", steps=2)], path)
+    evaluate(write_run(tmp_path / "halves", steps=2), {0: "4"})
+    write_report([tmp_path / "halves"], path)
     for shown, periods in ((path, "steps 1–1 ↓  steps 2–2 →"), (page, "short ↓  long →")):
         show(browser, shown, "#problems")
         head, *rows = browser.evaluate(matrix)

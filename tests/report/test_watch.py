@@ -68,6 +68,9 @@ def test_the_feed_tells_new_steps_once(tmp_path: Path) -> None:
             '{"step": 1, "b": 0.5, "old": "text"}\n{"step": 1, "a": null}\n{"step": 0}\n'
         )
         assert ask(server, "/data/head")["runs"][0]["metrics"] == {"b": [[1], [0.5]], "a": [[1], [None]]}
+        version = ask(server, "/data/head")["version"]
+        (run / "summary.json").write_text('{"finished": true}')
+        assert ask(server, f"/data/head?version={version}")["runs"][0]["summary"] == {"finished": True}
         run.rename(tmp_path / "away")
         assert ask(server, "/data/rows") == f"the run folder {run} is gone"
         (tmp_path / "away").rename(run)
@@ -128,12 +131,13 @@ def test_who_is_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 def test_long_curves_keep_their_extremes() -> None:
     """9,999 steps of zeros with one peak and one gap; what the page adds up stays whole."""
-    rows = {step: {"x": float(step == 5000), "time/x": 1.0} for step in range(9999)} | {7000: {"x": None}}
-    series = run_page._series(SimpleNamespace(metrics=rows), ["x", "time/x"], 2000)  # type: ignore[arg-type]
-    (places, values, measured), whole = series.values()
+    added = {"time/x": 1.0, "alarm/x": 0.0, "rollout/response_tokens": 9.0}
+    rows = {step: {"x": float(step == 5000), **added} for step in range(9999)} | {7000: {"x": None}}
+    series = run_page._series(SimpleNamespace(metrics=rows), ["x", *added], 2000)  # type: ignore[arg-type]
+    (places, values, measured), *whole = series.values()
     assert measured == 9999 and 1000 <= len(places) <= 2000 and places == sorted(set(places))
     assert [(place, values[i]) for i, place in enumerate(places) if values[i] != 0] == [(5000, 1), (7000, None)]
-    assert list(map(len, whole)) == [9998, 9998]
+    assert [list(map(len, each)) for each in whole] == [[9998, 9998]] * 3
 
 
 def test_the_live_page(tmp_path: Path) -> None:

@@ -379,6 +379,7 @@ class Diary:
         self.evaluations: dict[int, EvaluationResult] = {}
         self.resumed_at: list[int] = []
         self.alarms: list[str] = []
+        self.alarmed_at: list[int] = []
 
     def verb_started(self, step: int, verb: str) -> None:
         self.verbs.append((step, verb))
@@ -399,6 +400,7 @@ class Diary:
 
     def alarmed(self, step: int, text: str) -> None:
         self.alarms.append(text)
+        self.alarmed_at.append(step)
 
     def resumed(self, step: int) -> None:
         self.resumed_at.append(step)

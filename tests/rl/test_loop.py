@@ -517,7 +517,7 @@ def test_skipped_update_is_counted_and_said(tmp_path: Path) -> None:
     assert [(rows[k]["sgd/skipped"], rows[k]["sgd/skipped_in_a_row"]) for k in (1, 2, 3)] == [(0, 0), (1, 1), (0, 0)]
     assert "loss" not in rows[2] and "loss" in rows[3]
     (alarm,) = world.diary.alarms
-    assert "step 2, SGD step 0: skipped, because the loss (nan)" in alarm
+    assert "step 2, SGD step 0: skipped, because the loss (nan)" in alarm and world.diary.alarmed_at == [2]
 
 
 def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from waiting import wait_until
 
 from or1_megatron.runtime import monitor as module
 from or1_megatron.runtime.faults import FaultRecord
-from or1_megatron.runtime.heartbeat import beats_folder, read_beats
+from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder, read_beats
 from or1_megatron.runtime.monitor import Monitor
 
 CHILD = """
@@ -131,6 +131,15 @@ def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
     assert watched.faults.counts()["faults/stalled"] == 4
     watched.monitor.look()
     assert {beat.who for beat in read_beats(beats_folder(watched.run))} == {"healthy", "loading"}
+
+
+def test_a_deadline_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("or1_megatron.runtime.heartbeat.BEAT_S", 0.01)
+    late: list[float] = []
+    with Heartbeat(tmp_path, "rank 0").within(0.05, lambda: late.append(time.monotonic())):
+        pass
+    time.sleep(0.3)
+    assert late == []
 
 
 def test_leaves_a_starved_process_alone(watched: Watched) -> None:

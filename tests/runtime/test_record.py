@@ -27,10 +27,10 @@ def session(folder: RunFolder, resumed: int | None, steps: range, mark: float, e
         observer.resumed(resumed)
     for step in steps:
         observer.verb_started(step, "report")
+        observer.alarmed(step + 1, f"alarm 'entropy' at step {step + 1}: {mark} is less than at step 0")
         observer.rolled_out(step + 1, "short", [], [])
         record.held_out([])
         observer.evaluated(step + 1, EvaluationResult(mark, mark, 0.0, 1.0, 0, 0, 0.0, 0.0))
-        observer.alarmed(step + 1, f"alarm 'entropy' at step {step + 1}: {mark} is less than at step 0")
         tracker.log(step + 1, {"reward/mean": np.float32(mark)})  # NumPy's scalars are numbers, too
     tracker.close()
 

@@ -19,7 +19,7 @@ import pytest
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.selftest import run_checks
-from or1_megatron.selftest.one_check import Check
+from or1_megatron.selftest.one_check import Check, CheckOutcome
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -112,6 +112,10 @@ def test_without_time_left_a_check_is_not_started(tmp_path: Path, monkeypatch: p
     assert report.ended("failed") == ["late"]
     text = (tmp_path / "selftest.txt").read_text()
     assert "late: failed: not started, as no time was left (--minutes)" in text
+    limits: list[float] = []
+    monkeypatch.setattr(run_checks, "_run", lambda _, s, *more: limits.append(s) or CheckOutcome("", "passed"))
+    run_checks.run_checks([Check("a", "", limit_s=60.0), Check("b", "", limit_s=6000.0)], tmp_path, minutes=5.0)
+    assert limits[0] == 30 and 0 < limits[1] <= 300
 
 
 def test_a_rank_asks_for_the_memory_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,10 @@ def test_more_gpus_are_asked_for_than_are_here(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     with pytest.raises(ConfigError, match=r"parallel.ranks = 10 need 10 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
         check("parallel.ranks=10", ranks_here=10)
+    ports: list[int | None] = []  # of rank 0's metrics and of each engine's
+    monkeypatch.setattr(f"{check_inputs.__module__}.check_trackers", lambda track: ports.append(track.prometheus_port))
+    check("track.prometheus_port=9100", "rollout.engines=2", elsewhere)
+    assert ports == [9100, 9101, 9102]
 
 
 def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.gpus import NodeGpus
+from or1_megatron.trainer import placement
 from or1_megatron.trainer.placement import PlacementError, RankGpu, colocated_places, separate_places
 
 HERE = Path(__file__).parent
@@ -91,6 +93,14 @@ def test_engines_do_not_inherit_what_megatron_needs(seen: dict[str, list[dict[st
     """CUDA_DEVICE_MAX_CONNECTIONS=1 would queue all streams of an engine one after another."""
     found = {e["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] for engines in seen.values() for e in engines}
     assert found == {"8"}
+
+
+def test_engines_serve_their_metrics_behind_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Mock()
+    monkeypatch.setattr(placement, "wait_for_nodes", Mock())
+    monkeypatch.setattr(placement, "EnginePool", pool)
+    placement.start_engines(Mock(**{"track.prometheus_port": 9100}), Mock(root=tmp_path), Mock())
+    assert pool.call_args.args[-1] == 9101
 
 
 def test_ranks_by_number_leave_the_rest_of_a_node() -> None:
