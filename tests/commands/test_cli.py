@@ -95,7 +95,7 @@ def test_a_missing_data_file_names_the_script_beside_the_configuration(config: P
 
 
 def test_check_refuses_weights_that_are_still_to_be_downloaded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it has printed the plan. Of two nodes, each has one of two ranks."""
+    """After it has printed the plan. Each of two nodes has one of two ranks."""
     refused = invoke("train", config, "--check", "--device", "cpu")
     assert refused.exit_code == 2 and refused.stderr.startswith(f"or1: error: {config.parent}/model")
     assert "lacks model.safetensors or its index" in refused.stderr
