@@ -85,7 +85,7 @@ class TokenInputs:
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
     log_prob_gradients: torch.Tensor | None = None
-    """d loss / d log-prob, when the objective was evaluated before the update (``rl.objectives.scored``)."""
+    """d loss / d log-prob, when the objective was evaluated before the update (``rl.objectives.whole_batch``)."""
     entropy_gradients: torch.Tensor | None = None
     sequences: Sequences | None = None
     """None for an objective of scope "token"."""

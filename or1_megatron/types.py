@@ -248,7 +248,7 @@ class MicroBatch:
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
     weights: Float32Array | None = None  # [T], ``Sample.weight``; None: all 1
-    log_prob_gradients: Float32Array | None = None  # [T], both set by ``rl.objectives.scored``
+    log_prob_gradients: Float32Array | None = None  # [T], both set by ``rl.objectives.whole_batch``
     entropy_gradients: Float32Array | None = None  # [T]
     routed_experts: tuple[RoutedExperts, ...] | None = None  # [S] arrays, ``Sample.routed_experts``
     own_experts: OwnExperts | None = None  # what one rank gets of these

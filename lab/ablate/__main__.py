@@ -17,7 +17,7 @@ from lab.ablate.ablation import Ablation, Arm, Arms, Scale, arms_of, differences
 from lab.ablate.outcome import measure, read_metrics, reads_seconds
 from lab.ablate.page import write_page
 from lab.ablate.runs import ArmRun, run_all, runs_of
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.config.yaml_reader import read_value
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -43,7 +43,7 @@ def ablate(
     """
     signal.signal(signal.SIGTERM, lambda received, _: sys.exit(128 + received))
     kept, changed, failed = kept or out / "kept", overrides or [], False
-    with explained():
+    with report_user_errors():
         ablations = load_ablations()
         if not numbers:
             rows = [[str(n), a.title, ", ".join(a.small.arms), ", ".join(a.paper.arms)] for n, a in ablations.items()]

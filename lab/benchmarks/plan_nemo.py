@@ -32,8 +32,8 @@ from or1_megatron.config.hardware import read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Drawn, Moment
+from or1_megatron.plan.rollout_time import engine_clock
 from or1_megatron.plan.step_time import Machine, Steps, StepTime
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape

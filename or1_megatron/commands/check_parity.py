@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.runtime.nvidia_driver import check_driver
 
 
@@ -42,7 +42,7 @@ def check_parity(
 
     Exits with 1 and names what differs when a layout computes something else; of an objective with a fault only that.
     """
-    with explained():
+    with report_user_errors():
         check_driver()
         from or1_megatron.config.schema import ModelConfig
         from or1_megatron.rl.objectives.check import faults, probe_objective

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import Overrides, config_file
+from or1_megatron.commands.user_errors import report_user_errors
 
 
 def config(
@@ -26,7 +26,7 @@ def config(
 
     or1 config or1_7b; or1 config or1_7b --key parallel.ranks; or1 config --explain optimizer.lr
     """
-    with explained():
+    with report_user_errors():
         if explain:
             from or1_megatron.config.explain import explain as text_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ def hf_to_megatron(
     dtype: _Dtype = None,
 ) -> None:
     """Convert an HF folder to a Megatron checkpoint, which loads at any parallel layout."""
-    with explained():
+    with report_user_errors():
         from or1_megatron.convert.to_megatron import hf_to_megatron as run
 
         run(hf, out, Console(stderr=True), dtype=_dtype(dtype))
@@ -43,7 +43,7 @@ def megatron_to_hf(
     dtype: _Dtype = None,
 ) -> None:
     """Convert a Megatron checkpoint to an HF folder that transformers loads."""
-    with explained():
+    with report_user_errors():
         from or1_megatron.convert.to_hf import megatron_to_hf as run
 
         run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype))

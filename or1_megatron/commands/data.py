@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 
 if TYPE_CHECKING:
     from or1_megatron.data.pipeline.recipe import SampledModel
@@ -31,8 +31,8 @@ def build_dataset(
     ] = None,
 ) -> None:
     """Run RECIPE's steps, without steps that are done and have not changed. A build that was killed resumes."""
-    with explained():
-        from or1_megatron.commands.asked_model import open_sampler
+    with report_user_errors():
+        from or1_megatron.commands.open_model import open_sampler
         from or1_megatron.config.load import load_as
         from or1_megatron.data.pipeline.build import build
         from or1_megatron.data.pipeline.recipe import Recipe
@@ -50,7 +50,7 @@ def why(
     folder: Annotated[Path, _FOLDER] = _DEFAULT,
 ) -> None:
     """Print which step excluded a problem, the reason and the evidence; or that it was kept."""
-    with explained():
+    with report_user_errors():
         from or1_megatron.data.pipeline.build import why as look_up
         from or1_megatron.data.pipeline.records import Exclusion
 
@@ -77,7 +77,7 @@ def benchmark(
     ),
 ) -> None:
     """Write evaluation sets: prompts as published, AIME24's ending, LiveCodeBench's window."""
-    with explained():
+    with report_user_errors():
         from or1_megatron.evaluate.benchmarks import write_set
 
         for name in names:

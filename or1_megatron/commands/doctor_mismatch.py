@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import Overrides, config_file
+from or1_megatron.commands.user_errors import report_user_errors
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
@@ -29,7 +29,7 @@ def mismatch(
 
     Needs one device for policy, engine and a model in float32. Exits with 1 if the cause is not noise.
     """
-    with explained(FileNotFoundError, ValueError), tempfile.TemporaryDirectory() as folder:
+    with report_user_errors(FileNotFoundError, ValueError), tempfile.TemporaryDirectory() as folder:
         from or1_megatron.config.load import load_as
         from or1_megatron.config.schema import Config
         from or1_megatron.report.figures.differences import draw_differences
@@ -56,7 +56,7 @@ def mismatch(
 
 def measure(inputs: Inputs, head: Any) -> Comparison:
     """Compare an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
-    from or1_megatron.commands.asked_model import LocalModel
+    from or1_megatron.commands.open_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
     from or1_megatron.selftest.mismatch.measure import Comparison
     from or1_megatron.selftest.models import one_rank

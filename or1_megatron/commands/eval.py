@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.runtime.console import outlive_console
@@ -58,7 +58,7 @@ def evaluate(
     sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
 ) -> None:
     """Measure avg@k and pass@k of MODEL on DATA, with intervals, by response length and by context budget."""
-    with explained():
+    with report_user_errors():
         missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)}")
@@ -94,7 +94,7 @@ def evaluate_model(
         DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
         EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
     """
-    from or1_megatron.commands.asked_model import open_model, with_length
+    from or1_megatron.commands.open_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
     from or1_megatron.evaluate.benchmarks import load_set
     from or1_megatron.evaluate.sample_and_judge import evaluate

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import Overrides, config_file, note, shape_folder
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.errors import USER_ERROR
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plan(
 
     Exits with status 2 if it does not fit in memory, or on the disk of this machine.
     """
-    with explained():
+    with report_user_errors():
         from or1_megatron.config.hardware import read_hardware
         from or1_megatron.config.load import load_config
         from or1_megatron.config.recipes import find

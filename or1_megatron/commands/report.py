@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 
 
 def report(
@@ -31,7 +31,7 @@ def report(
     ] = None,
 ) -> None:
     """Draw RUN... as one HTML page: curves, times, lengths, pass rates of problems, and the responses."""
-    with explained(FileNotFoundError, ValueError):
+    with report_user_errors(FileNotFoundError, ValueError):
         from or1_megatron.report.page.run_page import write_report
 
         path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))

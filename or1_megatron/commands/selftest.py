@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.runtime.nvidia_driver import check_driver
 
 
@@ -22,7 +22,7 @@ def selftest(
     Writes a report that can be attached to an issue. Exits with 1 when a check fails or had no time; what is not
     possible here does not count.
     """
-    with explained():
+    with report_user_errors():
         from or1_megatron.selftest.known_checks import chosen
         from or1_megatron.selftest.run_checks import run_checks
 

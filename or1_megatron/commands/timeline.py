@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import RunDir
+from or1_megatron.commands.user_errors import report_user_errors
 
 
 def timeline(run: RunDir, step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None) -> None:
     """Show who was busy and who waited in a step of a run with track.timeline."""
-    with explained(ValueError):
+    with report_user_errors(ValueError):
         from or1_megatron.report.figures.step_timeline import draw_step, perfetto_trace, read_step
 
         step, processes = read_step(run / "timeline", step)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.explained import explained
 from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note
+from or1_megatron.commands.user_errors import report_user_errors
 from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.nvidia_driver import check_driver
 from or1_megatron.runtime.signals import CPP_LOG_LEVEL, QUIET
@@ -51,7 +51,7 @@ def train(
 
     SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second signal stops at once. Parts that die or stall start again.
     """
-    with explained():
+    with report_user_errors():
         if not check:
             os.environ.setdefault(CPP_LOG_LEVEL, QUIET)  # before torch is imported
             outlive_console()
@@ -122,7 +122,7 @@ def _planned(config: Config, device: Device | None = None) -> Plan:
     """Return the plan of a run that starts now on ``device`` (None: this machine's)."""
     import torch
 
-    from or1_megatron.runtime.surroundings import make_usable
+    from or1_megatron.runtime.process_environment import make_usable
     from or1_megatron.trainer.preflight import plan_start
 
     for line in make_usable():

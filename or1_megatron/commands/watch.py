@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.explained import explained
+from or1_megatron.commands.user_errors import report_user_errors
 
 
 def watch(
@@ -20,7 +20,7 @@ def watch(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond localhost, a token is needed.")] = "127.0.0.1",
 ) -> None:
     """Show RUN... as a page on localhost that follows the training. Ctrl-C ends it."""
-    with explained(FileNotFoundError), suppress(KeyboardInterrupt):
+    with report_user_errors(FileNotFoundError), suppress(KeyboardInterrupt):
         from or1_megatron.report.page.feed import Feed
         from or1_megatron.report.page.server import PageServer
 

@@ -39,7 +39,7 @@ from or1_megatron.config.stages import (
     ProblemSetConfig,
     StageConfig,
     StageEvaluationConfig,
-    refuse_twice,
+    refuse_duplicates,
 )
 from or1_verify.config import VerifyConfig
 
@@ -353,7 +353,7 @@ class Config(Section):
         for stage in self.stages:
             if stage.mixture is None:
                 continue
-            refuse_twice(sources, "data.train")
+            refuse_duplicates(sources, "data.train")
             if set(stage.mixture) != set(sources):
                 raise ValueError(
                     f"stage '{stage.name}': mixture names {sorted(stage.mixture)}; expected each source of data.train "

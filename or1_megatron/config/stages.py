@@ -194,7 +194,7 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        refuse_twice((held_out.title for held_out in self.data), "evaluate.data")
+        refuse_duplicates((held_out.title for held_out in self.data), "evaluate.data")
         if odd := [held_out.title for held_out in self.data if "/" in held_out.title or not held_out.title]:
             raise ValueError(f"evaluate.data: a set cannot be named '{odd[0]}': it is part of a metric's name")
         return self
@@ -214,7 +214,7 @@ class EvaluationConfig(Section):
         return self.model_copy(update=stage.evaluate.model_dump(exclude_none=True))
 
 
-def refuse_twice(names: Iterable[str], key: str) -> None:
+def refuse_duplicates(names: Iterable[str], key: str) -> None:
     """Raise ValueError, with the configuration key ``key``, if a name occurs twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

@@ -28,7 +28,7 @@ from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.packed import PackedRow, pack_row
-from or1_megatron.rl.objectives.scored import needs_scores
+from or1_megatron.rl.objectives.whole_batch import needs_scores
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import MicroBatch
 
@@ -124,12 +124,12 @@ def _objective_loss(
     """Compute (loss, token count, (named sums, log-probs and entropies [2, c])) of one micro-batch.
 
     Megatron's schedules expect this form from the last stage. An objective that needs scores first must be evaluated
-    earlier (``rl.objectives.scored``); here it raises ValueError.
+    earlier (``rl.objectives.whole_batch``); here it raises ValueError.
     """
     if needs_scores(objective, one_pass):
         raise ValueError(
             f"{type(objective).__name__} has the scope '{scope_of(objective)}', which this head cannot give; evaluate "
-            "it before the update (rl.objectives.scored)"
+            "it before the update (rl.objectives.whole_batch)"
         )
     seen: list[Tensor] = []
     inputs = replace(row.inputs, sequences=row.sequences) if scope_of(objective) == "sequence" else row.inputs

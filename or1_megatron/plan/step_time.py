@@ -10,9 +10,9 @@ import numpy as np
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
 from or1_megatron.config.schema import Config
-from or1_megatron.plan.clocks import engine_clock, hand_off_s
 from or1_megatron.plan.engines import PARTS, PlannedEngines
 from or1_megatron.plan.lengths import Lengths, Moment
+from or1_megatron.plan.rollout_time import engine_clock, hand_off_s
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
 from or1_megatron.rl.batch import split
 from or1_megatron.sizing.conflicts import Device

@@ -13,7 +13,7 @@ import numpy as np
 
 from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config, ParallelConfig
-from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s, message_s
+from or1_megatron.plan.rollout_time import all_reduce_s, link_bytes_per_s, message_s
 from or1_megatron.rl.packing import RowPlan, plan_rows
 from or1_megatron.sizing.memory import fullest_stage, layer_numbers
 from or1_megatron.sizing.parallel_layouts import rows_of

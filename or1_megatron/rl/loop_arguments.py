@@ -76,7 +76,7 @@ class LoopConfig:
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
     one_pass: bool = False
-    """Whether the policy's output head is one-pass, so that it sees no whole sequences (``objectives.scored``)."""
+    """Whether the policy's output head is one-pass, so that it sees no whole sequences (``objectives.whole_batch``)."""
 
 
 @dataclass(frozen=True, slots=True)

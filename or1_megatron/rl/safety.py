@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from or1_megatron.interfaces import Objective, Policy
-from or1_megatron.rl.objectives.scored import update
+from or1_megatron.rl.objectives.whole_batch import update
 from or1_megatron.types import Batch, UpdateReport
 from or1_verify.errors import UserError
 
@@ -22,7 +22,7 @@ class UpdateGuard:
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.
         tell: takes the step and a sentence for the log and the console.
-        one_pass: whether the policy's output head is one-pass (``objectives.scored.needs_scores``).
+        one_pass: whether the policy's output head is one-pass (``objectives.whole_batch.needs_scores``).
     """
 
     def __init__(self, max_in_a_row: int, policy: Policy, tell: Callable[[int, str], None], one_pass: bool) -> None:

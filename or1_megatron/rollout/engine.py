@@ -147,7 +147,7 @@ class VllmEngine:
         pass_rows_as_bytes()
         self._settings = settings
         self._sampling_params = SamplingParams
-        drafts = settings.config.engine_args.get("speculative_config") is not None
+        self._drafts = settings.config.engine_args.get("speculative_config") is not None
         self._llm = LLM(
             model=str(settings.model),
             dtype=settings.dtype,
@@ -161,7 +161,7 @@ class VllmEngine:
             weight_transfer_config={"backend": "slices"},  # as ``handoff.vllm.receiver`` is known to vLLM
             worker_extension_cls=ROUTING_EXTENSION if settings.config.router_replay else WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
-            **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
+            **({"per_request_spec_decode_metrics": "summary"} if self._drafts else {}),
         )
         self._engine = self._llm.llm_engine
         self._metrics = EngineMetrics(self._engine, settings.metrics_port) if settings.metrics_port else None
@@ -290,9 +290,9 @@ class VllmEngine:
     def _iterate(self) -> None:
         with span("decode", requests=len(self._pending)) as seen:
             iteration = self._engine.engine_core.get_output()
-            seen.update(
-                batch=len(iteration.outputs), tokens=sum([len(each.new_token_ids) for each in iteration.outputs])
-            )
+            batch = len(iteration.outputs)
+            tokens = sum([len(each.new_token_ids) for each in iteration.outputs]) if self._drafts else batch
+            seen.update(batch=batch, tokens=tokens)
         if self._metrics is not None:
             self._metrics.record(iteration, self._pending)
         version, now_s = iteration.weight_version, time.time()

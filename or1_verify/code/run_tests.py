@@ -21,7 +21,7 @@ from or1_verify.code.codec import encode
 from or1_verify.code.imports import with_imports
 from or1_verify.code.in_sandbox import own_program
 from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
-from or1_verify.sandbox.launched import Launched
+from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox
 
@@ -158,7 +158,7 @@ class _Calls:
         self._sandbox, self._tests, self._source = sandbox, tests, source
         self._limits, self._for_program = limits, for_program
         self._forks = False  # until the call server says that it can
-        self._session: Launched | None = None
+        self._session: ConfinedProcess | None = None
 
     def load(self) -> None:
         """Load the submission in a new sandbox. Raises SessionEnded if it does not load."""
@@ -212,7 +212,7 @@ class _Calls:
         return answer
 
 
-def _from_program(judge: Launched, line: bytes, asked: int) -> bytes:
+def _from_program(judge: ConfinedProcess, line: bytes, asked: int) -> bytes:
     """Return a test program's next line. If it ends after an answer of the submission, the submission is to blame."""
     try:
         return judge.ask(line)

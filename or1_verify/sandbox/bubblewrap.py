@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from or1_verify.sandbox.launched import (
+from or1_verify.sandbox.confined_process import (
     ENVIRONMENT,
     PYTHON_OPTIONS,
     RUNNER,
     UNPRIVILEGED_ID,
-    Launched,
+    ConfinedProcess,
     memory_file,
 )
 from or1_verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
@@ -48,7 +48,7 @@ class Bubblewrap:
         self.interpreter = interpreter
         self._filter = namespaced_filter()
 
-    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
         """Start a sandbox, whose runner then waits at the gate. ``stdin``: content, or None for a pipe that stays open.
 
         Raises OSError if no process can be started.
@@ -68,7 +68,8 @@ class Bubblewrap:
             binds += ["--remount-ro", "/", "--chdir", "/tmp"]
             runner = [str(self.interpreter), *PYTHON_OPTIONS, f"{_BOX}/runner.py"]
             command = [*self._confinement(limits, status_write), *binds, *runner]
-            launched = Launched.start(command, stdin, limits, (*opened, status_write), cwd="/", env={}, **identity)
+            given = (*opened, status_write)
+            launched = ConfinedProcess.start(command, stdin, limits, given, cwd="/", env={}, **identity)
         except OSError:
             os.close(status_read)
             raise

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from or1_verify.sandbox.launched import ENVIRONMENT, PYTHON_OPTIONS, RUNNER, UNPRIVILEGED_ID, Launched
+from or1_verify.sandbox.confined_process import ENVIRONMENT, PYTHON_OPTIONS, RUNNER, UNPRIVILEGED_ID, ConfinedProcess
 from or1_verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
 from or1_verify.sandbox.seccomp import lone_filter, namespaced_filter
 
@@ -65,7 +65,7 @@ class Landlock:
         self._tasks = (0, -_TASKS_KNOWN_S)
         _remove_folders_of_the_dead()
 
-    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
         """Start a sandbox, whose runner then waits at the gate. Raises OSError if no process can be started."""
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         try:
@@ -73,7 +73,7 @@ class Landlock:
             environment = {**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)}
             environment["LD_LIBRARY_PATH"] = str(self.interpreter.parent)  # a copy of ours has its libraries there
             runner = [str(self.interpreter), *PYTHON_OPTIONS, str(box / "runner.py")]
-            launched = Launched.start(
+            launched = ConfinedProcess.start(
                 runner, stdin, limits, cwd=scratch, env=environment, start_new_session=True, **self._identity
             )
         except OSError:

@@ -23,8 +23,8 @@ from pathlib import Path
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.bubblewrap import Bubblewrap
 from or1_verify.sandbox.cgroups import CgroupPool
+from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.landlock import Landlock
-from or1_verify.sandbox.launched import Launched
 from or1_verify.sandbox.program import (
     WALL_PER_CPU,
     Program,
@@ -102,8 +102,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             launched.release()
             return launched.finish(launched.read() or "exited")
 
-    def open(self, program: Program, limits: SandboxLimits | None = None) -> Launched:
-        """Start a program that keeps running and answers line by line (``Launched.ask``). Raises SandboxFailure."""
+    def open(self, program: Program, limits: SandboxLimits | None = None) -> ConfinedProcess:
+        """Start a program that answers line by line (``ConfinedProcess.ask``). Raises SandboxFailure."""
         launched = self._launch(program, None, limits or self.limits)
         assert launched.process.stdin is not None
         os.set_blocking(launched.process.stdin.fileno(), False)
@@ -115,7 +115,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         """The version of the cgroups in use, or 0 if cgroups cannot be used."""
         return self._cgroups.version if self._cgroups else 0
 
-    def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+    def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> ConfinedProcess:
         launched = self._tier.launch(program, stdin, limits, self._cgroups is not None)
         try:
             launched.wait_at_gate(self._cgroups)

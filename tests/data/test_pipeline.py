@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from or1_megatron.commands.app import app
-from or1_megatron.commands.asked_model import open_sampler
+from or1_megatron.commands.open_model import open_sampler
 from or1_megatron.config.load import load_as
 from or1_megatron.data.pipeline.build import kept, ledger, steps_of
 from or1_megatron.data.pipeline.recipe import Recipe

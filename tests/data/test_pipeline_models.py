@@ -17,7 +17,7 @@ import pytest
 from engine_fixtures import RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
-from or1_megatron.commands.asked_model import open_sampler
+from or1_megatron.commands.open_model import open_sampler
 from or1_megatron.data.pipeline.build import build, kept, ledger
 from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel

@@ -27,7 +27,7 @@ from or1_megatron.parallel import parity
 from or1_megatron.parallel.parity import Deviation, Numbers, cast, compare, load_network, record_probe, reference
 from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
-from or1_megatron.rl.objectives.scored import inputs_of
+from or1_megatron.rl.objectives.whole_batch import inputs_of
 from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
 from or1_megatron.types import Sample
 
@@ -126,7 +126,7 @@ def assert_equal(row: dict[str, Any]) -> None:
 def test_equals_transformers(case: str, layout: str, measured: dict[str, dict[str, Any]]) -> None:
     """Tied embeddings are one tensor with two uses: under PP its two copies share their gradient; a head that writes
     main_grad keeps both. Objectives are cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or
-    before (``rl.objectives.scored``); the reference sees all tokens at once; tests/rl compares each with its paper."""
+    before (``rl.objectives.whole_batch``); the reference sees all tokens at once; tests/rl compares with the papers."""
     assert_equal(measured[case][layout])
 
 

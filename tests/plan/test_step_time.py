@@ -17,9 +17,9 @@ from or1_megatron.config.hardware import Rates, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
 from or1_megatron.plan import step_time
-from or1_megatron.plan.clocks import engine_clock, hand_off_s
 from or1_megatron.plan.engines import EngineClock
 from or1_megatron.plan.lengths import Drawn, Moment
+from or1_megatron.plan.rollout_time import engine_clock, hand_off_s
 from or1_megatron.plan.run_time import run_time
 from or1_megatron.plan.step_time import Machine, StepTime
 from or1_megatron.plan.update_time import passes, stage_work, update_time

@@ -118,8 +118,8 @@ def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     ("stage", "objective", "passes"),
     [
         (OFF_POLICY, {"name": "gspo"}, 5),  # pi_k's, and one before each SGD step
-        (OFF_POLICY, {"name": "test_scored:Centred"}, 5),
-        (STAGE, {"name": "test_scored:Centred"}, 1),
+        (OFF_POLICY, {"name": "test_whole_batch:Centred"}, 5),
+        (STAGE, {"name": "test_whole_batch:Centred"}, 1),
         (STAGE, {"name": "gspo"}, 0),  # pointwise on policy
     ],
 )

@@ -1,7 +1,7 @@
 """Each objective against numbers worked by hand and a float64 implementation in plain Python, written from its paper.
 
 The gradients are compared with finite differences of that implementation. Nothing here says how an objective is spread
-over ranks (``test_scored``, ``parallel/test_parity``), what makes the log-probs, or whether an objective helps.
+over ranks (``test_whole_batch``, ``parallel/test_parity``), what makes the log-probs, or whether an objective helps.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from or1_megatron.runtime import surroundings
+from or1_megatron.runtime import process_environment
 from or1_verify.errors import UserError
 
 PROGRAM = """
@@ -61,24 +61,24 @@ def test_a_process_outlives_its_console(how: str, tmp_path: Path) -> None:
         assert (tmp_path / "done").exists() and lost == (0 if how == "closed" else 2)
 
 
-def test_surroundings_are_made_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_made_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A TMPDIR as Slurm makes it, a home that is not there, and a limit of open files that cannot be raised."""
     long = tmp_path / ("job" * 20)
     long.mkdir()
     for name, value in {"TMPDIR": long, "RAY_TMPDIR": "/r", "HOME": tmp_path / "gone"}.items():
         monkeypatch.setenv(name, str(value))
-    said = surroundings.make_usable()
+    said = process_environment.make_usable()
     assert len(said) == 2 and said[0].startswith(f"TMPDIR={long} is too long") and str(tmp_path / "gone") in said[1]
     assert "TMPDIR" not in os.environ and os.environ["RAY_TMPDIR"] == "/r" and Path(os.environ["HOME"]).is_dir()
-    assert surroundings.make_usable() == []
+    assert process_environment.make_usable() == []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True")
     with pytest.raises(UserError, match=r"PYTORCH_ALLOC_CONF=.*: a handoff shares GPU memory .*: take it out"):
-        surroundings.make_usable()
+        process_environment.make_usable()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     with monkeypatch.context() as patched:
-        patched.setattr(surroundings.os, "access", lambda path, _: path != "/dev/shm")
+        patched.setattr(process_environment.os, "access", lambda path, _: path != "/dev/shm")
         with pytest.raises(UserError, match="/dev/shm cannot be written"):
-            surroundings.make_usable()
-    monkeypatch.setattr(surroundings.resource, "getrlimit", lambda _: (256, 512))
+            process_environment.make_usable()
+    monkeypatch.setattr(process_environment.resource, "getrlimit", lambda _: (256, 512))
     with pytest.raises(UserError, match="may open 512 files here, and a run needs 1024: raise ulimit -n"):
-        surroundings.make_usable()
+        process_environment.make_usable()

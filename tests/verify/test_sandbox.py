@@ -22,7 +22,7 @@ import pytest
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox import launched as launched_module
 from or1_verify.sandbox.cgroups import CgroupPool
-from or1_verify.sandbox.launched import Launched
+from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.program import (
     Program,
     SandboxFailure,
@@ -225,7 +225,7 @@ def test_a_program_that_bubblewrap_has_just_reaped_is_ended_quietly() -> None:
     gone.wait()
     ours, theirs = socket.socketpair()
     with theirs, subprocess.Popen(["sleep", "0.3"]) as bubblewrap:
-        launched = Launched(bubblewrap, ours, LIMITS, pid=gone.pid)
+        launched = ConfinedProcess(bubblewrap, ours, LIMITS, pid=gone.pid)
         launched.close()
     assert bubblewrap.returncode is not None and ours.fileno() == -1
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from or1_megatron.commands.asked_model import LocalModel, cpu_kv_cache_bytes, with_length
+from or1_megatron.commands.open_model import LocalModel, cpu_kv_cache_bytes, with_length
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.evaluate.settings import EvaluationSettings

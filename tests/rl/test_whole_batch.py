@@ -19,7 +19,7 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
 from or1_megatron.rl.objectives.gspo import GSPO
 from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
-from or1_megatron.rl.objectives.scored import linearise, needs_scores
+from or1_megatron.rl.objectives.whole_batch import linearise, needs_scores
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 

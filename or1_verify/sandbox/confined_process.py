@@ -40,7 +40,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class Launched(AbstractContextManager["Launched"]):
+class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     """A started sandbox. Its runner sets itself up, and waits at the gate (a socket) until it is released.
 
     ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is the pipe to
@@ -73,7 +73,7 @@ class Launched(AbstractContextManager["Launched"]):
         limits: SandboxLimits,
         descriptors: Sequence[int] = (),
         **options: Any,
-    ) -> Launched:
+    ) -> ConfinedProcess:
         """Start ``command``, the runner, with the descriptor of its end of the gate as the last argument.
 
         ``stdin``: content, or None for a pipe that stays open. ``options`` are Popen's. Raises OSError if none starts.

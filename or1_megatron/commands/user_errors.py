@@ -13,7 +13,7 @@ from or1_verify.errors import UserError
 
 
 @contextmanager
-def explained(*also: type[Exception]) -> Iterator[None]:
+def report_user_errors(*also: type[Exception]) -> Iterator[None]:
     """Print a UserError, an OSError about a path of the user, or an error in ``also`` on stderr; exit with USER_ERROR.
 
     A PartLost exits with PART_LOST, because the command may succeed later. Any other error keeps its traceback.
