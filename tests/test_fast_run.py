@@ -64,7 +64,7 @@ def test_a_skipped_test_ends_without_an_error() -> None:
     root = Path(__file__).parents[1]
     texts = {file: file.read_text() for file in root.glob("tests/*/test_*.py")}
     files = [file for file, text in texts.items() if "subprocess" in text and "\n    yield" in text]
-    assert root / "tests/runtime/test_monitor.py" in files
+    assert root / "tests/runtime/test_watchdog.py" in files
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--fast", "-m", "not slow and not gpu", *files]
     environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)

@@ -81,7 +81,7 @@ def main() -> None:
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     tokenizer = load_tokenizer(arguments.model)
     problems = load_problems(arguments.data / "heldout.jsonl")
-    prompts = ChatTemplate(tokenizer).make_prompts(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
+    prompts = ChatTemplate(tokenizer).encode_problems(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     engine = VllmEngine(
         EngineSettings(
             index=0,

@@ -66,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.model)
     problems = load_problems(arguments.data)
-    prompts = ChatTemplate(tokenizer).make_prompts(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
+    prompts = ChatTemplate(tokenizer).encode_problems(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     theirs = transformers_answers(arguments.model, prompts, tokenizer.eos_token_id)
     ours = engine_answers(arguments.model, prompts)
     same_tokens = np.mean([a == b for a, b in zip(ours, theirs, strict=True)])

@@ -19,7 +19,8 @@ from typing import Any
 
 from result import figure, write_result
 
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxTier, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 
 SOURCE = "print(int(input()) * 2)"

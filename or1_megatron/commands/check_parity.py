@@ -45,7 +45,7 @@ def check_parity(
     with report_user_errors():
         check_driver()
         from or1_megatron.config.schema import ModelConfig
-        from or1_megatron.rl.objectives.check import faults, probe_objective
+        from or1_megatron.rl.objectives.loss_faults import faults, probe_objective
         from or1_megatron.selftest.checks.layouts import differences, task_of
 
         console, values = Console(), parameters(args or ())

@@ -99,7 +99,7 @@ def evaluate_model(
     from or1_megatron.evaluate.benchmarks import load_set
     from or1_megatron.evaluate.sample_and_judge import evaluate
     from or1_megatron.report.figures.evaluation import draw_evaluation
-    from or1_megatron.rl.checks import frequent_reasons
+    from or1_megatron.rl.fatal_checks import frequent_reasons
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 

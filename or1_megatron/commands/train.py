@@ -154,9 +154,9 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
     from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
-    from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts, signals_leave
     from or1_megatron.runtime.run_folder import RunFolder
+    from or1_megatron.runtime.watchdog import Watchdog
     from or1_megatron.trainer.preflight import checkpoint_keeper
 
     folder = RunFolder(config.run.folder)
@@ -170,7 +170,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
             ranks=_ranks_here(config, nodes),
             threads_per_rank=config.parallel.threads_per_rank,
             grace_s=config.checkpoint.signal_grace_s,
-            monitor=Monitor(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
+            watchdog=Watchdog(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
             nodes=nodes,
         )
 

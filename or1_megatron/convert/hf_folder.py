@@ -18,7 +18,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from or1_megatron.weights.files import DTYPES, INDEX, open_weights, weight_files
-from or1_megatron.weights.stacked import part_of
+from or1_megatron.weights.stacked_experts import part_of
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")

@@ -40,7 +40,7 @@ from or1_megatron.parallel.export import CARRIED, record_dtype
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import is_draft
-from or1_megatron.weights.stacked import file_shapes, in_files, part_of
+from or1_megatron.weights.stacked_experts import file_shapes, in_files, part_of
 
 SHARD_BYTES: Final = 4 << 30
 

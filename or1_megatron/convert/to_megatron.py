@@ -25,7 +25,7 @@ from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, draft_tensor, megatron_tensors
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files, is_draft
-from or1_megatron.weights.stacked import in_files
+from or1_megatron.weights.stacked_experts import in_files
 from or1_megatron.weights.table import tied
 
 RECORD: Final = "conversion_record.json"

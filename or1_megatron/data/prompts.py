@@ -1,8 +1,8 @@
 """Makes the prompts of a run: reads and checks its problem sets, tokenizes prompts, drops those that are too long.
 
 ``read_problems`` refuses data rows that do not fit their column layout, which takes seconds. ``make_prompts`` then
-reads every ground truth and tokenizes every prompt, which may take minutes; engines can start meanwhile. It leaves out
-prompts longer than ``data.max_prompt_tokens``.
+reads every ground truth and tokenizes every prompt, which may take minutes; engines can start meanwhile. Prompts longer
+than ``data.max_prompt_tokens`` are left out by ``ChatTemplate.encode_problems``.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     read = [len(problems) for problems in train]
     if data.difficulty_model is not None:
         train = [filter_by_difficulty(problems, data.difficulty_model, unusable) for problems in train]
-    trained = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in train]
-    evaluated = [template.make_prompts(problems, data.max_prompt_tokens, unusable) for problems in held_out]
+    trained = [template.encode_problems(problems, data.max_prompt_tokens, unusable) for problems in train]
+    evaluated = [template.encode_problems(problems, data.max_prompt_tokens, unusable) for problems in held_out]
     _drop_repeated(trained)
     unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
     sources, by_title = [], {}

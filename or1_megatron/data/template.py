@@ -137,7 +137,7 @@ class ChatTemplate:
                 " or ".join(str(token) for token in sorted(token for token in ending if token is not None)),
             )
 
-    def make_prompts(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
+    def encode_problems(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
         """Return the prompts of problems, in their order, and count those over ``limit_tokens``, which are left out.
 
         Problems whose messages the template refuses are added to ``unusable``.

@@ -11,8 +11,8 @@ import numpy as np
 from or1_megatron.config.schema import EvaluationConfig, EvaluationSetConfig
 from or1_megatron.evaluate.intervals import best_at, sizes
 from or1_megatron.interfaces import Rollouts
-from or1_megatron.rl.checks import check_verdicts
 from or1_megatron.rl.entropy import sampled_entropy
+from or1_megatron.rl.fatal_checks import check_verdicts
 from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, Sampling
 
 

@@ -48,7 +48,7 @@ class ResponseStore:
     """The files of one evaluation: ``responses.jsonl``, and ``evaluation.json`` with its problems and settings."""
 
     def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
-        """Open the store in ``folder``; ``request_settings``: what responses depend on beside problem and sample.
+        """Open the store in ``folder``; ``request_settings``: what affects responses, except problem and sample.
 
         Raises:
             EvaluationError: the folder holds an evaluation with other settings, or a damaged one.

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from or1_megatron.kernels.reference import reference_log_probs_and_entropies
+from or1_megatron.kernels.head_weight_gradient import WeightGradient
+from or1_megatron.kernels.plain_head import reference_log_probs_and_entropies
 from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge_over_ranks
-from or1_megatron.kernels.tiled import Epilogue, HeadSettings, TiledHead
-from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.kernels.tiled_head import Epilogue, HeadSettings, TiledHead
 
 __all__ = ["VocabularyShard", "log_probs_and_entropies", "one_pass_loss", "reference_log_probs_and_entropies"]
 

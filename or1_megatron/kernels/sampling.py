@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from or1_megatron.kernels.tiled import with_triton
+from or1_megatron.kernels.tiled_head import with_triton
 
 _PART_NUMBERS = 1 << 17  # logits worked on at once, so that they stay in cache
 _OF_INDEX, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)  # 32 bits, as signed numbers

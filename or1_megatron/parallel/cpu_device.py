@@ -133,7 +133,7 @@ def _gather(
 ) -> torch.Tensor:
     """Concatenate all ranks' tensors [t, ...] on every rank, where t differs by rank; gloo gathers equal sizes only.
 
-    The tensor-parallel ranks that share an expert gather the expert's tokens from one another with it.
+    Megatron calls this where tensor-parallel ranks that share an expert gather the expert's tokens.
     """
     if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         return even(mine, group, output_split_sizes, use_global_buffer)

@@ -15,7 +15,7 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.kernels.head_weight_gradient import WeightGradient
 from or1_megatron.parallel.weight_gradient import add_weight_gradient
 
 

@@ -30,7 +30,7 @@ from or1_megatron.parallel.delta_net import PackedDeltaNet
 from or1_megatron.parallel.experts import GroupedExperts
 from or1_megatron.parallel.latent_attention import LatentAttention
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
-from or1_megatron.parallel.sinks import SinkAttention
+from or1_megatron.parallel.sink_attention import SinkAttention
 from or1_megatron.sizing.parallel_layouts import LayerKind
 
 

@@ -5,7 +5,7 @@ agent), never inside a collective: between verbs the wait is unbounded.
 
 A rank that fails in a verb logs its traceback and ends. A rank also ends if it has not finished the verb by the
 deadline, or if the store has not answered for as long (``Heartbeat.within``). The launcher, which also notices dead
-ranks, then ends the other ranks, which log where they are (``runtime.signals``). The node's monitor ends stopped ranks.
+ranks, then ends the other ranks, which log where they are (``runtime.signals``). The watchdog ends stopped ranks.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ from or1_megatron.parallel.mesh import Mesh, SubWorld, build_mesh, start_process
 from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
+from or1_megatron.rl.objectives.loss_faults import PROBE_TEMPERATURE, probe_objective
 from or1_megatron.rl.objectives.whole_batch import inputs_of, update
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
 from or1_megatron.types import Aggregation, Batch, Float32Array, Int32Array, Sample
 from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.stacked import split
+from or1_megatron.weights.stacked_experts import split
 
 STEPS: Final = 3
 _RANK_WAIT_S: Final = 1800.0

@@ -28,7 +28,7 @@ from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.runtime.timeline import span
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 from or1_megatron.weights.families import family_of
-from or1_megatron.weights.stacked import file_shapes, joined
+from or1_megatron.weights.stacked_experts import file_shapes, joined
 
 
 class MegatronPolicy:
@@ -81,7 +81,7 @@ class MegatronPolicy:
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
     def score_base(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
-        """Score without the adapters: so LoRA needs no second copy of the model that the run began from. Collective."""
+        """Score without the adapters, so that LoRA needs no second copy of the initial model. Collective."""
         Adapter.enabled = False
         try:
             return self.score(rows, temperature)

@@ -13,11 +13,11 @@ from typing import Any
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from or1_megatron.kernels.weight_gradient import add_product
+from or1_megatron.kernels.head_weight_gradient import add_product
 
 
 def add_weight_gradient(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor) -> None:
-    """Add the gradient of a linear's weight over T tokens, grad_outputs^T inputs, to ``main_grad``.
+    """Add a linear's weight gradient over T tokens, ``grad_outputs.t() @ inputs``, to ``main_grad``.
 
     Args:
         inputs: [T, in].

@@ -23,7 +23,7 @@ from or1_megatron.weights.decoder import unfused_name
 from or1_megatron.weights.files import check_weight_files, open_weights, weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
-from or1_megatron.weights.stacked import part_of
+from or1_megatron.weights.stacked_experts import part_of
 from or1_megatron.weights.table import ModelFamily, Row
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def reject(
     A step without a kept group makes no SGD step (``rl.loop``).
     """
     uniform = config.reject_uniform_groups
-    tells = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]
-    kept = [group for group, told in zip(groups, tells, strict=True) if told]
-    rejected = [group for group, told in zip(groups, tells, strict=True) if not told]
+    keep = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]
+    kept = [group for group, kept_one in zip(groups, keep, strict=True) if kept_one]
+    rejected = [group for group, kept_one in zip(groups, keep, strict=True) if not kept_one]
     return kept, rejected

@@ -26,10 +26,11 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions, frequent_reasons
 from or1_megatron.rl.entropy import EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
+from or1_megatron.rl.fatal_checks import check_rejected, check_state, check_verdicts, check_versions, frequent_reasons
 from or1_megatron.rl.loop_arguments import LoopConfig, LoopResult, Ports
+from or1_megatron.rl.loop_state import Saving
 from or1_megatron.rl.metrics import (
     Filtered,
     StepRecord,
@@ -38,10 +39,9 @@ from or1_megatron.rl.metrics import (
     time_metrics,
 )
 from or1_megatron.rl.objectives.registry import make_objective
+from or1_megatron.rl.old_log_probs import Scored, check_mismatch, first_scores, score
 from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.safety import UpdateGuard
-from or1_megatron.rl.saving import Saving
-from or1_megatron.rl.score import Scored, check_mismatch, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Observer, Policy, ProblemStream, Rollouts, Tracker
-from or1_megatron.rl.checks import ResumeError
+from or1_megatron.rl.fatal_checks import ResumeError
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule

@@ -14,8 +14,8 @@ import numpy as np
 
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.rl.batch import real_tokens
-from or1_megatron.rl.checks import count_rejected
 from or1_megatron.rl.entropy import EntropyReading
+from or1_megatron.rl.fatal_checks import count_rejected
 from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.types import (
     AdvantagedGroup,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from or1_megatron.config.schema import PlateauConfig, StageConfig
-from or1_megatron.rl.checks import check_stage_over, check_stage_steps
+from or1_megatron.rl.fatal_checks import check_stage_over, check_stage_steps
 from or1_megatron.types import Group
 
 

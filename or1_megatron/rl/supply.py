@@ -1,9 +1,9 @@
 """Requests each step's rollout, with refill (dynamic sampling) or ahead (asynchronous); filters a stage's problems.
 
-Refill (DAPO's dynamic sampling): a step of a stage with ``refill_prompts`` consists of the shortest prefix of the
-stream's prompts that gives D_R kept groups, at most D_R + refill_prompts prompts. The prefix depends only on the
-responses, not on which engine was first or how many prompts were started early. Responses beyond the prefix are
-discarded, and their prompts come in the next step.
+Refill (DAPO's dynamic sampling, decided in ``rollout.refill``): a step of a stage with ``refill_prompts`` consists of
+the shortest prefix of the stream's prompts that gives D_R kept groups, at most D_R + refill_prompts prompts. The prefix
+depends only on the responses, not on which engine was first or how many prompts were started early. Responses beyond
+the prefix are discarded, and their prompts come in the next step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from or1_megatron.config.schema import AdvantageConfig, StageConfig
 from or1_megatron.interfaces import ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
-from or1_megatron.rl.checks import check_prompts
+from or1_megatron.rl.fatal_checks import check_prompts
 from or1_megatron.rl.metrics import Filtered
+from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.stages import PassRateLedger
 from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
@@ -28,9 +29,11 @@ class KeepsGroup:
     """A function that returns whether a group would be kept. It is picklable, because the RolloutManager calls it."""
 
     config: AdvantageConfig
+    max_response_tokens: int
 
     def __call__(self, group: Group) -> bool:
-        kept, _ = reject(assign_advantages([group], self.config), self.config)
+        penalties = reward_penalties([group], self.config, self.max_response_tokens)
+        kept, _ = reject(assign_advantages([group], self.config, penalties), self.config)
         return bool(kept)
 
 
@@ -41,13 +44,14 @@ class _PendingStep:
     before: Mapping[str, Any]
     """The stream's state before the step's prompts were drawn."""
     refilled: bool
+    keeps: KeepsGroup
 
 
 class Supply:
     """Requests and collects the rollouts of the current step and, where staleness is allowed, of later steps."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
-        self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
+        self._stream, self._rollouts, self._advantage, self._seed = stream, rollouts, advantage, seed
         self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
         self._asked: deque[_PendingStep] = deque()  # the steps whose rollouts are under way, the oldest first
         self.rejected_share = 0.0
@@ -80,12 +84,12 @@ class Supply:
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
         """Start the rollout of step ``step`` (from 0), whose prompts were taken last."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
-        rule = None
+        keeps, rule = KeepsGroup(self._advantage, stage.max_response_tokens), None
         if len(prompts) > stage.prompts_per_step:
-            rule = RefillRule(stage.prompts_per_step, self._keeps, self.rejected_share)
+            rule = RefillRule(stage.prompts_per_step, keeps, self.rejected_share)
         self._rollouts.roll_out(prompts, stage.group_size, sampling, derive_seed(self._seed, "rollout", step), rule)
         assert self._before is not None
-        self._asked.append(_PendingStep(self._before, rule is not None))
+        self._asked.append(_PendingStep(self._before, rule is not None, keeps))
 
     def ask_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
         """Start the rollouts of later ``steps``. None is started while a step with refill is under way, because the
@@ -102,7 +106,7 @@ class Supply:
         if asked.refilled:
             self._stream.restore(asked.before)
             self._stream.take(len(groups))
-        self.rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
+        self.rejected_share = 1 - sum(map(asked.keeps, groups)) / len(groups)
         return groups, report
 
     def state(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _raylet_lives() -> bool:
 
 
 def check_ray(every_s: float = 0.0) -> None:
-    """Check that Ray's head and this node's raylet answer, each within 30 s, unless checked within ``every_s`` seconds.
+    """Check that Ray's head and this node's raylet each answer in 30 s, if the last check is ``every_s`` seconds old.
 
     Ray's own calls fail 15 s after the raylet's death. If the head is dead they wait until Ray aborts the process.
 

@@ -53,7 +53,7 @@ class EngineActor:
     """A Ray actor with a VllmEngine, which runs on an EngineThread."""
 
     def __init__(self, settings: Any, run_id: str) -> None:
-        """``run_id``: the argument of EnginePool, for the engine's heartbeat, which the node's monitor reads."""
+        """``run_id``: the argument of EnginePool, for the engine's heartbeat, which the node's watchdog reads."""
         heart = Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):

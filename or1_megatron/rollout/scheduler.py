@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from or1_megatron.rollout.request_plan import RequestKey, SamplingBudget, assemble_group, dispatch, plan_requests
+from or1_megatron.rollout.refill import SamplingBudget
+from or1_megatron.rollout.request_plan import RequestKey, assemble_group, dispatch, plan_requests
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Sampling
 from or1_verify.types import Verdict
 

@@ -1,1 +1,1 @@
-"""Services of a run: launcher, restarts, monitor; run folder, metrics and rollouts on disk; logging, seeds, signals."""
+"""Services of a run: launcher, restarts, watchdog; run folder, metrics and rollouts on disk; logging, seeds."""

@@ -29,7 +29,7 @@ COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.met
 class Fault:
     """One line of faults.jsonl.
 
-    Kind stalled: the monitor killed a process. failed: a rank ended. restart: the launcher started the ranks again.
+    Kind stalled: the watchdog killed a process. failed: a rank ended. restart: the launcher started the ranks again.
     engine: an engine was replaced. manager: the RolloutManager was replaced.
     """
 

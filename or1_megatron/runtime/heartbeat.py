@@ -1,4 +1,4 @@
-"""Heartbeats: each process of a run advances counters in a small file in shared memory, which the node's monitor reads.
+"""Heartbeats: each process of a run advances counters in a small file in shared memory, which the watchdog reads.
 
 A file holds one ``Beat``. The heartbeat thread advances ``alive`` every second, as long as the process and its
 interpreter run. The thread whose work the run waits for advances ``worked``, which shows that this thread does not

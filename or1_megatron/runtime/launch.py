@@ -29,9 +29,9 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
-from or1_megatron.runtime.monitor import Monitor
 from or1_megatron.runtime.nodes import Nodes
 from or1_megatron.runtime.signals import LAUNCH_MARK, asked_by_signals
+from or1_megatron.runtime.watchdog import Watchdog
 
 KILL_MARGIN_S: Final = 30.0
 """Time from the end of the grace period, when a rank exits by itself, until the launcher kills the rank."""
@@ -72,7 +72,7 @@ def launch(
     ranks: int,
     grace_s: float,
     threads_per_rank: int | None = None,
-    monitor: Monitor | None = None,
+    watchdog: Watchdog | None = None,
     nodes: Nodes | None = None,
 ) -> Ended:
     """Run ``ranks`` processes of ``module`` with ``arguments`` on this node until they end. Main thread only.
@@ -80,7 +80,7 @@ def launch(
     Args:
         grace_s: seconds that the ranks have to save and exit after a signal.
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
-        monitor: kills processes that stall, while the ranks run.
+        watchdog: kills processes that stall, while the ranks run.
         nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all nodes
             form one group. When a rank fails, all ranks end, and each launcher returns how the first rank failed.
 
@@ -88,7 +88,7 @@ def launch(
     """
     threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
-    supervisor = _Supervisor(module, grace_s, monitor)
+    supervisor = _Supervisor(module, grace_s, watchdog)
     os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
     for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -144,16 +144,16 @@ def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
 class _Supervisor:
     """Forwards signals to the ranks, and kills processes that do not end in time."""
 
-    def __init__(self, module: str, grace_s: float, monitor: Monitor | None) -> None:
+    def __init__(self, module: str, grace_s: float, watchdog: Watchdog | None) -> None:
         self.number = 0
         """The first signal received; 0: none yet."""
-        self._module, self._grace_s, self._monitor = module, grace_s, monitor
+        self._module, self._grace_s, self._watchdog = module, grace_s, watchdog
         self._ended = threading.Event()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
         self._others = psutil.Process().children(recursive=True)
         """Descendants of this process that existed before the ranks."""
-        if monitor is not None:
-            monitor.start()
+        if watchdog is not None:
+            watchdog.start()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Ask the ranks to save and end; the first signal starts the grace period."""
@@ -178,25 +178,25 @@ class _Supervisor:
     def end(self) -> None:
         """Kill the processes that the ended ranks left behind, and wait until they are gone."""
         self._ended.set()
-        if self._monitor is not None:
-            self._monitor.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         give_up = time.monotonic() + _GONE_S
         while (left := self.kill()) and time.monotonic() < give_up:
             for pid in left:
                 with suppress(ChildProcessError):  # the process is not our child, or torchrun's agent has waited for it
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(0.05)
-        if self._monitor is not None:
-            self._monitor.clear()
+        if self._watchdog is not None:
+            self._watchdog.clear()
 
     def kill(self) -> list[int]:
         """Kill the ranks and all processes that they started; return the pids of those that were still there.
 
-        The monitor also knows the processes that a Ray cluster from before the run has started for this run.
+        The watchdog also knows the processes that a Ray cluster from before the run has started for this run.
         """
         pids = {process.pid for process in psutil.Process().children(recursive=True)}
-        if self._monitor is not None:
-            pids |= set(self._monitor.left_over())
+        if self._watchdog is not None:
+            pids |= set(self._watchdog.left_over())
         pids -= {process.pid for process in self._others}
         for pid in pids:
             _send(pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ class Restarts:
             time.sleep(pause_s)
 
     def _why(self, ended: Ended, since_s: float) -> str:
-        """Return how the ranks ended, and the reason that a rank or the monitor recorded."""
+        """Return how the ranks ended, and the reason that a rank or the watchdog recorded."""
         faults = list(self._faults.read(max(since_s, time.time() - _RECENT_S)))
         stalled = [fault for fault in faults if fault.kind == "stalled"][-1:]
         failed = [fault for fault in faults if fault.kind == "failed"][:1]

@@ -43,7 +43,7 @@ _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
-    """Return whether this process is a rank that ``launch`` started, so that the node has a monitor.
+    """Return whether this process is a rank that ``launch`` started, so that the node has a watchdog.
 
     The variable must name the parent: processes that a rank starts inherit it, and may be a run of their own.
     """

@@ -19,7 +19,7 @@ from or1_megatron.config.load import ConfigError, load_as
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config, TrackConfig
 from or1_megatron.handoff.transport.choice import check_transport
-from or1_megatron.rl.checks import check_state
+from or1_megatron.rl.fatal_checks import check_state
 from or1_megatron.rl.loop_arguments import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.rollout.engine_args import check_engine_args
@@ -53,9 +53,10 @@ def check_inputs(config: Config, ranks_here: int) -> None:
         ranks_here: how many of the trainer's ranks will be on this machine.
 
     Raises:
-        RunFolderBusy, ConfigError: another trainer uses the folder, the run in it had another configuration, or the
-            run asks for more GPUs than are here.
-        PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
+        RunFolderBusy: another trainer uses the folder.
+        ConfigError: a key may not differ from the folder's run, or there are fewer GPUs than asked for.
+        PreviousStageMissing: the stage before has left no checkpoint.
+        ResumeError: the stage before has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError: the model cannot be used.
         UserError: a tracker cannot be used.
@@ -145,7 +146,8 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
         whole: read the whole checkpoint and compare it with its checksums.
 
     Raises:
-        PreviousStageMissing, ResumeError: the previous stage has left no checkpoint, or has not ended.
+        PreviousStageMissing: the previous stage has left no checkpoint.
+        ResumeError: the previous stage has not ended.
         ConfigError: the previous stage's run differs in configuration keys that a new stage may not change.
         CheckpointDamaged, CheckpointUnreadable: with ``whole``.
     """

@@ -24,10 +24,10 @@ from or1_megatron.errors import STOPPED
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import WeightSender
+from or1_megatron.parallel.frozen_reference import FrozenReference
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.mesh import Mesh, build_mesh, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.schedule import time_schedules
 from or1_megatron.report.console.run_console import RunConsole, open_console
 from or1_megatron.report.console.summary import summarise

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError, family_of, what_holds
-from or1_megatron.weights.stacked import file_shapes
+from or1_megatron.weights.stacked_experts import file_shapes
 from or1_megatron.weights.table import EMBEDDING, OUTPUT, HFConfig, tied
 
 INDEX = "model.safetensors.index.json"

@@ -44,7 +44,7 @@ def _bias(row: Row, hf: str, axes: str, cut: Cut = Cut.WHOLE) -> Row:
 
 
 def _of_expert(hf: str, axes: tuple[str, ...], megatron: str, *cut_and_layout: Any) -> Row:
-    """Return the row of the parts of an expert's entry in a stack (``weights.stacked``)."""
+    """Return the row of the parts of an expert's entry in a stack (``weights.stacked_experts``)."""
     parts = (f"{HF}mlp.experts.{hf}[{{expert}}, {first}::{len(axes)}]" for first in range(len(axes)))
     return Row(tuple(parts), axes, f"{MEGATRON}mlp.experts.local_experts.{{expert}}.{megatron}", *cut_and_layout)
 

@@ -125,7 +125,7 @@ class GateUp(Layout):
 
 @dataclass(frozen=True, slots=True)
 class PaddedVocabulary(Layout):
-    """Keeps [V, H] as it is; ``split`` drops the padding rows that a tensor-parallel cut adds at the end."""
+    """Keeps [V, H] as it is; ``split`` drops the padding rows at the end, which ``slicing.cut`` adds."""
 
     def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
         return [whole[: hf["vocab_size"]]]

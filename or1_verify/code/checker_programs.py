@@ -20,7 +20,8 @@ from or1_verify.code.checkers import Checker
 from or1_verify.code.codec import encode
 from or1_verify.code.in_sandbox import own_program
 from or1_verify.errors import Or1Error
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxResult
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxResult
 from or1_verify.sandbox.sandbox import Sandbox
 
 _CHECKER_RUNNER = own_program("checker_runner")

@@ -22,7 +22,8 @@ from or1_verify.code.imports import with_imports
 from or1_verify.code.in_sandbox import own_program
 from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
 from or1_verify.sandbox.confined_process import ConfinedProcess
-from or1_verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits, SessionEnded
+from or1_verify.sandbox.limits import WALL_PER_CPU, SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxFailure, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox
 
 _CALL_SERVER = own_program("call_server")

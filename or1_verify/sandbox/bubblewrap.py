@@ -19,7 +19,8 @@ from or1_verify.sandbox.confined_process import (
     ConfinedProcess,
     memory_file,
 )
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxUnavailable
 from or1_verify.sandbox.seccomp import namespaced_filter
 
 _BOX = "/box"

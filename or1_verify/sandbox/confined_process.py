@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from or1_verify.sandbox.cgroups import Cgroup, CgroupPool
-from or1_verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult, SessionEnded
+from or1_verify.sandbox.limits import Ending, SandboxLimits
+from or1_verify.sandbox.program import SandboxFailure, SandboxResult, SessionEnded
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
 PYTHON_OPTIONS = ("-I", "-S", "-B")

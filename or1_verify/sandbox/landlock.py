@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from or1_verify.sandbox.confined_process import ENVIRONMENT, PYTHON_OPTIONS, RUNNER, UNPRIVILEGED_ID, ConfinedProcess
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxUnavailable
 from or1_verify.sandbox.seccomp import lone_filter, namespaced_filter
 
 _FIRST_OWN_ID = 0x40000000

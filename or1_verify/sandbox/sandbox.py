@@ -25,14 +25,8 @@ from or1_verify.sandbox.bubblewrap import Bubblewrap
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.landlock import Landlock
-from or1_verify.sandbox.program import (
-    WALL_PER_CPU,
-    Program,
-    SandboxLimits,
-    SandboxResult,
-    SandboxTier,
-    SandboxUnavailable,
-)
+from or1_verify.sandbox.limits import WALL_PER_CPU, SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxResult, SandboxTier, SandboxUnavailable
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
 _FINDER = Program(

@@ -31,7 +31,7 @@ from or1_megatron.convert.rows import megatron_tensors
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
-from or1_megatron.weights.stacked import split
+from or1_megatron.weights.stacked_experts import split
 
 QUIET = Console(quiet=True)
 

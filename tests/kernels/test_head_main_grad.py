@@ -15,7 +15,7 @@ from head_cases import random_case
 from torch import Tensor
 
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
-from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.kernels.head_weight_gradient import WeightGradient
 from or1_megatron.selftest.checks.kernels import HeadCase, oracle
 
 ROWS, WIDTH = 96, 24

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from or1_megatron.parallel import sinks
+from or1_megatron.parallel import sink_attention
 from or1_megatron.parallel.context_parallel import context_shard, held_positions
 
 
@@ -38,10 +38,10 @@ def test_a_sequence_that_cannot_be_cut_is_named() -> None:
 @pytest.mark.parametrize("window", [99, 3])
 def test_sinks_in_blocks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last 9 of 11 tokens, in blocks of 4, against a softmax over all keys and the sink."""
-    monkeypatch.setattr(sinks, "_BLOCK", 4)
+    monkeypatch.setattr(sink_attention, "_BLOCK", 4)
     config = SimpleNamespace(num_attention_heads=4, params_dtype=torch.float64, window_size=(window - 1, 0))
     config.window_attn_skip_freq, groups = None, SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
-    core: Any = sinks.SinkAttention(config, 1, pg_collection=groups, softmax_scale=0.3)  # type: ignore[arg-type]
+    core: Any = sink_attention.SinkAttention(config, 1, pg_collection=groups, softmax_scale=0.3)  # type: ignore[arg-type]
     core.softmax_offset.data.normal_()
     q, k, v = (torch.randn(tokens, heads, 8).double() for tokens, heads in ((9, 4), (11, 2), (11, 2)))
     k2, v2 = (x.repeat_interleave(2, dim=1) for x in (k, v))

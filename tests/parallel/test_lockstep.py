@@ -1,7 +1,7 @@
 """Lockstep on three gloo ranks: payloads reach their replicas; a fault on one rank is named and ends all ranks.
 
 Most cases run without an agent, so that each rank must end by itself; the others run under torchrun, and under our own
-launcher with its monitor. Not proven here: the same under NCCL, where a collective does not notice a dead peer by
+launcher with its watchdog. Not proven here: the same under NCCL, where a collective does not notice a dead peer by
 itself, and over several hosts, where a connection does not break when a host goes down.
 """
 
@@ -107,10 +107,10 @@ import os, sys
 from pathlib import Path
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.launch import launch
-from or1_megatron.runtime.monitor import Monitor
+from or1_megatron.runtime.watchdog import Watchdog
 faults = FaultRecord(Path(sys.argv[2]))
-monitor = Monitor(os.getpid(), sys.argv[2], 3.0, faults)
-ended = launch("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30, monitor=monitor)
+watchdog = Watchdog(os.getpid(), sys.argv[2], 3.0, faults)
+ended = launch("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30, watchdog=watchdog)
 print("ended:", ended.code, ended.how)
 """
 

@@ -25,7 +25,7 @@ from or1_megatron.parallel.policy import export_hf
 from or1_megatron.selftest.checks.layouts import beyond
 from or1_megatron.weights.adapters import AdapterTable
 from or1_megatron.weights.families import ModelError, family_of, read_hf_config
-from or1_megatron.weights.stacked import split
+from or1_megatron.weights.stacked_experts import split
 
 RANK, ALPHA = 3, 5.0
 LINEARS = [f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]

@@ -25,8 +25,8 @@ from or1_megatron.commands.app import app
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.parallel import parity
 from or1_megatron.parallel.parity import Deviation, Numbers, cast, compare, load_network, record_probe, reference
-from or1_megatron.rl.objectives.check import probe_objective
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.loss_faults import probe_objective
 from or1_megatron.rl.objectives.whole_batch import inputs_of
 from or1_megatron.selftest.checks.layouts import TOLERANCE, beyond
 from or1_megatron.types import Sample

@@ -26,7 +26,7 @@ from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group
 from or1_megatron.parallel.parity import Numbers, compare, load_network, measure, record_probe, reference
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.objectives.check import probe_objective
+from or1_megatron.rl.objectives.loss_faults import probe_objective
 from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
 from or1_megatron.trainer.synced_policy import rank_verbs

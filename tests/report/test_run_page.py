@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.report.page import recordings, run_page
-from or1_megatron.report.page.recordings import labels
+from or1_megatron.report.page import run_page, run_records
 from or1_megatron.report.page.responses import TokenTexts
 from or1_megatron.report.page.run_page import Written, write_report
+from or1_megatron.report.page.run_records import labels
 from or1_megatron.report.page.selection import UnknownRollout, choose
 
 WEB = Path(run_page.__file__).with_name("web")
@@ -159,7 +159,7 @@ def test_choice_covers_what_is_rare() -> None:
 
 
 def test_a_long_table_has_whole_steps_and_says_so(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "ROWS", 24)
+    monkeypatch.setattr(run_records, "ROWS", 24)
     page, thin = report([run], tmp_path / "r.html")
     assert set(unpacked(page, "rows")[1]["step"].tolist()) == {2, 4} and thin.rows == 24
     assert "responses of 2 of 4 files are listed and counted" in thin.notes[0]

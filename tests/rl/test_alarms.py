@@ -12,7 +12,7 @@ import pytest
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig
 from or1_megatron.rl.alarms import ALARMS, CALM_STEPS, Alarms, StepSeen
-from or1_megatron.rl.checks import frequent_reasons
+from or1_megatron.rl.fatal_checks import frequent_reasons
 from or1_verify.types import Verdict
 
 STAGE = StageConfig(

@@ -31,14 +31,14 @@ from or1_megatron.config.schema import (
 )
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost
-from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
+from or1_megatron.rl.fatal_checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loop_arguments import LoopConfig, Ports
 from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.old_log_probs import MismatchTooLarge
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.safety import TooManySkipped
-from or1_megatron.rl.score import MismatchTooLarge
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_verify.types import Verdict

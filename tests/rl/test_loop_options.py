@@ -14,7 +14,7 @@ from test_loop import STAGE, World, compare, ran, stopped_in
 
 from or1_megatron.config.schema import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
-from or1_megatron.rl.score import score
+from or1_megatron.rl.old_log_probs import score
 
 OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_update": 4})
 """N_SGD = 4."""

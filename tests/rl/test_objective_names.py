@@ -14,8 +14,8 @@ import torch
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Sequences, TokenInputs
-from or1_megatron.rl.objectives.check import faults, probe_objective
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
+from or1_megatron.rl.objectives.loss_faults import faults, probe_objective
 from or1_megatron.rl.objectives.registry import BUILT_IN, find, make_objective, objective_conflicts
 
 STAGE = StageConfig(name="s", steps=1, max_response_tokens=40, prompts_per_step=8, prompts_per_update=4, group_size=2)

@@ -20,7 +20,7 @@ from test_loop import PROBLEMS, STAGE, World, ran, stopped_in
 from or1_megatron.checkpoint.manifest import write_manifest
 from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluationConfig
 from or1_megatron.data.stream import MixtureStream, PromptSource
-from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, ResumeError
+from or1_megatron.rl.fatal_checks import AllRejected, NoPromptsLeft, ResumeError
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loop_arguments import Begin
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss

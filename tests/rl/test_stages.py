@@ -8,7 +8,7 @@ import pytest
 from fakes import group_of
 
 from or1_megatron.config.schema import PlateauConfig, StageConfig
-from or1_megatron.rl.checks import ResumeError
+from or1_megatron.rl.fatal_checks import ResumeError
 from or1_megatron.rl.stages import PassRateLedger, Plateau, StageSchedule
 
 

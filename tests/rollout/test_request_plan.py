@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from engine_fixtures import prompt
 
+from or1_megatron.rollout.refill import SamplingBudget
 from or1_megatron.rollout.request_plan import (
-    SamplingBudget,
     assemble_group,
     dispatch,
     plan_requests,

@@ -65,12 +65,12 @@ import os, sys
 from pathlib import Path
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.launch import launch
-from or1_megatron.runtime.monitor import Monitor
+from or1_megatron.runtime.watchdog import Watchdog
 for what in ("exit7", "done"):
-    monitor = Monitor(os.getpid(), sys.argv[1], 10.0, FaultRecord(Path(sys.argv[1])))
-    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, grace_s=5.0, monitor=monitor)
+    watchdog = Watchdog(os.getpid(), sys.argv[1], 10.0, FaultRecord(Path(sys.argv[1])))
+    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, grace_s=5.0, watchdog=watchdog)
     print(ended.code, ended.rank_code, ended.how[:6])
-    print(monitor.left_over())
+    print(watchdog.left_over())
 """
 
 

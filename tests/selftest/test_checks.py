@@ -180,7 +180,8 @@ def test_training_is_judged_by_its_metrics(apart: float, steps: int, wrong: list
 def test_sandbox_that_confines_nothing_fails() -> None:
     """The tier "weak" runs programs with their user's rights to files; the check sees that."""
     from or1_megatron.selftest.checks.sandbox import one_tier
-    from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
+    from or1_verify.sandbox.limits import SandboxLimits
+    from or1_verify.sandbox.program import SandboxUnavailable
     from or1_verify.sandbox.sandbox import Sandbox
 
     given = context_of(False, 2)

@@ -54,7 +54,7 @@ def test_a_run_goes_on_by_itself(
         config.write_text("nothing: that could start again\n")  # the launcher has read it
         os.kill(process_of(run, who), number)
         if number == signal.SIGSTOP:  # a row may come before it is missed, and the next fault must not come first
-            wait_until(partial(has_stalled, run, who), f"the monitor to miss {who}")
+            wait_until(partial(has_stalled, run, who), f"the watchdog to miss {who}")
     wait_for_rows(training, run, len(plan) + 1)
     raylet = next(child for child in training.descendants() if child.name() == "raylet")
     raylet.send_signal(signal.SIGSTOP)

@@ -22,7 +22,8 @@ from attacks import ATTACKS, PROBES, READING, SECRET, SLOW
 
 from or1_verify.code.verifier import CodeVerifier
 from or1_verify.config import VerifyConfig
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxTier, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 from or1_verify.types import Message, Problem
 

@@ -18,7 +18,7 @@ import pytest
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_verify.code.checkers import parse_checker, text_matches, value_matches
 from or1_verify.code.codec import build_list, build_tree, decode, encode, walk_list, walk_tree
-from or1_verify.sandbox.program import SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits
 from or1_verify.sandbox.sandbox import Sandbox
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

@@ -15,7 +15,7 @@ import pytest
 
 from or1_verify.code.verifier import CodeVerifier, last_python_block
 from or1_verify.config import VerifyConfig
-from or1_verify.sandbox.program import SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits
 from or1_verify.sandbox.sandbox import Sandbox
 from or1_verify.types import Message, Problem
 

@@ -14,7 +14,8 @@ import pytest
 from or1_verify.code.checkers import parse_checker, text_matches, value_matches
 from or1_verify.code.verifier import CodeVerifier, last_python_block
 from or1_verify.config import VerifyConfig
-from or1_verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import SandboxTier, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 from or1_verify.types import Message, Problem, Verdict
 

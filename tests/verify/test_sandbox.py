@@ -23,14 +23,8 @@ from or1_verify.config import VerifyConfig
 from or1_verify.sandbox import launched as launched_module
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.confined_process import ConfinedProcess
-from or1_verify.sandbox.program import (
-    Program,
-    SandboxFailure,
-    SandboxLimits,
-    SandboxTier,
-    SandboxUnavailable,
-    SessionEnded,
-)
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxFailure, SandboxTier, SandboxUnavailable, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
@@ -174,7 +168,8 @@ def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
 TWO_TOGETHER = """
 import os, sys
 from or1_verify.sandbox import cgroups
-from or1_verify.sandbox.program import Program, SandboxFailure, SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxFailure
 from or1_verify.sandbox.sandbox import Sandbox
 for base in cgroups._split_bases().values():  # a group of our own, so that no one else's sandboxes share the budget
     group = base / sys.argv[1]

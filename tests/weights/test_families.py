@@ -27,7 +27,7 @@ from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
 from or1_megatron.weights.rope import context_tokens, rope_frequencies
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.slicing import Cut, cut, join
-from or1_megatron.weights.stacked import file_shapes, joined, part_of, split
+from or1_megatron.weights.stacked_experts import file_shapes, joined, part_of, split
 
 ALL = list(TINY)
 BASE = {

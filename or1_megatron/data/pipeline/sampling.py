@@ -38,7 +38,7 @@ class ResultStore:
     """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """Open the store of the settings that a result depends on beside model and problem, such as sampling."""
+        """Open the store of the settings, such as sampling, that affect a result."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
@@ -129,7 +129,7 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
         raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
-        """Return the settings that a result depends on beside problem and model."""
+        """Return the settings, except problem and model, that affect a result."""
         return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
     def _given(self, row: Candidate, store: ResultStore) -> list[str]:

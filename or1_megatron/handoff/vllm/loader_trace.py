@@ -9,7 +9,7 @@ At a weight update most layers need no loader (``direct_copy``). The loaders of 
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
 
-Loaders of gpt-oss get each expert's entry (``weights.stacked``) [in, n * out]: the transpose of a contiguous
+Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out]: the transpose of a contiguous
 tensor in whose rows the entry's n parts take turns. A copy of these rows counts as copies of the parts.
 """
 
@@ -33,7 +33,7 @@ from or1_megatron.handoff.message.shipment import ReceivedSlice
 from or1_megatron.handoff.message.slices import Slice, whole_tensor
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box
-from or1_megatron.weights.stacked import loaded_as, part_of
+from or1_megatron.weights.stacked_experts import loaded_as, part_of
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride) of a view of a placeholder or parameter."""

@@ -1,4 +1,7 @@
-"""Feeds the page of ``or1 watch``: answers each request of the page from the run folders."""
+"""Feeds the page of ``or1 watch``: answers each request of the page from the run folders.
+
+The page lists faults that the run has recorded; whether a process stalls is decided by ``runtime.watchdog``.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import Final
 
 import pandas as pd
 
-from or1_megatron.report.page.recordings import Recording, labels, read_recording, spread
 from or1_megatron.report.page.rollout_table import join
 from or1_megatron.report.page.run_page import behaviours, head_packet, html, rows_packet, text_packets
+from or1_megatron.report.page.run_records import RunRecord, labels, read_run_record, spread
 from or1_megatron.runtime.jsonl import GrowingSteps
 from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import find_run, step_of
@@ -66,20 +69,20 @@ class Feed:
             chosen = [
                 [kept[key] for key in kept if key in wanted and key.startswith(f"{i}/")] for i in range(len(files))
             ]
-        recordings, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in chosen))
+        records, table = self._rows(*(tuple((path, path.stat().st_mtime_ns) for path in its) for its in chosen))
         if name == "/data/text":
             if (row := table[table.index == int(asked["row"])]).empty:
                 raise LookupError("this response is not kept (any more)")
-            return next(iter(text_packets(recordings, row, self._tokenizer, []).values()))
+            return next(iter(text_packets(records, row, self._tokenizer, []).values()))
         if name not in ("/data/rows", "/data/counts"):
             raise LookupError(f"nothing is called {name}")
-        more = {"notes": [note for recording in recordings for note in recording.notes]}
-        counted = {"behaviour": behaviours(recordings, table, self._tokenizer)} if name == "/data/counts" else {}
+        more = {"notes": [note for record in records for note in record.notes]}
+        counted = {"behaviour": behaviours(records, table, self._tokenizer)} if name == "/data/counts" else {}
         return rows_packet(table, table.index.tolist(), more | counted)
 
-    def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[Recording], pd.DataFrame]:
+    def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[RunRecord], pd.DataFrame]:
         """Return the runs' records with the responses of these files of each run, which have their times of writing."""
         with self._reading:
             told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
-        found = [read_recording(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
-        return found, join([recording.rows for recording in found])
+        found = [read_run_record(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
+        return found, join([record.rows for record in found])

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from or1_megatron.report.page.behaviour import measure
 from or1_megatron.report.page.encoding import packet
-from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
+from or1_megatron.report.page.run_records import RunRecord, read_run_records
 from or1_megatron.report.page.selection import choose, named, pairs
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.rollout_store import HELD_OUT
@@ -78,50 +78,50 @@ def write_report(
         UnknownRollout: ``ids`` name a response that no run has kept.
     """
     steps = {int(step) for name in ids for step in name.split("/")[1:2] if step.isdigit()}
-    recordings = read_recordings(runs, steps)
-    table = join([recording.rows for recording in recordings])
+    records = read_run_records(runs, steps)
+    table = join([record.rows for record in records])
     wanted = named(table, ids)
     notes: list[str] = []
     others = dict.fromkeys([*pairs(table, texts // 4), *choose(table, texts)])
     chosen = list(dict.fromkeys([*wanted, *list(others)[:texts]]))
-    packed = text_packets(recordings, table.loc[chosen], tokenizer, notes)
-    more = {"notes": notes, "behaviour": behaviours(recordings, table, tokenizer)}
-    head, rows = head_packet(recordings, {}), rows_packet(table, chosen, more)
-    named_runs = [recording.label for recording in recordings]
+    packed = text_packets(records, table.loc[chosen], tokenizer, notes)
+    more = {"notes": notes, "behaviour": behaviours(records, table, tokenizer)}
+    head, rows = head_packet(records, {}), rows_packet(table, chosen, more)
+    named_runs = [record.label for record in records]
     page = html(named_runs, {"head": head, "rows": rows}, [packed[row] for row in chosen]).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page, "the report")
-    said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
+    said = (*(f"{record.label}: {note}" for record in records for note in record.notes), *notes)
     return Written(len(page), len(table), len(chosen), said)
 
 
-def head_packet(recordings: Sequence[Recording], more: Mapping[str, Any], most: int = 0) -> bytes:
+def head_packet(records: Sequence[RunRecord], more: Mapping[str, Any], most: int = 0) -> bytes:
     """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
     header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
-    measured = {name for recording in recordings for row in recording.metrics.values() for name in row} - {"step"}
+    measured = {name for record in records for row in record.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
     runs = [
         {
-            "label": recording.label,
-            "path": str(recording.path),
-            "notes": recording.notes,
-            **recording.facts,
-            "steps": list(recording.metrics),
-            "metrics": _series(recording, names, most),
+            "label": record.label,
+            "path": str(record.path),
+            "notes": record.notes,
+            **record.facts,
+            "steps": list(record.metrics),
+            "metrics": _series(record, names, most),
         }
-        for recording in recordings
+        for record in records
     ]
     found = [known.get(re.sub(r"@\d+$", "@<k>", name), Metric(name, "", "")) for name in names]
     described = [[name, metric.unit, metric.meaning] for name, metric in zip(names, found, strict=True)]
     return packet({"runs": runs, "metrics": described, **more}, {}, 1 if most else 6)
 
 
-def _series(recording: Recording, names: Sequence[str], most: int) -> dict[str, Any]:
+def _series(record: RunRecord, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
     that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
-    rows = [list(map(row.get, names, repeat(np.inf))) for row in recording.metrics.values()]  # inf: not measured
+    rows = [list(map(row.get, names, repeat(np.inf))) for row in record.metrics.values()]  # inf: not measured
     for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
         there = np.flatnonzero(found != np.inf)
         whole = not most or name.startswith(("time/", "alarm/", "rollout/response_tokens"))  # the page adds them up
@@ -139,13 +139,13 @@ def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 
 
-def behaviours(recordings: Sequence[Recording], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
+def behaviours(records: Sequence[RunRecord], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
     """Return for each run what ``behaviour.measure`` finds in the files of ``table`` with training responses."""
     found = []
-    for number, recording in enumerate(recordings):
+    for number, record in enumerate(records):
         numbers = table.loc[(table["run"] == number) & (table["stage"] != HELD_OUT), "file"].unique()
-        tokens = _tokenizer_of(recording.path, recording.model, tokenizer) if len(numbers) else None
-        found.append(measure([recording.files[number] for number in numbers], tokens))
+        tokens = _tokenizer_of(record.path, record.model, tokenizer) if len(numbers) else None
+        found.append(measure([record.files[number] for number in numbers], tokens))
     return found
 
 
@@ -162,19 +162,19 @@ def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, An
 
 
 def text_packets(
-    recordings: Sequence[Recording], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
+    records: Sequence[RunRecord], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
 ) -> dict[int, bytes]:
     """Return the packets of the responses in ``chosen`` in full, by index."""
     packed: dict[int, bytes] = {}
     for number, rows in chosen.groupby("run"):
-        recording = recordings[number]
-        tokens = _tokenizer_of(recording.path, recording.model, tokenizer)
+        record = records[number]
+        tokens = _tokenizer_of(record.path, record.model, tokenizer)
         if tokens is None:
             notes.append(
-                f"{recording.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
+                f"{record.label}: its tokens have no text, since no tokenizer was found in its hf/ or its model.hf; "
                 "name its folder with --tokenizer"
             )
-        packed |= packets(recording.files, rows, tokens)
+        packed |= packets(record.files, rows, tokens)
     return packed
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
-from or1_megatron.kernels.reference import reference_log_probs_and_entropies
+from or1_megatron.kernels.plain_head import reference_log_probs_and_entropies
 from or1_megatron.selftest.one_check import Context
 
 TOKENS: Final = 32768

@@ -24,7 +24,8 @@ from or1_megatron.selftest.checks.sandbox import TIERS, why_refused
 from or1_megatron.selftest.one_check import Context
 from or1_verify.child_process import describe_exit
 from or1_verify.sandbox.cgroups import CgroupPool
-from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 
 TESTED: Final = {

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.selftest.one_check import Context, NotPossible
-from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.limits import SandboxLimits
+from or1_verify.sandbox.program import Program, SandboxTier, SandboxUnavailable
 from or1_verify.sandbox.sandbox import Sandbox
 
 TIERS: Final[tuple[SandboxTier, ...]] = ("bubblewrap", "landlock")

@@ -10,7 +10,6 @@ from fractions import Fraction
 from or1_verify.math.reader import notation
 from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
 from or1_verify.math.reader.equality import canonical, fraction, proportional, same
-from or1_verify.math.reader.families import same_family
 from or1_verify.math.reader.numerals import decimals, is_numeral
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.ranges import (
@@ -41,7 +40,8 @@ from or1_verify.math.reader.records import (
     Words,
 )
 from or1_verify.math.reader.scalars import same_quantity
-from or1_verify.math.reader.spread import same_links, spread
+from or1_verify.math.reader.several_values import same_links, spread
+from or1_verify.math.reader.solution_families import same_family
 from or1_verify.math.reader.text import Unreadable
 from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.units import HEDGES, LEAD_INS

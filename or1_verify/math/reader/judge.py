@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from or1_verify.math.reader import notation
-from or1_verify.math.reader.alike import alike
 from or1_verify.math.reader.compare import compare
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.reading import read
 from or1_verify.math.reader.records import Reading
 from or1_verify.math.reader.rounding import as_rounded
+from or1_verify.math.reader.shared_notation import alike
 from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
 from or1_verify.math.reader.value import rational
 

@@ -46,9 +46,9 @@ class Quantity:
 
 
 def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
-    """Return the factors that may turn the answer's number into the gold's, from their units or percent signs.
+    """Return the factors that may convert the answer's number to the gold's unit or percent form; () if none can.
 
-    A unit that only one side has counts as the question's. A plain gold below 1 is a share: ``0.25`` is not ``0.25%``.
+    A unit that one side lacks is assumed. If only the answer has a percent sign, the factor is 1/100.
     """
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:

@@ -18,7 +18,7 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
-from or1_verify.math.reader.spread import spread
+from or1_verify.math.reader.several_values import spread
 from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.value import rational, real
 

@@ -1,6 +1,6 @@
 """Watchdog: kills processes of a run that hang, so that they count as dead and the run can recover.
 
-The launcher of each node runs a monitor on a thread. Every second it looks at each process below the launcher and at
+The launcher of each node runs a watchdog on a thread. Every second it looks at each process below the launcher and at
 the heartbeats (``heartbeat``). A process that is stopped (state T) for ``heartbeat_s`` is killed. A process whose
 heartbeat stands still for ``heartbeat_s`` is judged by its state and by the CPU time of its busiest thread since then:
 
@@ -37,7 +37,7 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""If the monitor itself did not run for longer than this, all clocks restart, as others may not have run either."""
+"""If the watchdog itself did not run for longer than this, all clocks restart, as others may not have run either."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
@@ -58,7 +58,7 @@ class _Silence:
     excused: bool = False
 
 
-class Monitor:
+class Watchdog:
     """Watches the processes below ``root`` and all processes of the run with a heartbeat on this node."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Monitor:
 
     def start(self) -> None:
         """Call ``look`` every second on a thread, until ``stop``."""
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ import mpmath
 from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.records import Reading, Relation, Several
 from or1_verify.math.reader.scalars import is_worked_out
-from or1_verify.math.reader.spread import spread
+from or1_verify.math.reader.several_values import spread
 from or1_verify.math.reader.tree import Node, symbols
 from or1_verify.math.reader.value import TooLarge, Undefined, evaluate
 

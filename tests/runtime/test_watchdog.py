@@ -1,7 +1,7 @@
-"""The monitor tells processes that have stalled from those that are starved, busy or asleep with good reason.
+"""The watchdog tells processes that have stalled from those that are starved, busy or asleep with good reason.
 
 Real Python processes with real heartbeats, stopped, starved and hung as in life. Not proven here: that a run survives
-what the monitor kills (tests/train/test_keeps_running.py).
+what the watchdog kills (tests/train/test_keeps_running.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from or1_megatron.runtime import monitor as module
+from or1_megatron.runtime import watchdog as module
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder, read_beats
-from or1_megatron.runtime.monitor import Monitor
+from or1_megatron.runtime.watchdog import Watchdog
 
 CHILD = """
 import ctypes, os, sys, time
@@ -55,13 +55,13 @@ KINDS = ("healthy", "stopped", "starved", "hung", "loading", "spins", "driver")
 
 
 class Watched:
-    """Children of this process under a monitor, and what it said."""
+    """Children of this process under a watchdog, and what it said."""
 
     def __init__(self, folder: Path) -> None:
         self.run = str(folder)
         self.faults = FaultRecord(folder)
         self.said: list[str] = []
-        self.monitor = Monitor(os.getpid(), self.run, HEARTBEAT_S, self.faults, self.said.append)
+        self.watchdog = Watchdog(os.getpid(), self.run, HEARTBEAT_S, self.faults, self.said.append)
         self.children: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, what: str, core: int | None = None) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ class Watched:
 
     def look_until(self, ended: set[str]) -> None:
         def all_ended() -> bool:
-            self.monitor.look()
+            self.watchdog.look()
             return all(self.children[name].poll() is not None for name in ended)
 
         wait_until(all_ended, f"{ended} to end", every_s=0.3)
@@ -83,7 +83,7 @@ class Watched:
     def look_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self.monitor.look()
+            self.watchdog.look()
             time.sleep(0.3)
 
     def line(self, what: str) -> str:
@@ -129,7 +129,7 @@ def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
     recorded = {fault.who for fault in watched.faults.read() if fault.kind == "stalled"}
     assert recorded == {"stopped", "hung", "spins", "driver"}
     assert watched.faults.counts()["faults/stalled"] == 4
-    watched.monitor.look()
+    watched.watchdog.look()
     assert {beat.who for beat in read_beats(beats_folder(watched.run))} == {"healthy", "loading"}
 
 
@@ -168,14 +168,14 @@ def test_leaves_a_process_under_a_debugger_alone(watched: Watched) -> None:
     watched.look_for(2 * HEARTBEAT_S)
     assert child.poll() is None and not watched.said
     assert libc.ptrace(detach, child.pid, None, None) == 0
-    watched.monitor.look()
+    watched.watchdog.look()
     assert child.poll() is None and not watched.said
 
 
 def test_a_stopped_child_without_a_heartbeat_is_found(watched: Watched) -> None:
     """It is named by its program, and killed."""
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, text=True) as child:
-        assert child.pid in watched.monitor.left_over()
+        assert child.pid in watched.watchdog.left_over()
         child.send_signal(signal.SIGSTOP)
         watched.children["sleep"] = child
         watched.look_until({"sleep"})

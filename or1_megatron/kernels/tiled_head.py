@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from or1_megatron.kernels.head_weight_gradient import WeightGradient, add_product
 from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge
 from or1_megatron.kernels.tile_sizes import AllocationPlan, Mode, aligned, allocation_plan
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
-from or1_megatron.kernels.weight_gradient import WeightGradient, add_product
 
 if TYPE_CHECKING:
     from or1_megatron.kernels.tiles_triton import TritonEpilogue

@@ -1,4 +1,4 @@
-"""The bounds of ``rl.checks``: the last value that passes and the first that does not, by hand.
+"""The bounds of ``rl.fatal_checks``: the last value that passes and the first that does not, by hand.
 
 What the loop does on such an error is in ``test_loop``.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from fakes import completion, group_of, verdict
 
-from or1_megatron.rl.checks import StaleRollout, VerificationFailing, check_verdicts, check_versions
+from or1_megatron.rl.fatal_checks import StaleRollout, VerificationFailing, check_verdicts, check_versions
 from or1_megatron.types import Group, VersionSpan
 
 
