@@ -5,8 +5,9 @@ SHELL := /bin/bash
 export PYTHON TE
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
-# Two workers, since much of a test is waiting for processes. How tests are shared out: tests/conftest.py.
-WORKERS := -n 2 --dist loadfile
+# More workers than cores, since much of a test is waiting for processes, but not where tests need gigabytes.
+# How tests are shared out: tests/conftest.py.
+WORKERS := --dist loadfile --no-loadscope-reorder
 # Compiled tests are kept, whatever the environment says: to compile their asserts takes longer than to import them.
 PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
@@ -32,11 +33,11 @@ test-fast: setup  ## the tests that start no engine and no other process, two mi
 	@$(PYTEST) -q -m "not slow and not gpu" --fast -rfE
 
 test: setup  ## the tests, some minutes
-	@$(PYTEST) -q -m "not slow and not gpu" $(WORKERS)
+	@$(PYTEST) -q -m "not slow and not gpu" -n 3 $(WORKERS)
 
 test-slow: setup  ## the tests that take minutes, a whole quickstart among them
 	@tools/browser.sh || echo "without a browser: its tests are skipped"
-	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800 $(WORKERS)
+	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800 -n 2 $(WORKERS)
 
 lint: setup  ## ruff, import rules, mypy, the budget of lines and words; changes nothing
 	@.venv/bin/pre-commit run --all-files --color never

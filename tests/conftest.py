@@ -21,7 +21,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
+_LONG = ("train", "handoff", "rollout", "parallel", "selftest")
+"""Folders whose tests run longest. Their files come first, so that no worker has one left when others are done."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = {f"tests/{name}": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: folders.get(item.nodeid.rpartition("/")[0], len(folders)))
     wanted = [item for item in items if "gpu" in item.keywords]
     if not wanted:
         return

@@ -5,6 +5,7 @@ They do not say which mask trains better.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fakes import group_of
 from or1_megatron.config.schema import AdvantageConfig, CorrectionConfig
 from or1_megatron.rl.advantage import assign_advantages, group_advantages, reject
 from or1_megatron.rl.penalties import overlong, reward_penalties
+from or1_megatron.rl.supply import KeepsGroup
 
 CUT = [False, False, True, True]
 
@@ -70,6 +72,14 @@ def test_soft_overlong_penalty_by_hand() -> None:
     (penalties,) = reward_penalties(groups, AdvantageConfig(overlong_tokens=4, overlong_penalty=2.0), 8) or []
     np.testing.assert_allclose(penalties, [1.5, 1.5])  # 2 * (7 - 4) / 4
     assert reward_penalties(groups, AdvantageConfig(), 8) is None
+
+
+def test_refill_counts_a_group_as_the_loop_does() -> None:
+    """The right response loses its whole reward by its length of 8, of at most 8; of at most 16 it loses nothing."""
+    config = AdvantageConfig(overlong_tokens=4, overlong_penalty=1.0)
+    long, short = group_of([1, 0], length=8), group_of([1, 0], length=3)
+    group = replace(long, completions=(long.completions[0], short.completions[1]))
+    assert (KeepsGroup(config, 8)(group), KeepsGroup(config, 16)(group)) == (False, True)
 
 
 def test_the_default_penalty_has_the_papers_strength() -> None:
