@@ -27,7 +27,7 @@ _LONG = ("train", "handoff", "rollout", "parallel", "selftest")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folders = {f"tests/{name}": place for place, name in enumerate(_LONG)}
-    items.sort(key=lambda item: folders.get(item.nodeid.rpartition("/")[0], len(folders)))
+    items.sort(key=lambda item: folders.get(item.nodeid.partition("::")[0].rpartition("/")[0], len(folders)))
     wanted = [item for item in items if "gpu" in item.keywords]
     if not wanted:
         return

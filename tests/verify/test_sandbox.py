@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from or1_verify.config import VerifyConfig
-from or1_verify.sandbox import launched as launched_module
+from or1_verify.sandbox import confined_process as module
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.limits import SandboxLimits
@@ -131,9 +131,9 @@ def test_a_machine_that_pauses_does_not_use_up_the_programs_time(
     try:
         launched.release()
         if source == "print(7)":
-            assert launched_module._exited(launched.process.pid, 60.0)
+            assert module._exited(launched.process.pid, 60.0)
         jumps, monotonic = itertools.chain([0.0, 0.0], itertools.repeat(30.0)), time.monotonic
-        monkeypatch.setattr(launched_module.time, "monotonic", lambda: monotonic() + next(jumps))
+        monkeypatch.setattr(module.time, "monotonic", lambda: monotonic() + next(jumps))
         stopped = launched.read()
         monkeypatch.undo()
         result = launched.finish(stopped or "exited")

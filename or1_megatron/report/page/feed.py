@@ -16,7 +16,7 @@ import pandas as pd
 
 from or1_megatron.report.page.rollout_table import join
 from or1_megatron.report.page.run_page import behaviours, head_packet, html, rows_packet, text_packets
-from or1_megatron.report.page.run_records import RunRecord, labels, read_run_record, spread
+from or1_megatron.report.page.run_records import PageRun, labels, read_page_run, spread
 from or1_megatron.runtime.jsonl import GrowingSteps
 from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import find_run, step_of
@@ -80,9 +80,9 @@ class Feed:
         counted = {"behaviour": behaviours(records, table, self._tokenizer)} if name == "/data/counts" else {}
         return rows_packet(table, table.index.tolist(), more | counted)
 
-    def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[RunRecord], pd.DataFrame]:
+    def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[PageRun], pd.DataFrame]:
         """Return the runs' records with the responses of these files of each run, which have their times of writing."""
         with self._reading:
             told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
-        found = [read_run_record(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
+        found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
         return found, join([record.rows for record in found])

@@ -22,7 +22,7 @@ from or1_megatron.report.page.behaviour import measure
 from or1_megatron.report.page.encoding import packet
 from or1_megatron.report.page.responses import TOKENIZER, TokenTexts, packets
 from or1_megatron.report.page.rollout_table import WORDS, join
-from or1_megatron.report.page.run_records import RunRecord, read_run_records
+from or1_megatron.report.page.run_records import PageRun, read_page_runs
 from or1_megatron.report.page.selection import choose, named, pairs
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.rollout_store import HELD_OUT
@@ -78,7 +78,7 @@ def write_report(
         UnknownRollout: ``ids`` name a response that no run has kept.
     """
     steps = {int(step) for name in ids for step in name.split("/")[1:2] if step.isdigit()}
-    records = read_run_records(runs, steps)
+    records = read_page_runs(runs, steps)
     table = join([record.rows for record in records])
     wanted = named(table, ids)
     notes: list[str] = []
@@ -95,7 +95,7 @@ def write_report(
     return Written(len(page), len(table), len(chosen), said)
 
 
-def head_packet(records: Sequence[RunRecord], more: Mapping[str, Any], most: int = 0) -> bytes:
+def head_packet(records: Sequence[PageRun], more: Mapping[str, Any], most: int = 0) -> bytes:
     """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
     header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
     known = {metric.name: metric for metric in METRICS}
@@ -117,7 +117,7 @@ def head_packet(records: Sequence[RunRecord], more: Mapping[str, Any], most: int
     return packet({"runs": runs, "metrics": described, **more}, {}, 1 if most else 6)
 
 
-def _series(record: RunRecord, names: Sequence[str], most: int) -> dict[str, Any]:
+def _series(record: PageRun, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
     that are not finite. A curve with fewer points than were measured has their number as a third element."""
     series: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 
 
-def behaviours(records: Sequence[RunRecord], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
+def behaviours(records: Sequence[PageRun], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
     """Return for each run what ``behaviour.measure`` finds in the files of ``table`` with training responses."""
     found = []
     for number, record in enumerate(records):
@@ -162,7 +162,7 @@ def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, An
 
 
 def text_packets(
-    records: Sequence[RunRecord], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
+    records: Sequence[PageRun], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
 ) -> dict[int, bytes]:
     """Return the packets of the responses in ``chosen`` in full, by index."""
     packed: dict[int, bytes] = {}

@@ -27,7 +27,7 @@ _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_befo
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class PageRun:
     """The records of one run. ``rows``: table of its responses without texts; ``files``: rollout files with texts."""
 
     label: str
@@ -43,7 +43,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
 
-def read_run_records(runs: Sequence[Path], steps: Collection[int] = ()) -> list[RunRecord]:
+def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[PageRun]:
     """Return the records of runs in order, each run once and with a label of its own; ``steps`` are never left out.
 
     Raises FileNotFoundError for a path that is not a run folder, ValueError for a line of metrics that is not a JSON
@@ -57,15 +57,15 @@ def read_run_records(runs: Sequence[Path], steps: Collection[int] = ()) -> list[
         if not any(run.samefile(other) for other in folders):  # a shell pattern and a name may give one run twice
             folders.append(run)
     named = zip(folders, labels(folders), strict=True)
-    records = [read_run_record(run, label, steps=steps) for run, label in named]
+    records = [read_page_run(run, label, steps=steps) for run, label in named]
     if not any(record.metrics or len(record.rows) for record in records):
         raise ValueError(f"{', '.join(map(str, folders))}: nothing to show yet, neither metrics nor rollouts")
     return records
 
 
-def read_run_record(
+def read_page_run(
     run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None, steps: Collection[int] = ()
-) -> RunRecord:
+) -> PageRun:
     """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
     not of all: of many every n-th, and ``steps``. Files that cannot be read are left out, and named in its notes."""
     folder, notes = RunFolder(run), list[str]()
@@ -96,7 +96,7 @@ def read_run_record(
         "faults": [astuple(fault) for fault in FaultRecord(run).read()],
         "summary": {name: summary[name] for name in _SUMMARY if name in summary},
     }
-    return RunRecord(label, run, metrics, files, rows, None if model is None else Path(model), facts, notes)
+    return PageRun(label, run, metrics, files, rows, None if model is None else Path(model), facts, notes)
 
 
 def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
