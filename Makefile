@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export PYTHON TE
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
-# Twice as many workers as two cores, since much of a test is waiting for processes; slow tests need more memory.
+# Three workers for two cores, since much of a test is waiting for processes. Four thrash in 24 GiB of memory.
 # tests/conftest.py shares tests out to workers.
 WORKERS := --dist loadfile --no-loadscope-reorder
 # Compiled tests are kept, whatever the environment says: to compile their asserts takes longer than to import them.
@@ -33,7 +33,7 @@ test-fast: setup  ## the tests that start no engine and no other process, two mi
 	@$(PYTEST) -q -m "not slow and not gpu" --fast -rfE
 
 test: setup  ## the tests, some minutes
-	@$(PYTEST) -q -m "not slow and not gpu" -n 4 $(WORKERS)
+	@$(PYTEST) -q -m "not slow and not gpu" -n 3 $(WORKERS)
 
 test-slow: setup  ## the tests that take minutes, a whole quickstart among them
 	@tools/browser.sh || echo "without a browser: its tests are skipped"
