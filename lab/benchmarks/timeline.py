@@ -1,6 +1,6 @@
 """What ``track.timeline`` costs a step of the quickstart, in pairs of neighbouring steps of one run.
 
-    python lab/benchmarks/timeline.py --pairs 50
+    python lab/benchmarks/timeline.py --pairs 30
 
 In one step of each pair, drawn by chance, no process keeps its spans, as without a timeline. In the other, all processes
 record and write each span 20 times; the figures are a 20th of the difference, which is smaller than the noise of a step.
@@ -73,7 +73,7 @@ if folder := os.environ.get("TIMELINE_COST"):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--pairs", type=int, default=30)
     pairs = parser.parse_args().pairs
     shutil.rmtree(ROOT / "runs" / "timeline_cost", ignore_errors=True)
     task = "examples/quickstart/task.py --out runs/timeline_data --train 128 --held-out 256 --seed 1"  # 128: D_R
@@ -82,7 +82,7 @@ def main() -> None:
         Path(folder, "sitecustomize.py").write_text(HOOK.replace("TIMES", str(TIMES)))
         Path(folder, "flag").write_bytes(b"\1")
         command = [sys.executable, "-m", "or1_megatron.commands.app", "train", "examples/quickstart/quickstart.yaml"]
-        for key in (*SETS, f"stages.0.steps={2 * pairs + 2}"):
+        for key in (*SETS, f"stages.0.steps={2 * pairs + 4}"):
             command += ["--set", key]
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TIMELINE_COST": folder}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
