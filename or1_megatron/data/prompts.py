@@ -1,4 +1,4 @@
-"""Makes the prompts of a run: reads and checks its problem sets, tokenizes prompts, drops those that are too long.
+"""Makes the prompts of a run: reads and checks its problem sets; ``template`` tokenizes prompts and drops long ones.
 
 ``read_problems`` refuses data rows that do not fit their column layout, which takes seconds. ``make_prompts`` then
 reads every ground truth and tokenizes every prompt, which may take minutes; engines can start meanwhile. Prompts longer

@@ -1,4 +1,4 @@
-"""Turns messages into token ids with a model's tokenizer and chat template; no other file does.
+"""Turns messages into token ids with a model's tokenizer and chat template, and drops prompts that are too long.
 
 Token ids and text are those of the folder's ``tokenizer.json``, as the tokenizers library reads it.
 """

@@ -87,7 +87,7 @@ def log_probs_and_entropies(
         hidden: [T, H], the same on all ranks of the tensor-parallel group. Each rank gets a part of its gradient, which
             the caller sums over the group.
         weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32: into Megatron's ``main_grad`` if the
-            weight has one (see ``weight_gradient``), else it is returned to autograd in the weight's dtype.
+            weight has one (see ``head_weight_gradient``), else it is returned to autograd in the weight's dtype.
         targets: [T] int64 vocabulary ids.
         temperature: divisor of the logits.
         shard: which rows of the vocabulary ``weight`` holds.

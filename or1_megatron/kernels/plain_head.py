@@ -1,4 +1,4 @@
-"""Log-probs and entropies by plain autograd on the whole matrix of logits: the oracle for the fused head."""
+"""Log-probs and entropies by plain autograd on all logits: the oracle for the fused head, never used in training."""
 
 from __future__ import annotations
 

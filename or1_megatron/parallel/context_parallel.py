@@ -1,4 +1,4 @@
-"""Context parallelism without Transformer Engine: splits a packed row's tokens over ranks and computes attention.
+"""Splits a packed row's tokens over context-parallel ranks, for both kinds of layers; computes attention for our own.
 
 Each sequence of a packed row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
 every rank has equally many tokens and equal causal work. Before attention each rank gathers the keys and values of the

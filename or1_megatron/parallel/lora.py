@@ -47,7 +47,7 @@ class Adapter(torch.nn.Module):
     """
 
     enabled: ClassVar[bool] = True
-    """Whether the process computes with adapters; ``reference.AdaptersOff`` switches them off for a while."""
+    """Whether the process computes with adapters; ``policy.score_base`` switches them off for a while."""
 
     def __init__(self, linear: Any, row: AdaptedRow, rank: int, scale: float, of_row: Tensor) -> None:
         super().__init__()

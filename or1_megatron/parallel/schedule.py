@@ -1,4 +1,6 @@
-"""Runs micro-batches through the pipeline by Megatron's schedules, which divide gradients by the token count T_k.
+"""Runs micro-batches through the pipeline by Megatron's schedules; computes losses and scores with the fused head.
+
+Megatron divides gradients by the token count T_k.
 
 Shapes: T packed tokens of a row (equal in all packed rows of a batch), t = T / CP of them on this rank, C counted
 tokens of the row, c of them on this rank, H hidden.

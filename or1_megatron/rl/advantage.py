@@ -69,7 +69,7 @@ def reject(
 
     Groups whose rewards are all equal are rejected even if penalties give them advantages, because DAPO's dynamic
     sampling filters by accuracy. With ``reject_uniform_groups`` off, all groups are kept.
-    A step without a kept group makes no SGD step (``rl.loop``).
+    A step without a kept group makes no SGD step (``rl.loop``). Refill: ``rl.supply``.
     """
     uniform = config.reject_uniform_groups
     keep = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]

@@ -49,7 +49,7 @@ class StepSeen:
     stage: StageConfig
     metrics: Mapping[str, float]
     reasons: str = ""
-    """The frequent reasons for rewards of 0 (``checks.frequent_reasons``)."""
+    """The frequent reasons for rewards of 0 (``fatal_checks.frequent_reasons``)."""
 
 
 class Alarms:

@@ -1,4 +1,4 @@
-"""The training loop: the verbs of a rollout step, what a new stage restarts, and how many steps are sampled ahead.
+"""The training loop: the verbs of a step, what a new stage restarts, stopping, resuming, and sampling ahead.
 
 ``steps_done`` counts finished rollout steps over all stages. It is also the version of the weights: step k + 1 samples
 from version k and ends by handing version k + 1 to the engines. A step without any SGD step (every group rejected)

@@ -70,7 +70,7 @@ class StepRecord:
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
     scores: TokenScores | None = None
-    """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
+    """The policy's first scores of the kept groups' responses in this step (``old_log_probs.first_scores``)."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:

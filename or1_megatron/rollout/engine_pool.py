@@ -1,4 +1,7 @@
-"""Starts the run's engines, replaces lost ones and ends them: each a Ray actor with its environment, node and GPUs."""
+"""Starts the run's engines, replaces lost ones and ends them: each a Ray actor with its environment, node and GPUs.
+
+A lost engine is noticed by the RolloutManager (an actor that is dead, or does not answer), by ``engine_group`` in a
+handoff, or by ``runtime.watchdog``, which kills a process that hangs. ``restart_lost`` then replaces it."""
 
 from __future__ import annotations
 

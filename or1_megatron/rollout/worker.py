@@ -1,4 +1,4 @@
-"""Extends vLLM's workers with sampling by seeds and our weight transfer (vLLM mixes in ``engine.WORKER_EXTENSION``).
+"""Extends vLLM's workers with sampling by seeds and our weight transfer: ``engine.WORKER_EXTENSION``.
 
 vLLM imports this module in every worker process, before the worker makes its message queues and looks up its
 weight-transfer backend. So the backend is registered here, which also works under tensor parallelism.

@@ -1,4 +1,4 @@
-"""Finds conflicts of a configuration with a model or between its sections (TP, lengths, KV cache), with a way out.
+"""Finds conflicts of a configuration with a model or between its sections, and says how to resolve each.
 
 Rules within one section (D_T divides D_R, ranks = TP x PP x CP x DP) are checked by the sections of ``config``, and
 ``memory`` says whether a run fits in memory.

@@ -1,4 +1,6 @@
-"""The limits of one sandboxed run: time, memory, processes, output; their rlimits, and what a run says that met one."""
+"""The limits of one sandboxed run, their rlimits, and the message of a run that met one.
+
+``sandbox.open_sandbox`` chooses them by configuration, ``code.run_tests`` those of a problem."""
 
 from __future__ import annotations
 

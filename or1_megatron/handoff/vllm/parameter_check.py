@@ -1,5 +1,7 @@
 """Checks, inside vLLM's workers, that an engine rank's parameters hold the slices that were received for them.
 
+The sender gets the result, and ``synced_policy`` ends the run if it is bad, unless an engine was lost.
+
 Parameters are read in place after loading. The check names each tensor that a loader put into the wrong place or did
 not replace. The place of each slice is known from the trace before the first handoff (``loader_trace.trace_loaders``).
 A loader that was wrong from the start is found only by the log-prob probe.
