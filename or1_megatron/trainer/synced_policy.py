@@ -1,4 +1,4 @@
-"""``interfaces.Policy`` over all ranks: relays the loop's calls, hands off weights, replaces lost engines, shares GPUs."""
+"""``interfaces.Policy`` over all ranks: relays the loop's calls, hands off weights, replaces engines, shares GPUs."""
 
 from __future__ import annotations
 
