@@ -73,7 +73,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What an objective gets for each of N counted tokens besides log-prob and entropy: [N], fp32 or fp64, constant."""
+    """The inputs of an objective besides log-probs and entropies: constants [N] of N counted tokens, fp32 or fp64."""
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
@@ -117,8 +117,8 @@ class TokenInputs:
 class Objective(Protocol):
     """A loss. It must be picklable, because it is sent to the ranks with the batch.
 
-    An attribute or property ``scope`` says what a token's loss term may depend on (``scope_of``). An objective without
-    it has the scope "token": each term depends on the log-prob and entropy of its own token only.
+    An attribute or property ``scope`` says what a token's loss term may depend on (``scope_of``). Without this
+    attribute the scope is "token": each term depends on the log-prob and entropy of its own token only.
     """
 
     @property
@@ -166,8 +166,8 @@ class Policy(Protocol):
 
         ``responses``: what ``Rollouts.finished_responses`` returned; empty: no file is written for them.
 
-        Returns once all is copied to host memory. The copy is written in the background, under another name until it
-        is complete. An earlier save that is still being written is waited for first.
+        Waits for an earlier save that is still being written, and returns once all is copied to host memory. The copy
+        is written in the background, under another name until it is complete.
         """
 
     def finish_save(self, wait: bool) -> float | None:
@@ -204,8 +204,8 @@ class Rollouts(Protocol):
     ) -> int:
         """Start sampling ``group_size`` responses to each prompt and return the rollout's ticket.
 
-        Each response is verified when it ends. Several rollouts may be under way: ``urgent`` ones are
-        sampled first, then older before newer ones.
+        Each response is verified when it ends. Several rollouts may be under way: ``urgent`` rollouts
+        are sampled first, then older before newer rollouts.
 
         ``rule`` selects the groups that ``collect`` returns; None: all.
         """
@@ -220,18 +220,19 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Report that the policy has trained on the collected groups: ``finished_responses`` drops them. If no rollout
-        is under way (``urgent`` ones aside), the unused responses of ``reuse`` are dropped too."""
+        """Report that the policy has trained on the collected groups; ``finished_responses`` then omits them. The
+        unused responses of ``reuse`` are dropped too, unless a rollout that is not ``urgent`` is under way."""
 
     def finished_responses(self) -> bytes:
-        """Return the finished responses that are not yet trained on, packed (``runtime.message``); empty: none. They
-        are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
+        """Return, packed (``runtime.message``), the finished responses that are not yet trained on; empty if none.
+
+        These are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
         responses of ``reuse``. Responses of ``urgent`` rollouts are left out."""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Let later requests with the problem, prompt, sampling and seed of one of these responses get that response
-        instead of sampling again. ``urgent`` rollouts always sample. ``version``: use only responses whose tokens were
-        all sampled by this version of the weights."""
+        """Answer later requests with these responses instead of sampling again. A response answers a request that has
+        the same problem, prompt, sampling and seed. ``urgent`` rollouts always sample. ``version``: use only responses
+        whose tokens were all sampled by this version of the weights."""
 
 
 class ProblemStream(Protocol):
@@ -242,7 +243,7 @@ class ProblemStream(Protocol):
         """Return how many different problems ``take`` can return."""
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts, of ``count`` different problems. ``take(a)`` begins ``take(a + b)``."""
+        """Return the next ``count`` prompts, of different problems. ``take(a + b)`` begins with ``take(a)``."""
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""
@@ -278,7 +279,7 @@ class PolicyWeights(Protocol):
 class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
-    The loop raises it between its verbs. Rollouts and the evaluation, which wait for long, may raise it too.
+    The loop raises Stopped between its verbs. Rollouts and the evaluation, which wait for long, may raise it too.
     """
 
 
@@ -312,7 +313,7 @@ class Observer(Protocol):
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
     def alarmed(self, step: int, text: str) -> None:
-        """Take an alarm of a step; its text says the step, the value and its limit, and what to do."""
+        """Take the ``text`` of an alarm, which names the step, the value, the limit and what to do."""
 
     def resumed(self, step: int) -> None:
         """Discard the records after ``step``, because its checkpoint has been loaded."""

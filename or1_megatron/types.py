@@ -23,10 +23,9 @@ Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
-"""[tokens, layers with experts, k]: numbers of the experts that computed each token, in the smaller type that holds
-them."""
+"""[tokens, layers with experts, k]: indices of the experts that computed each token; uint8 where it suffices."""
 OwnExperts = tuple[RoutedExperts, BoolArray]
-"""The experts of one rank's t tokens of a row, in its layers, and [t] which of the tokens are counted."""
+"""(experts of a rank's t tokens of a row, in the rank's layers; mask [t] of the counted tokens)."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -156,8 +155,8 @@ class Completion:
     entropy: float = math.nan
     """Mean entropy of the full-vocabulary distributions from which the tokens were drawn, nats; NaN: unknown."""
     routed_experts: RoutedExperts | None = None
-    """[p + n - 1, layers, k], where the request asked for them: the experts that computed each token of prompt and
-    response. The last token has none: no layer has computed it."""
+    """The experts that computed each token of prompt and response, [p + n - 1, layers, k]; None unless requested. The
+    last token has none, because no layer has computed it."""
 
     @property
     def truncated(self) -> bool:
@@ -256,10 +255,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One SGD step's samples in micro-batches, of which every data-parallel rank has equally many, all of one length.
+    """The samples of one SGD step, in equally many micro-batches for each data-parallel rank, all of one length.
 
-    ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. The
-    weighted sum of token losses is divided by it under every aggregation.
+    ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. Under
+    every aggregation the weighted sum of token losses is divided by ``token_count``.
     """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]

@@ -4,8 +4,8 @@ r"""Rule-based verifiers, which judge responses to math and code problems withou
 
     verify("math", '["12"]', r"... </think> \boxed{12}").status  # "right"
 
-``verify_many`` judges many responses, ``verify_file`` a file of them; ``build_verifiers`` returns the verifiers, for
-programs that keep them between verdicts (README.md).
+``verify_many`` judges many responses, and ``verify_file`` judges a file of responses. ``build_verifiers`` returns the
+verifiers, for programs that keep verifiers between verdicts (README.md).
 
 Modules that take long to import are imported at first use, because the verifiers' child processes import this file.
 """
@@ -53,16 +53,16 @@ def __getattr__(name: str) -> Any:
 def verify(
     ability: str, ground_truth: str, response: str, truncated: bool = False, config: VerifyConfig | None = None
 ) -> Verdict:
-    """Judge one response, with processes that are started for it and ended after it, which takes about a second.
+    """Judge one response. Each call starts the verifier's processes and ends them, which takes about a second.
 
     Args:
         ability: "math", "code" or one of ``config.custom``.
-        ground_truth: JSON, for math of a list of answers, for code of an object of tests (docs/code_verifier.md).
+        ground_truth: JSON; for math a list of answers, for code an object of tests (docs/code_verifier.md).
         truncated: whether the response was cut off at its length limit.
 
     Raises:
         ValueError: the ability has no verifier, or the ground truth cannot be used.
-        UserError: a custom verifier cannot be loaded; for code, no sandbox works on this machine.
+        UserError: a custom verifier cannot be loaded, or the ability is "code" and no sandbox works on this machine.
     """
     from or1_verify.config import VerifyConfig
     from or1_verify.verifiers import build_verifiers
@@ -74,9 +74,10 @@ def verify(
 
 
 def verify_many(attempts: Sequence[Attempt], config: VerifyConfig | None = None) -> Iterator[Verdict]:
-    """Yield the verdict on each (problem, response, truncated), in order; ``config.workers`` are judged at a time.
+    """Yield the verdict on each (problem, response, truncated) in order, by ``config.workers`` threads.
 
-    Raises what ``verify`` raises; for a ground truth that cannot be used, when the iteration comes to it.
+    Raises what ``verify`` raises; an unusable ground truth raises ValueError when the iteration comes to its problem.
+    The ``check_ground_truth`` of a custom verifier is not called.
     """
     from or1_verify.config import VerifyConfig
     from or1_verify.verifier_threads import VerifierThreads, judged

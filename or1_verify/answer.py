@@ -31,7 +31,7 @@ REASONING_TAGS = (
 
 
 def after_reasoning(response: str) -> str | None:
-    """Return the part of a response after its reasoning (the whole without tags); None if the reasoning is not closed.
+    """Return the part of a response after its reasoning (without tags: all of it); None if the reasoning is not closed.
 
     If the chat template ends the prompt with an open tag (``left_open``), the caller puts this tag before the response.
     A response that opens a second tag after closing the first, and does not close the second, is still reasoning.
@@ -42,7 +42,7 @@ def after_reasoning(response: str) -> str | None:
 
 
 def left_open(prompt: str) -> str:
-    """Return the open reasoning tag with which a prompt's text ends, and which the response has to close; else ""."""
+    """Return the reasoning tag that the end of a prompt opens and the response must close; "" if there is none."""
     return next((opened for opened, _ in REASONING_TAGS if prompt.rstrip().endswith(opened)), "")
 
 
@@ -50,7 +50,7 @@ def last_box(text: str) -> str | None:
     r"""Return the trimmed content of the last box in a text; "" if this box is empty or not closed, None without a box.
 
     Boxes are ``\boxed``, ``\fbox`` and the like with balanced braces, and ``\boxed`` before a value without braces.
-    Boxes with nothing but commas, "and", "or" and names (``x =``) between them are one list. If the last box cannot be
+    Boxes with only commas, "and", "or" and names (``x =``) between them are one list. If the last box cannot be
     read, no earlier box is taken in its place.
     """
     contents = _last_boxes(text)
@@ -58,7 +58,7 @@ def last_box(text: str) -> str | None:
 
 
 def is_answered_once(text: str) -> bool:
-    """Whether all boxes of a text give one answer: each holds the same as the last box or list, or a part of it."""
+    """Whether all boxes of a text give one answer: each repeats the last box, or a part of the last box or list."""
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)
@@ -80,7 +80,7 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
-    """Return the boxes that stand in no other one, with their contents and ends. A box around a box is that box."""
+    """Return the boxes inside no other box, with contents and ends. A box around a box has the inner box's content."""
     outermost: list[tuple[re.Match[str], str, int | None]] = []
     last = 0
     for box in _BOX.finditer(text):
@@ -94,7 +94,7 @@ def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
-    """Return (content of a box, index after its closing brace); without braces (rest of the formula, None)."""
+    """Return (content of a box, index after its closing brace), or (rest of the formula, None) if it has no braces."""
     if text[box.end() : box.end() + 1] == "{":
         end = closing_brace(text, box.end())
         return ("", None) if end is None else (text[box.end() + 1 : end].strip(), end + 1)

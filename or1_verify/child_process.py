@@ -1,8 +1,8 @@
 """Runs Python modules of ours as child processes with a time limit, and replaces them when they hang or die.
 
-Requests and replies are JSON, one message per line after its CRC-32. The child's first line is {} when it is ready, or
-{"raised": words}. It answers each request by a reply, by {"raised": words}, or by {"exhausted": bytes}, after which the
-child ends; it also ends when its input ends. ``serve`` is the child's side.
+Requests and replies are JSON, one message per line after its CRC-32. The child first writes {} when it is ready, or
+{"raised": words}. It answers each request by a reply, by {"raised": words}, or, if its memory has run out, by
+{"exhausted": bytes}. The child ends after that last answer, and when its input ends. ``serve`` is the child's side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChildLimit(Or1Error):
 
 
 class ChildDied(Or1Error):
-    """A child process died, in the way that the message says, and was replaced."""
+    """A child process died and was replaced; the message says how it died."""
 
 
 class ChildUnusable(Or1Error):
@@ -117,7 +117,7 @@ def unpack(line: bytes) -> Any:
 
 
 def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = None) -> None:
-    """Run the child's side: call ``make`` once, then its result on each request, until the input ends.
+    """Run the child's side: call ``make`` once, then the function that it returned on each request.
 
     The last two arguments of the process are the time limit of a request (0: none) and the pid of the parent for
     ``die_with_parent`` (0: none). ``memory_bytes`` limits the address space.
@@ -189,10 +189,12 @@ class ChildProcess:
                 self._wait_until_ready()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send one request and return the answer.
+        """Send one request and return the answer. After ChildLimit or ChildDied a new child is started at once.
 
-        Raises ChildLimit after ``timeout_s`` or when the child is out of memory, and ChildDied; a new child is started
-        at once, so the next request works. Raises ChildUnusable if no child starts.
+        Raises:
+            ChildLimit: no answer came within ``timeout_s``, or the child is out of memory.
+            ChildDied: the child died, or its answer was damaged.
+            ChildUnusable: no child starts.
         """
         with self._lock:
             self._launch()
@@ -216,7 +218,7 @@ class ChildProcess:
         return reply["status"], reply["answer"], reply["detail"]
 
     def verdict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the verdict that the child gives; status ``timeout`` or ``error`` if it fails."""
+        """Return the fields of the child's verdict; the status is ``timeout`` or ``error`` if the child fails."""
         try:
             reply = self.ask(request)
         except ChildLimit as error:

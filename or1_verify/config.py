@@ -37,11 +37,11 @@ class MathConfig(_Section):
     code; the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
     without_box: Literal["claimed", "refuse"] = "claimed"
     """With the judge own: how a response without a box is read. claimed: its last sentence may claim one value, by a
-    phrase such as "the answer is". refuse: it has no answer. Recipe: Math-Verify's extraction in the released code,
-    which also takes the last number of a hedge (``judge: math_verify``)."""
+    phrase such as "the answer is". refuse: the response has no answer. Recipe: Math-Verify's extraction in the released
+    code, which also takes the last number of a hedge (``judge: math_verify``)."""
     rounding: bool = False
-    """With the judge own: count an exact answer as right if it rounds to the digits of a decimal gold: 600/7 for 85.71,
-    but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: no such rule."""
+    """With the judge own: count an exact answer as right if it rounds to the digits of a decimal gold. For the gold
+    85.71 this holds for 600/7, and for neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: no such rule."""
 
     @model_validator(mode="after")
     def _rounds_by_our_rules_only(self) -> Self:
@@ -61,34 +61,35 @@ class VerifyConfig(_Section):
     workers: PositiveInt = 1
     """Number of verifier workers. Unit: processes."""
     timeout_s: PositiveFloat = 5.0
-    """Time limit of one verdict of a math or custom verifier, whose process is killed and replaced after it. For code:
-    CPU time limit of each test, unless its problem has ``limits.time_s``."""
+    """Time limit of one verdict of a math or custom verifier. A process that exceeds the limit is killed and replaced.
+    For code: CPU time limit of each test, unless its problem has ``limits.time_s``."""
     max_error_fraction: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """The run stops if a larger share of a step's verdicts has the status ``error`` (or more than half ``timeout``).
-    Unit: share."""
+    """The run stops if a larger share of a step's verdicts has the status ``error``, or if more than half have
+    ``timeout``. Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Your own verifiers by ability (in any case): package.module:name or path/to/file.py:name."""
+    """Your own verifiers, by ability (in upper or lower case): package.module:name or path/to/file.py:name."""
     right_reward: float = 1.0
     """Lowest reward of a verifier of your own with which a response counts as right in pass rates, filters and reports.
     Unit: reward."""
     lowest_reward: float = 0.0
-    """Lowest reward that a verifier of your own may give, such as -1; a lower one is an error. Responses that are cut
-    off, late, or that the verifier fails on get this reward, so that none gets more than a wrong one. Unit: reward."""
+    """Lowest reward that a verifier of your own may give, such as -1; a lower reward is an error. A response gets this
+    reward if it is cut off, or if the verifier is late or fails, so that it gets no more than a wrong response.
+    Unit: reward."""
     early_stop: bool = True
-    """Stop at a submission's first failed test. False: run all tests; the verdict then has the result of each."""
+    """Stop at a submission's first failed test. False: run all tests; the verdict then has the result of each test."""
     budget_s: PositiveFloat = 120.0
     """Wall time limit of all tests of one submission together."""
     checker_headers: Path | None = None
     """Folder with testlib.h, for C++ checkers that include it."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
     """Confinement of untrusted programs. auto: bubblewrap if the machine grants namespaces, else Landlock; weak:
-    neither, so that programs can read this machine's files: only for machines that hold nothing of value."""
+    neither. Programs can then read this machine's files, so use weak only on machines that hold nothing of value."""
     memory_bytes: PositiveInt = 4 << 30
     """Memory limit of one untrusted program, unless its problem has ``limits.memory_bytes``; at most node_memory_bytes.
     Recipe: 50 GB per test process in the paper (docs/recipe.md, section 8)."""
     node_memory_bytes: PositiveInt | None = None
-    """Memory limit of all untrusted programs on one node together; without cgroups, it is divided equally among the
-    workers. Unset: half of the node's memory."""
+    """Memory limit of all untrusted programs on one node together; without cgroups, the limit is divided equally
+    among the workers. Unset: half of the node's memory."""
     processes: PositiveInt = 64
     """Largest number of processes and threads of one untrusted program. Unit: processes."""
 
@@ -99,9 +100,9 @@ class VerifyConfig(_Section):
 
 
 def read_config(path: Path | None) -> VerifyConfig:
-    """Return the section ``verify`` of a YAML file; the defaults without a file or without the section.
+    """Return the section ``verify`` of a YAML file, or the defaults if there is no file or no such section.
 
-    Raises UserError if the file cannot be read, has a ``base``, or has wrong keys or values, which are all named.
+    Raises UserError if the file cannot be read, has a ``base``, or has wrong keys or values (the message names all).
     """
     if path is None:
         return VerifyConfig()

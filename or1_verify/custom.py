@@ -1,10 +1,10 @@
 """Runs a user's own verifier or reward function (``verify.custom``) in a child process, since it may never return.
 
-``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``, which names a class (made
-without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, or a function of
-(problem, response, truncated), or a function of verl's form (docs/custom_verifiers.md). It returns a reward: a number,
-a mapping with the number as ``score`` or ``reward``, or a Verdict. Truncated responses get the lowest reward without
-a call of the verifier (docs/recipe.md, section 3).
+``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``. The name is that of a class
+(made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, of a function of
+(problem, response, truncated), or of a function of verl's form (docs/custom_verifiers.md). The method or function
+returns a number as reward, a mapping with the number as ``score`` or ``reward``, or a Verdict. Truncated responses get
+the lowest reward without a call of the verifier (docs/recipe.md, section 3).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from or1_verify.types import Problem, Verdict, Verifier
 
 
 class VerifierBroken(UserError, ValueError):
-    """A user's own verifier cannot be used; the message names it and says why."""
+    """A user's own verifier cannot be used; the message names the verifier and says why."""
 
 
 class CustomVerifier(Verifier):
-    """A ``types.Verifier`` that asks the user's own in a child process, which has ``config.timeout_s`` per verdict.
+    """A ``types.Verifier`` that calls the user's verifier in a child process, with ``config.timeout_s`` per verdict.
 
     Raises VerifierBroken at construction if the user's verifier of ``ability`` cannot be loaded.
     """
@@ -50,7 +50,7 @@ class CustomVerifier(Verifier):
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the user's verdict; status ``timeout`` if it is late, ``error`` if the user's code raises or dies."""
+        """Return the user's verdict; the status is ``timeout`` if it is late, ``error`` if the user's code fails."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(self._lowest, "truncated", "", "cut off at the response-length limit", 0.0)

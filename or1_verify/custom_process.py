@@ -1,7 +1,7 @@
 """The child process that loads and calls a user's own verifier (``verify.custom``); also finds objects by path.
 
 Its arguments: the verifier's path, and the configuration's ``right_reward`` and ``lowest_reward``. It answers a request
-``{"operation": "check" | "verify", "problem", "response"}`` by a verdict's fields.
+``{"operation": "check" | "verify", "problem", "response"}`` by a verdict's fields, or, after "check", by {}.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
 
 
 def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, Any]:
-    """Return the fields of the verdict that a user's verifier returned. Raises TypeError or ValueError if unusable.
+    """Return the fields of the verdict that a user's verifier returned as ``result``.
+
+    Raises TypeError if ``result`` has none of the types below, ValueError if its reward or status is not allowed.
 
     ``result``: a Verdict, a number (also a bool or NumPy's), or a mapping with a number as ``score`` or ``reward``.
     ``right``: lowest reward of a response that counts as right; ``lowest``: lowest reward that is allowed.

@@ -10,6 +10,6 @@ class Or1Error(Exception):
 class UserError(Or1Error):
     """An error that its message explains to the user: bad input, or a failure outside the code.
 
-    A command prints the message without a traceback and exits with status 2 (the trainer after a PartLost: with
-    PART_LOST).
+    A command prints the message without a traceback and exits with status 2. After a PartLost the trainer exits with
+    PART_LOST.
     """

@@ -28,9 +28,9 @@ _TRIED = 20
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One row of the input: a JSON object, or ``{"not_json": ...}`` for a line that is not one.
+    """One row of the input: a JSON object, or ``{"not_json": ...}`` for a line without a JSON object.
 
-    It has either ``attempt``, which a verifier can judge, or ``error``, which says why it cannot be judged.
+    A row has either ``attempt``, which a verifier can judge, or ``error``, which says why the row cannot be judged.
     """
 
     row: Mapping[str, Any]
@@ -49,10 +49,10 @@ def verify_file(
 ) -> Mapping[str, Counter[str]]:
     """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; return counts by source and status.
 
-    All rows are checked before the first verdict. Rows that cannot be used are refused, or with ``unusable`` drop get
-    the status ``error``. If ``out`` already holds verdicts on the first rows, the others are added. Verdicts are
-    written in the order of the rows; ``config.workers`` rows are judged at once. ``report`` is called with each new
-    verdict.
+    All rows are checked before the first verdict. Rows that cannot be used raise DataError, or, with ``unusable``
+    drop, get the status ``error``. If ``out`` already holds verdicts on the first rows, only verdicts on the other rows
+    are added. Verdicts are written in the order of the rows; ``config.workers`` rows are judged at once. ``report`` is
+    called with each new verdict.
 
     Raises:
         DataError: rows are unusable or missing, or ``out`` is the input, belongs to other rows, or has no folder.
@@ -193,7 +193,7 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
 
 
 def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the judged rows in ``out``, and cut off a torn last line. Raises DataError if they do not fit ``rows``."""
+    """Return the judged rows of ``out``; cut off a torn last line. Raises DataError if a row differs from ``rows``."""
     if not out.exists():
         return []
     content = out.read_bytes()

@@ -1,4 +1,4 @@
-"""Reward functions for other trainers (TRL, verl, slime, prime-rl), with the signatures that these expect.
+"""Reward functions for other trainers (TRL, verl, slime, prime-rl), each with the signature that its trainer expects.
 
     TRL        GRPOTrainer(reward_funcs=or1_verify.rewards.trl, ...)
     verl       custom_reward_function.path=.../or1_verify/rewards.py custom_reward_function.name=verl
@@ -32,7 +32,7 @@ _TRUTHS = ("ground_truth", "answer", "solution")
 
 
 def trl(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return TRL's rewards: one for each completion (text or messages). The data must have one column of _TRUTHS."""
+    """Return TRL's rewards, one per completion (text or messages). Raises ValueError if no column is in _TRUTHS."""
     truths = next((columns[name] for name in _TRUTHS if columns.get(name) is not None), None)
     if truths is None:
         raise ValueError(f"the data has the columns {sorted(columns)}; expected one of: {', '.join(_TRUTHS)}")
@@ -46,7 +46,7 @@ def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 
 
 async def slime(args: Any, sample: Any, **_: Any) -> Any:
-    """Return slime's reward of a Sample, or the rewards of a list (``--group-rm``). ``label`` is the ground truth."""
+    """Return slime's reward of a Sample, or those of a list of Samples (``--group-rm``). ``label`` has the gold."""
     if isinstance(sample, list):
         return await asyncio.gather(*(slime(args, one) for one in sample))
     opened = left_open(sample.prompt) if isinstance(sample.prompt, str) else ""
@@ -59,7 +59,7 @@ async def rubric(completion: Any, answer: Any, **_: Any) -> float:
 
 
 def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Verdict]:
-    """Start to judge a completion: text, or the last of its messages. Raises ValueError if ``truth`` is unusable."""
+    """Start to judge a completion: a text, or the last of its messages. Raises ValueError if ``truth`` is unusable."""
     try:
         decoded = json.loads(truth) if isinstance(truth, str) else truth
     except ValueError:
@@ -77,7 +77,7 @@ def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Ver
 
 @cache
 def _threads(ability: str, pid: int) -> VerifierThreads:
-    """Return this process's verifier threads for an ability (``pid``: a forked process needs its own)."""
+    """Return this process's verifier threads for an ability (``pid``: a forked process needs threads of its own)."""
     config = read_config(Path(path) if (path := os.environ.get("OR1_VERIFY_CONFIG")) else None)
     threads = VerifierThreads(partial(build_verifiers, config, {ability}), config.workers)
     atexit.register(threads.close)

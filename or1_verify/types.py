@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
-"""Outcome of a verdict; pass rates count ``right``. ``unreadable``: no gold answer can be parsed, and the answer's text
-differs. ``timeout`` and ``error``: the verifier failed on the response, which does not count as a wrong answer."""
+"""Outcome of a verdict; pass rates count ``right``. ``unreadable``: no gold answer can be parsed, and none has the
+answer's text. ``timeout``, ``error``: the verifier failed on the response, which does not count as a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Problem:
 
 
 def problem_of(fields: Mapping[str, Any]) -> Problem:
-    """Return the problem with the given fields, as ``dataclasses.asdict`` makes them of a problem."""
+    """Return the problem with the given fields, which ``dataclasses.asdict`` made of a problem."""
     return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 
@@ -45,7 +45,8 @@ def problem_of(fields: Mapping[str, Any]) -> Problem:
 class Verdict:
     """A verifier's judgement of one response: reward, status, extracted answer, explanation, and time taken.
 
-    Our verifiers give reward 1 for ``right``, else 0; a user's own may give any number (``verify.right_reward``)."""
+    Our verifiers give reward 1 for ``right``, else 0; a user's verifier may give any number (``verify.right_reward``).
+    """
 
     reward: float
     status: VerdictStatus

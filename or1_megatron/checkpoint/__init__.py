@@ -1,1 +1,1 @@
-"""Checkpoints: saves, loads and checks them (sharded, at any parallel layout), and decides which of them stay."""
+"""Saves, loads and checks checkpoints (sharded, at any parallel layout), and decides which checkpoints stay."""

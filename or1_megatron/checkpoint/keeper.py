@@ -17,7 +17,7 @@ from or1_megatron.runtime.run_folder import step_name, step_of
 logger = logging.getLogger(__name__)
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""The end of the name of a damaged checkpoint, whose files are not as they were saved."""
+"""The end of a damaged checkpoint's name. Files of a damaged checkpoint are not as they were saved."""
 
 
 def set_aside(folder: Path) -> Path:
@@ -39,8 +39,8 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 class CheckpointKeeper:
-    """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay, the best by evaluation if
-    ``keep_best``, and the checkpoint of every ``keep_every_steps``-th step (0: no such rule)."""
+    """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay, and with ``keep_best`` the best by
+    evaluation. The checkpoint of every ``keep_every_steps``-th step stays too (0: no such rule)."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class CheckpointKeeper:
         of a checkpoint only once. Only the process that holds the run's lock may call this.
 
         Raises:
-            CheckpointDamaged: there are checkpoints, but none is intact. No checkpoint is renamed then.
+            CheckpointDamaged: there are checkpoints, and all are damaged. No checkpoint is renamed then.
             CheckpointUnreadable: the newest undamaged checkpoint cannot be read now, or has another format.
         """
         damaged: list[tuple[Path, CheckpointDamaged]] = []
@@ -93,7 +93,7 @@ class CheckpointKeeper:
         return None
 
     def best(self) -> Path | None:
-        """Return the checkpoint to which the link ``best`` points; None if there is no complete one."""
+        """Return the checkpoint to which the link ``best`` points; None without the link or a complete checkpoint."""
         pointer = self.folder / "best"
         if not pointer.is_symlink():
             return None

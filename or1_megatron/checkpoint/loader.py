@@ -29,7 +29,7 @@ def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
     ranks has not changed; otherwise they keep their seeds.
 
     Raises:
-        StateMismatch: the checkpoint is of another model, or its adapters are of another base.
+        StateMismatch: the checkpoint is of another model, or its adapters are for another base model.
     """
     common = torch.load(folder / COMMON)
     base = common.get("base", {})

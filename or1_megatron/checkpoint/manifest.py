@@ -1,8 +1,8 @@
-"""Integrity of checkpoints: a manifest with the size and digest of every file, written last, checked before a load.
+"""Writes a checkpoint's manifest, with the size and digest of every file, and checks it before a load.
 
     {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
 
-A folder without a manifest is not a complete checkpoint.
+The manifest is written last. A folder without a manifest is not a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CheckpointDamaged(UserError, RuntimeError):
 
 
 class CheckpointUnreadable(UserError, RuntimeError):
-    """A checkpoint cannot be checked now: the disk cannot read it, or another version wrote it. It may be intact."""
+    """A checkpoint cannot be checked now, because the disk fails or another version wrote it. It may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
     """Write the manifest of all files in ``folder``, and flush it and the folder to the disk.
 
     Args:
-        known: entries, by name, of files that have been digested and flushed already. All other files are read and
-            flushed here.
+        known: entries, by name, of files that have been digested and flushed already. This function reads and flushes
+            all other files.
     """
     entries = dict(known or {})
     for path in sorted(folder.rglob("*")):
@@ -75,10 +75,10 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
 
 
 def check_manifest(folder: Path) -> None:
-    """Compare every file with the manifest: first names and sizes, which is quick, then digests.
+    """Compare every file with the manifest, first the names and sizes, which is quick, then the digests.
 
     Raises:
-        CheckpointDamaged: the manifest or a file is missing, cut or altered.
+        CheckpointDamaged: the manifest or a file is missing, truncated or altered.
         CheckpointUnreadable: a file cannot be read, or the manifest has another format.
     """
     entries = read_manifest(folder)

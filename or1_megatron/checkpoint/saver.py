@@ -1,12 +1,12 @@
 """Saves a checkpoint while training continues: copies the state, then writes the copy in the background.
 
 ``save`` blocks the loop only while it copies the state into host buffers, which are kept for the next save. Over all
-ranks together the buffers take 12 bytes per parameter in fp32 and 14 in bf16. (With CUDA they are page-locked and take
-up to twice as much, because torch rounds each to a power of two.) Data-parallel ranks divide the state that they share.
-A thread then writes the buffers, with a process group of its own, because training uses the other groups meanwhile.
+ranks together the buffers take 12 bytes per parameter in fp32 and 14 in bf16. With CUDA the buffers are page-locked and
+take up to twice as much, because torch rounds each to a power of two. Data-parallel ranks divide the state that they
+share. A thread then writes the buffers, with a process group of its own, because training uses the other groups.
 
-Every rank writes and syncs one file. Rank 0 adds the files that exist once, with the manifest last, syncs them, and
-renames the folder to its final name. A kill at any moment leaves the earlier checkpoints as they were.
+Every rank writes and syncs one file. Rank 0 writes and syncs the files that exist once, the manifest last, and renames
+the folder to its final name. A kill at any moment leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class CheckpointSaver:
     """Saves one rank's part of checkpoints. Every rank makes and closes a saver; only rank 0's reports errors.
 
     Args:
-        asynchronous: write in the background; otherwise ``save`` returns when all is on disk, and needs no copy.
+        asynchronous: write in the background; otherwise ``save`` makes no copy and returns when all is on disk.
         timeout_s: longest time that a save may take once its state is copied.
-        before_complete: rank 0's background thread calls this before it completes a checkpoint, to wait for files of
-            the run that must be on disk, because a run that resumes from the checkpoint does not write them again.
+        before_complete: rank 0's background thread calls this before it completes a checkpoint, to wait until other
+            files of the run are on disk. A run that resumes from the checkpoint does not write these files again.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CheckpointSaver:
         """Start to save trained parameters, optimizer, generators and ``loop_state`` as ``folder``. A collective call.
 
         Returns when the state is copied. ``folder`` appears only once it is complete, before ``finish`` returns
-        seconds. There is one set of buffers, so this first waits for a save that is still being written.
+        seconds. There is one set of buffers, so ``save`` first waits for a save that is still being written.
 
         Raises:
             CheckpointError: on every rank, when the disk is full or the previous save failed. Earlier checkpoints stay.
@@ -134,7 +134,7 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """On rank 0, return the writing time in s of a save that completed since the last call; None: none completed.
+        """Return, on rank 0, the writing time in s of a save that completed since the last call, else None.
 
         Args:
             wait: wait for a save that is still being written.
@@ -165,7 +165,7 @@ class CheckpointSaver:
             self.close()
 
     def _ended(self, wait_s: float | None = None) -> CheckpointError | None:
-        """Wait for the running save, if there is one, and on rank 0 return its error, if it failed."""
+        """Wait for the running save, if any. Return an error if it takes too long or, on rank 0, if it failed."""
         if self._thread is None:
             return None
         self._thread.join(self._timeout_s if wait_s is None else wait_s)
@@ -179,7 +179,7 @@ class CheckpointSaver:
         return problem
 
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
-        """Return this rank's slices, copied to the buffers; for a synchronous save, the live tensors."""
+        """Return this rank's slices with copies in the buffers, or for a synchronous save with the live tensors."""
         if self._written_here is None:
             self._written_here = [shard for shard in local_shards(self.policy) if shard.is_written_here]
         live = [
@@ -243,7 +243,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
-    """On rank 0, add the files that exist once, with the manifest last, and rename the folder to its final name."""
+    """Write, on rank 0, the files that exist once, the manifest last, and rename the folder to its final name."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
             raise RuntimeError(part if rank == 0 else f"rank {rank}: {part}")
@@ -285,7 +285,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _not_written(folder: Path, reason: str) -> CheckpointError:
-    """Delete the files that a failed save has left, because the disk may be full, and return the save's error."""
+    """Delete a failed save's files, because the disk may be full, and return the error for ``reason``."""
     full = any(os.strerror(number) in reason for number in _FULL) or _without_room(folder.parent)
     reason, mended = ("the disk is full", "free some space") if full else (reason, "fix the cause")
     left = "The checkpoints before it are intact" if folder.parent.is_dir() else f"{folder.parent} has been removed"

@@ -41,7 +41,7 @@ _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and writ
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangular slice of a whole tensor, which is contiguous in a rank's local shard.
+    """A rectangular slice of a whole tensor. The slice is contiguous in a rank's local shard.
 
     ``whole`` is the whole tensor's shape; ``start`` is the slice's first index in the flat local shard.
     """
@@ -66,7 +66,7 @@ class LocalShard:
     is_written_here: bool
     """True on exactly one of the ranks that hold this shard."""
     may_differ: bool
-    """True if the shape depends on the parallel layout (padded vocabulary): rows that the files lack become zeros."""
+    """Whether the shape depends on the parallel layout (padded vocabulary); rows that the files lack become zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
@@ -119,7 +119,7 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and flush the file to disk. Raises OSError.
 
-    Returns (slices, manifest entry). ``wrote`` gets the byte count of each write; an error that it raises ends all.
+    Returns (slices, manifest entry). ``wrote`` gets each write's byte count; an error of ``wrote`` ends the function.
     """
     written = []
     with _DigestedFile(path, wrote) as file:
@@ -183,7 +183,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
 
 
 def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """Return the reads that fill a slice. ``may_differ``: leave out rows that only the disk or only the slice has."""
+    """Return the reads that fill a slice; with ``may_differ``, only of rows that both the disk and the slice have."""
     if tuple(on_disk.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
@@ -200,7 +200,7 @@ def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_
 
 
 class _Planner(DefaultLoadPlanner):
-    """Gives torch's reader the part of a live tensor into which each read goes."""
+    """Gives torch's reader, for each read, the part of a live tensor to fill."""
 
     def __init__(self, targets: dict[MetadataIndex, tuple[LocalShard, TensorSlice]]) -> None:
         super().__init__()

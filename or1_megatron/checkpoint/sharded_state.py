@@ -1,11 +1,11 @@
 """Finds the parameters and optimizer state on this rank for a checkpoint, and their slices of the whole tensors.
 
 Megatron's ``sharded_state_dict`` gives the names, and which slice of which whole tensor a parameter is, at any parallel
-layout. Master weights and moments are cut like their parameter. But Megatron's distributed optimizer cuts them over the
-data-parallel ranks into flat ranges, which are no rectangles of the whole tensor. Megatron's own reshardable format
-therefore gathers them at every save, in the foreground. Here a flat range becomes the few rectangles that it consists
-of (part of a row, whole rows, part of a row). So every rank writes its own slices, no rank sends anything, and any
-parallel layout can read them.
+layout. Master weights and moments are cut like their parameter, and Megatron's distributed optimizer further cuts them
+over the data-parallel ranks into flat ranges, which are not rectangles of the whole tensor. Megatron's own reshardable
+format therefore gathers the ranges at every save, in the foreground. This module divides a flat range into a few
+rectangles (part of a row, whole rows, part of a row). So every rank writes its own slices, no rank sends anything, and
+any parallel layout can read the slices.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
 
 
 def _optimizers(policy: MegatronPolicy) -> list[Any]:
-    """Return this rank's optimizers but those without parameters: where only experts have adapters there is one."""
+    """Return this rank's optimizers that have parameters; one has none if only experts have adapters."""
     return [each for each in policy.optimizer.chained_optimizers if each.optimizer is not None]
 
 
@@ -81,7 +81,7 @@ def restart_optimizer(policy: MegatronPolicy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter's position in the whole tensors: one shard, or consecutive shards (fused gate and up projections)."""
+    """A parameter's position in the whole tensors, as one shard or as consecutive shards (fused gate and up)."""
 
     key: str
     shards: tuple[ShardedTensor, ...]  # their data are views of one meta tensor of the parameter's shape
@@ -145,7 +145,7 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
     """Return the position of every trained parameter of this rank in the whole tensors.
 
-    Positions come from Megatron's ``sharded_state_dict``; those of LoRA's adapters from the weight table.
+    Positions come from Megatron's ``sharded_state_dict``, positions of LoRA's adapters from the weight table.
 
     Names do not depend on the layers' implementation (local or Transformer Engine), so that a checkpoint of one loads
     into the other. Transformer Engine's ``_extra_state`` is left out, because it is empty without fp8.

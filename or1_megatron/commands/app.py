@@ -1,7 +1,7 @@
 """The ``or1`` command and its subcommands.
 
-No module of this folder that the commands import at start imports torch, so that ``or1 --help`` answers at once. A
-subcommand imports what it needs when it is called.
+Importing this module does not import torch, so that ``or1 --help`` answers at once. A subcommand imports the modules
+that it needs when it is called.
 """
 
 from __future__ import annotations

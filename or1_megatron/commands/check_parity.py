@@ -40,7 +40,7 @@ def check_parity(
 ) -> None:
     """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
 
-    Exits with 1 and names what differs when a layout computes something else; of an objective with a fault only that.
+    Exits with 1 if a layout differs, and names what. For a faulty objective, prints only the faults and exits with 1.
     """
     with report_user_errors():
         check_driver()

@@ -30,7 +30,7 @@ def build_dataset(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
     ] = None,
 ) -> None:
-    """Run RECIPE's steps, without steps that are done and have not changed. A build that was killed resumes."""
+    """Run RECIPE's steps, except steps that are done and have not changed. A build that was killed resumes."""
     with report_user_errors():
         from or1_megatron.commands.open_model import open_sampler
         from or1_megatron.config.load import load_as
@@ -76,7 +76,7 @@ def benchmark(
         "data/benchmarks"
     ),
 ) -> None:
-    """Write evaluation sets: prompts as published, AIME24's ending, LiveCodeBench's window."""
+    """Write evaluation sets, with prompts as published, AIME24's ending and the report's window of LiveCodeBench."""
     with report_user_errors():
         from or1_megatron.evaluate.benchmarks import write_set
 

@@ -72,7 +72,7 @@ def measure(inputs: Inputs, head: Any) -> Comparison:
 
 
 def inputs_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Inputs:
-    """Return what to examine: a run's newest checkpoint with responses that its weights sampled, or a model.
+    """Return what to examine: a run's newest checkpoint with responses that the checkpoint sampled, or a model.
 
     Args:
         folder: for the HF folders of checkpoints.

@@ -86,12 +86,15 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Evaluate ``model`` (an HF folder, a Megatron checkpoint, or an endpoint's URL) on ``data``; return the results.
 
-    Responses are written to ``out``/responses.jsonl as they arrive, and then results.json and results.svg. After a kill
-    the same call resumes and samples only missing responses; so does a call with larger ``samples``. ``samples`` None:
-    the number of samples in the report for a set that it has, else one.
+    Responses are written to ``out``/responses.jsonl as they arrive, and then results.json and results.svg. The same
+    call after a kill, or a call with larger ``samples``, resumes and samples only missing responses. ``samples`` None:
+    the report's number for a set of the report, else 1.
 
     Raises:
-        DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
+        DataError: the set, or the model's tokenizer or chat template, cannot be used.
+        ModelError: the model's folder cannot be used.
+        ConvertError: the Megatron checkpoint cannot be converted.
+        EngineError: an engine does not start, or fails.
         EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
     """
     from or1_megatron.commands.open_model import open_model, with_length

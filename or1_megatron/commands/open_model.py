@@ -88,9 +88,9 @@ def load_local_model(folder: Path) -> LocalModel:
 def cpu_kv_cache_bytes(
     shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, concurrent: int, free_bytes: int
 ) -> int:
-    """Return the KV-cache bytes of one engine rank on CPU, for ``concurrent`` sequences of ``longest`` tokens or fewer.
+    """Return the KV-cache bytes of one engine rank on CPU, for up to ``concurrent`` sequences of ``longest`` tokens.
 
-    All caches together take at most half of the memory that is free beside the weights. vLLM decodes fewer sequences
+    All caches together take at most half of the memory that the weights leave free. vLLM decodes fewer sequences
     at once when the cache is full.
 
     Raises:
@@ -183,7 +183,8 @@ def _is_endpoint(model: str) -> bool:
 
 
 def _hf_folder(model: Path, out: Path, console: Console) -> Path:
-    """Return the HF folder ``model``, or a folder in ``out`` that is converted from the Megatron checkpoint there."""
+    """Return ``model`` if it is an HF folder; else convert this Megatron checkpoint to an HF folder in ``out``, and
+    return that folder."""
     if (model / "config.json").is_file():
         return model
     if not model.is_dir():
@@ -200,7 +201,7 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
 def _endpoint_sampler(
     url: str, asked: AskedModelConfig, name: str | None, timeout_s: float, sampling: Sampling
 ) -> OpenAISampler:
-    """Return a sampler over an endpoint; ``name`` None: the first model that it lists. Raises EvaluationError."""
+    """Return a sampler over an endpoint; ``name`` None: the endpoint's first model. Raises EvaluationError."""
     key = None if asked.api_key_variable is None else os.environ.get(asked.api_key_variable)
     if asked.api_key_variable is not None and not key:
         raise EvaluationError(f"environment variable {asked.api_key_variable}, which should hold the key, is not set")

@@ -37,7 +37,7 @@ def plan(
 ) -> None:
     """Print what CONFIG will need and how long it will take. Starts nothing.
 
-    Exits with status 2 if it does not fit in memory, or on the disk of this machine.
+    Exits with status 2 if the run does not fit in memory, or on the disk of this machine.
     """
     with report_user_errors():
         from or1_megatron.config.hardware import read_hardware
@@ -76,7 +76,7 @@ def plan(
 
 
 def _is_here(hardware: Hardware) -> bool:
-    """Whether a run would use this machine and its disk: the hardware is a CPU, or the kind of GPU here."""
+    """Return whether a run would use this machine and its disk: the hardware is a CPU or this machine's GPU."""
     import torch
 
     from or1_megatron.config.hardware import hardware_of
@@ -87,7 +87,7 @@ def _is_here(hardware: Hardware) -> bool:
 
 
 def _lacks(planned: Plan, here: bool) -> list[str]:
-    """Return a text for memory and, if the run would be ``here``, for disk, if there is too little."""
+    """Return a text if the memory does not suffice and, for a run ``here``, a text if the disk does not."""
     from or1_megatron.runtime.host_memory import host_memory
     from or1_megatron.sizing.memory import memory_short
     from or1_megatron.sizing.storage import disk_short
@@ -99,7 +99,7 @@ def _lacks(planned: Plan, here: bool) -> list[str]:
 
 
 def _hardware_for(config: Config) -> Hardware:
-    """Return this machine's GPU, or else a GPU with the memory ``cluster.gpu_memory_gb``, or else the CPU."""
+    """Return this machine's GPU, or else a GPU chosen by ``cluster.gpu_memory_gb``, or else the CPU."""
     import torch
 
     from or1_megatron.config.hardware import hardware_of, read_hardware

@@ -19,8 +19,8 @@ def selftest(
 ) -> None:
     """Try this machine: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
 
-    Writes a report that can be attached to an issue. Exits with 1 when a check fails or had no time; what is not
-    possible here does not count.
+    Writes a report that can be attached to an issue. Exits with 1 when a check fails or had no time. Checks that
+    are not possible here do not count.
     """
     with report_user_errors():
         from or1_megatron.selftest.known_checks import chosen

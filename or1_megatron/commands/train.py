@@ -77,7 +77,7 @@ def train(
 
 @contextmanager
 def _naming_what_makes_data(config: Path) -> Iterator[None]:
-    """Add to a DataFileMissing error of the block that the ``run.sh`` beside the configuration makes the data."""
+    """If the block raises DataFileMissing, add that ``run.sh`` beside the configuration makes the data."""
     from or1_megatron.config.base import DataFileMissing
 
     try:

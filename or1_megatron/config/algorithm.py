@@ -35,8 +35,8 @@ class AdvantageConfig(Section):
     """1: the unbiased standard deviation; 0: the population's. Unit: none. Recipe: 1 in the released code
     (docs/recipe.md, section 1)."""
     eps: NonNegativeFloat = 1e-6
-    """eps of A: added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md,
-    section 1)."""
+    """eps of A, which is added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code
+    (docs/recipe.md, section 1)."""
     scale: Literal["std", "none"] = "std"
     """Divisor of r - mean. std: the standard deviation plus ``eps``; none: 1, as in Dr. GRPO. Recipe: std in the paper
     and every released model (docs/recipe.md, section 1)."""
@@ -45,8 +45,8 @@ class AdvantageConfig(Section):
     max_response_tokens, the penalty grows linearly from 0 to ``overlong_penalty``. Unset: no penalty. Unit: tokens.
     Recipe: none in any released model."""
     overlong_penalty: PositiveFloat = 0.5
-    """What is subtracted from the reward of a response of max_response_tokens, where ``overlong_tokens`` is set. 0.5
-    corresponds to DAPO's 1: our rewards are 0 and 1, DAPO's are -1 and 1. Unit: reward."""
+    """Penalty of a response of max_response_tokens, subtracted from its reward; needs ``overlong_tokens``. 0.5
+    corresponds to DAPO's 1, because our rewards are 0 and 1, and DAPO's are -1 and 1. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
     """Advantages of truncated responses. none: computed as for any response; before: 0, and their rewards do not count
     in mean and std; after: 0, but their rewards count in mean and std. Recipe: none in every released model
@@ -96,8 +96,9 @@ class KLConfig(Section):
     """beta, the factor of the KL in the loss. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3
     (docs/recipe.md, sections 4 and 5)."""
     reference: Path | None = None
-    """HF folder of the reference model: the run's own start (``model.hf``), or the export of the stage before. Its
-    log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no reference."""
+    """HF folder of the reference model: the run's own start (``model.hf``), or the previous stage's export. The
+    reference's log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no
+    reference."""
 
     estimator: KLEstimator = "k3"
     """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
@@ -125,8 +126,8 @@ class CorrectionConfig(Section):
     mode: Literal["off", "truncated", "masked"] = "off"
     """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
     level: CorrectionLevel = "token"
-    """token: each token's w is its own ratio; sequence: the w of all tokens of a response is the product of their
-    ratios; geometric: it is the geometric mean of their ratios."""
+    """token: each token's w is the token's own ratio; sequence: all tokens of a response have the product of their
+    ratios as w; geometric: all tokens of a response have the geometric mean of their ratios as w."""
     cap: AboveOne = 2.0
     """C, the upper bound of w. Unit: none."""
     floor: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -160,10 +161,11 @@ class EntropyConfig(Section):
     """Upper bound of c; the lower bound is 0. Unset: no upper bound. Unit: none. Recipe: the paper names none; 0.005 in
     the released scripts (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
-    """Responses from whose sampled tokens' log-probs e_k is measured. all: all responses of the step; kept: those whose
-    groups were not rejected. Recipe: the released code measures after rejection (docs/recipe.md, section 2)."""
+    """Responses on which e_k is measured, by the log-probs of their sampled tokens. all: all responses of the step;
+    kept: the responses of groups that were not rejected. Recipe: the released code measures after rejection
+    (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """Entropy that switches the bonus off when it is above the target. now: e_k; late: the previous step's; off: none.
+    """Entropy that switches the bonus off when it is above the target. now: e_k; late: e_{k-1}; off: none.
     Recipe: now in the paper (section 3.2.5); the released code is one step late (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")

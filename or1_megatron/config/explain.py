@@ -41,7 +41,7 @@ def explain(wanted: str | None = None) -> str:
         wanted: a dotted key or section, or its last parts: ``optimizer.lr``, ``stages.0.steps``, ``loss``.
 
     Raises:
-        ConfigError: there is no such key; the nearest known ones are named.
+        ConfigError: there is no such key; the message names the nearest known keys.
     """
     keys = list(keys_of(Config))
     plain = [key for key in keys if key.section is None]

@@ -36,7 +36,7 @@ class Fit(Section):
     iteration_s: Constant
     """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
-    """Part of a decoding iteration's time that each response adds, beside its arithmetic and reads of its KV cache."""
+    """Part of a decoding iteration's time that each response adds, without its arithmetic and reads of its KV cache."""
     update_share: Constant
     """Share of ``bf16_flops`` that the update's arithmetic reaches."""
     other_response_s: Constant
@@ -82,18 +82,18 @@ class Hardware(Section):
     """Share of its speed that a device keeps while all devices of its node compute. It is below 1 on CPU, where cores
     share memory bandwidth and other processes need them too."""
     activation_passes: Constant = Constant(value=0.0, source="part of update_share")
-    """How often an update moves a layer's kept activations through memory, beside the layer's matrix products."""
+    """How often an update moves a layer's kept activations through memory, in addition to its matrix products."""
     error: Constant
     """Relative error of a predicted step time, which is the half width of a plan's interval."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
-        """Return the fit nearest in model size among those of the kind (dense, or ``experts``), else among all."""
+        """Return the fit nearest in model size of this kind (dense or ``experts``); without such a fit, of any kind."""
         kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
         return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
     def rates(self, parameters: float, experts: bool = False) -> Rates:
-        """Return this hardware's figures with those fitted to the model nearest in size to ``parameters``."""
+        """Return this hardware's figures, with the constants of the fit for such a model (``fit_for``)."""
         fit = self.fit_for(parameters, experts)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
@@ -143,7 +143,7 @@ class Rates:
 
 @cache
 def read_hardware(given: str) -> Hardware:
-    """Read a hardware file, given by its path or by the name of a packaged one.
+    """Read a hardware file, given by its path or by the name of a packaged file.
 
     Raises:
         ConfigError: the file does not exist (the message lists known names), or is not a hardware file.

@@ -60,8 +60,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """Return why a schema does not have the key ``parts``: ``was removed: ...``, or ``unknown key`` with the nearest
-    key of the same section, else of any section, else all keys of the section."""
+    """Return why a schema does not have the key ``parts``: ``was removed: ...`` or ``unknown key; ...``.
+
+    For an unknown key the text names the nearest key of its section, else the nearest key of any section, else all keys
+    of its section.
+    """
     if (removed := why_removed(parts)) is not None:
         return removed
     known = [key.path for key in keys_of(schema)]

@@ -41,7 +41,7 @@ _EXPECTED: Final = {
     "string_type": "a string (put it in quotes)",
     "path_type": "a path (put it in quotes)",
 }
-"""What was expected, in YAML's words, by pydantic's error type."""
+"""For each error type of pydantic, what was expected, in YAML's words."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -56,7 +56,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load_as[Schema: BaseModel](
     schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), own: bool = False
 ) -> Schema:
-    """Load a YAML file of any schema as ``load_config`` does; without a file, the defaults with the overrides.
+    """Load a YAML file of any schema as ``load_config`` does; without a file, return the defaults with the overrides.
 
     ``own``: the file is a run's own config.yaml, which has every key; keys that were removed since are dropped.
     """
@@ -93,7 +93,7 @@ def from_json(text: str) -> Config:
 
 
 def value_of(config: Config, key: str) -> str:
-    """Return the value of one dotted key as text: a section or list as YAML.
+    """Return the value of one dotted key as text; the text of a section or list is YAML.
 
     Raises:
         ConfigError: there is no such key.

@@ -16,7 +16,7 @@ class LoraConfig(Section):
     """An adapter's product is multiplied by alpha / rank. Unit: none."""
     targets: tuple[str, ...] = ()
     """The linears with an adapter, each by the end of its HF name (q_proj, mlp.down_proj), as in peft's target_modules.
-    Empty: every linear of the layers, the experts' too."""
+    Empty: every linear of the layers, including the experts'."""
     adapter: Path | None = None
     """Start from this folder of adapters, in peft's format, of the same rank, alpha and targets. Unset: new adapters,
     which change nothing before the first update."""

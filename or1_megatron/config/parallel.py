@@ -23,7 +23,7 @@ class ParallelConfig(Section):
     """Model chunks per pipeline stage (interleaved 1F1B schedule). Unit: chunks."""
     layers_per_stage: tuple[Positive, ...] | None = None
     """Number of decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order. Set it to give
-    fewer to the first and last stages, which also hold embedding and head. Unset: equal numbers. Unit: layers."""
+    fewer layers to the first and last stages, which also hold embedding and head. Unset: equal. Unit: layers."""
     context: Positive = 1
     """Context parallelism: every sequence is cut zig-zag over this many ranks. Unit: ranks."""
     expert: Positive = 1
@@ -37,8 +37,9 @@ class ParallelConfig(Section):
     """Activations that are computed again in the backward pass. selective: those of the MLPs, which take most memory;
     full: those of whole layers."""
     head: Literal["recompute", "one_pass"] = "recompute"
-    """How the fused head (log-probs without all logits in memory) gets its gradient. recompute: from logits computed
-    again in the backward pass, in less memory; one_pass: in the forward pass, with three matrix products, not four."""
+    """How the fused head (log-probs without all logits in memory) gets its gradient. recompute: from logits that
+    the backward pass computes again, which takes less memory; one_pass: in the forward pass, which takes three matrix
+    products instead of four."""
     layers: Literal["auto", "own", "transformer_engine"] = "auto"
     """Implementation of linear layers, norms and attention. own: ours; auto: Transformer Engine's for bfloat16 on a GPU
     if it can be imported, else ours."""
@@ -119,7 +120,7 @@ class ParallelConfig(Section):
 
     @property
     def optimizer_ranks(self) -> int:
-        """Number of ranks that share the optimizer state of the same weights (of experts' weights: fewer ranks)."""
+        """Number of ranks that share the optimizer state of the same weights (for experts' weights: fewer)."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property

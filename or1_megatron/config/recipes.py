@@ -26,7 +26,7 @@ def named(kind: Kind) -> dict[str, Path]:
 
 
 def find(kind: Kind, given: Path) -> Path:
-    """Return ``given`` if it is a file (for the kind "shape", a folder), else the packaged one of that name.
+    """Return ``given`` if it is a file (for the kind "shape", a folder), else the packaged file or folder of that name.
 
     Raises:
         ConfigError: neither exists; the message gives the nearest known name.

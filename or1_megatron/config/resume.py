@@ -49,14 +49,14 @@ NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     "optimizer.*",
     "evaluate.*",
 )
-"""Keys whose values may differ between the runs of two successive stages; so may the entries in ``stages`` of the new
-stage and of later ones. Model, data and seed may not change, because the new stage continues the data cursor."""
+"""Keys whose values may differ between the runs of two successive stages. The entries of ``stages`` for the new stage
+and later stages may differ too. Model, data and seed may not, because the new stage continues the data cursor."""
 
 _ABSENT: Final = "absent"
 
 
 def check_resume(old: Config, new: Config) -> None:
-    """Refuse to resume a run of configuration ``old`` with ``new`` if keys differ that may not change on resume.
+    """Refuse to resume a run of configuration ``old`` with ``new`` if a key that may not change on resume differs.
 
     Raises:
         ConfigError: a line for each such key with its old and new value.
@@ -69,7 +69,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if keys differ that may not.
+    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that must not.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
@@ -84,7 +84,7 @@ def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a dotted key matches one of the patterns (``*``: any text)."""
+    """Return whether a dotted key matches one of the patterns (``*``: any text)."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
@@ -100,7 +100,7 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
 
 
 def leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Return the JSON text of every plain value, and empty list or mapping, in a nested dump, by its dotted key."""
+    """Return, by dotted key, the JSON text of every plain value and of every empty list or mapping in a nested dump."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: json.dumps(value)}

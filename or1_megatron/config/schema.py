@@ -111,7 +111,7 @@ class DataConfig(Section):
     train: tuple[SourceConfig, ...] = Field(min_length=1)
     """The problem sets."""
     max_prompt_tokens: Positive = 2048
-    """Longest prompt; longer ones are dropped and counted. Recipe: 2048 (docs/recipe.md, section 1)."""
+    """Longest prompt; longer prompts are dropped and counted. Recipe: 2048 (docs/recipe.md, section 1)."""
     difficulty_model: str | None = None
     """A model named in the data's column ``model_difficulty``: problems that this model solved in all or none of its 16
     tries are dropped. Recipe: the base model's difficulty is used (docs/recipe.md, section 3)."""
@@ -138,7 +138,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment. Unit: none."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of every parameter, which is multiplied by the learning rate. Unit: none. Recipe: 0.01
+    """Decoupled weight decay of every parameter; the decay is multiplied by the learning rate. Unit: none. Recipe: 0.01
     (docs/recipe.md, section 4)."""
     clip_grad: PositiveFloat = 1.0
     """Largest gradient norm; a larger gradient is scaled down to it. Unit: none. Recipe: 1.0 (docs/recipe.md, section
@@ -155,11 +155,11 @@ class RolloutConfig(Section):
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: engines and trainer use the same devices in turn; separate: engines have devices of their own."""
     max_concurrent: Positive = 256
-    """Most responses that one engine decodes at once. Unit: responses."""
+    """Largest number of responses that one engine decodes at once. Unit: responses."""
     kv_cache_bytes: Positive | None = None
     """Size of the KV cache on each device of an engine; required on CPU. Unset, on GPU: with placement colocated and
-    offload, what trainer and engine leave free (sizing/kv_cache.py); otherwise what gpu_memory_fraction of the GPU
-    leaves beside the weights."""
+    offload, the memory that trainer and engine leave free (sizing/kv_cache.py); otherwise the part of
+    gpu_memory_fraction that the weights leave free."""
     gpu_memory_fraction: Fraction = 0.85
     """Share of a GPU's memory that vLLM may take; not used on CPU. Unit: share."""
     threads_per_engine: Positive = 1
@@ -223,7 +223,7 @@ class HandoffConfig(Section):
     """Largest |engine - policy| log-prob that a probe allows. float32: at any token (unset: 1e-3); bfloat16: on average
     over all tokens at the run's first handoff (unset: 0.1). Unit: nats."""
     probe_growth: PositiveFloat = 3.0
-    """bfloat16: largest mean that a probe of a later handoff allows, as a multiple of the first's. Unit: factor."""
+    """bfloat16: largest mean that a later handoff's probe allows, as a multiple of the first probe's. Unit: factor."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of one handoff: after it, the handoff fails."""
 
@@ -261,7 +261,7 @@ class SafetyConfig(Section):
     grad_norm_factor: PositiveFloat = 10.0
     """Alarm when the gradient norm is more than this many times its running median. Unit: factor."""
     mismatch_limit: Literal["off", "warn", "stop"] = "warn"
-    """What follows when engine and policy differ by more than rounding explains. warn: an alarm behind the step. stop:
+    """What follows when engine and policy differ by more than rounding explains. warn: an alarm after the step. stop:
     every step first scores 16 of its responses, and the run ends before it trains on them if |engine - policy|
     log-prob is above ``mismatch_mean`` and above 3 times the mean of the last handoff's probe."""
     mismatch_mean: PositiveFloat | None = None
@@ -291,9 +291,10 @@ class TrackConfig(Section):
     rollouts_every_steps: Positive = 1
     """Keep the rollouts (all responses) of every n-th step."""
     rollouts_keep_bytes: Positive = 10 << 30
-    """Largest size of rollouts and, in a quarter of it, held-out responses; beyond it the oldest files are deleted."""
+    """Largest size of all stored responses: 3/4 for rollouts, 1/4 for held-out responses. The oldest files are deleted
+    when a part is full."""
     console: Literal["auto", "rich", "plain"] = "auto"
-    """rich: a live table; plain: a line per step; auto: rich on a terminal."""
+    """rich: a live table; plain: a line per step; auto: rich on a terminal, else plain."""
     timeline: bool = False
     """Write what each process does, from when to when, and for whom it waits; ``or1 timeline`` shows a step."""
     profile_steps: tuple[Positive, ...] = ()
@@ -310,8 +311,8 @@ class ClusterConfig(Section):
     join_timeout_s: PositiveFloat = 600.0
     """Deadline for the ``nodes`` to join the cluster."""
     heartbeat_s: PositiveFloat = 10.0
-    """A process of the run that is stopped, or asleep without a sign of life, for this long is killed; it and what
-    depends on it are restarted. Phases that are known to take long have deadlines of their own."""
+    """A process of the run that is stopped, or asleep without a sign of life, for this long is killed. The process and
+    the parts that depend on it are restarted. Phases that are known to take long have deadlines of their own."""
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one verb of the loop that all ranks execute together (update, hand_off, save, ...)."""
     gpu_memory_gb: PositiveFloat | None = None
@@ -398,7 +399,7 @@ class Config(Section):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the KL penalty's reference has weights of its own: with LoRA the run's own start has none."""
+        """Whether the KL penalty's reference has weights of its own. With LoRA, the run's own start has none."""
         reference = self.algorithm.kl.reference
         own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
         return reference is not None and not (own_start and self.model.lora is not None)

@@ -68,7 +68,7 @@ class StageConfig(Section):
     name: str
     """Name of the stage in output and messages."""
     steps: Positive
-    """Rollout steps of this stage; with ``plateau``, the most that it may take. Recipe: docs/recipe.md, section 4."""
+    """Rollout steps of this stage; with ``plateau``, their largest number. Recipe: docs/recipe.md, section 4."""
     max_response_tokens: Positive
     """T: the longest response; a response that is cut off at T gets reward 0. Recipe: 8K to 32K, growing from stage to
     stage (docs/recipe.md, sections 3 and 4)."""
@@ -104,11 +104,11 @@ class StageConfig(Section):
     plateau: PlateauConfig | None = None
     """A rule that may end the stage sooner. Unset: the stage ends after ``steps``."""
     restart_optimizer: bool = False
-    """Begin with fresh optimizer moments and learning-rate schedule. False: those of the previous stage go on. Recipe:
-    the released code restarts them (docs/recipe.md, section 3)."""
+    """Begin with fresh optimizer moments and learning-rate schedule. False: the previous stage's moments and
+    schedule go on. Recipe: the released code restarts them (docs/recipe.md, section 3)."""
     restart_controller: bool = False
-    """Begin with the entropy controller at c_0. False: its c goes on from the previous stage. Recipe: the released code
-    restarts it (docs/recipe.md, sections 2 and 3)."""
+    """Begin with the entropy controller at c_0. False: c goes on from the previous stage. Recipe: the released code
+    restarts the controller (docs/recipe.md, sections 2 and 3)."""
     evaluate: StageEvaluationConfig = StageEvaluationConfig()
 
     @model_validator(mode="after")
@@ -206,11 +206,11 @@ class EvaluationConfig(Section):
         return held_out.samples_during or self.samples_during
 
     def longest_of(self, held_out: EvaluationSetConfig, default: int) -> int:
-        """Return a set's longest response in tokens; ``default`` if neither the set nor ``evaluate`` names one."""
+        """Return a set's longest response in tokens; ``default`` if neither set nor ``evaluate`` has a limit."""
         return held_out.max_response_tokens or self.max_response_tokens or default
 
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:
-        """Return these settings with those that ``stage`` replaces."""
+        """Return these settings with the replacements in ``stage.evaluate``."""
         return self.model_copy(update=stage.evaluate.model_dump(exclude_none=True))
 
 

@@ -1,7 +1,7 @@
 """Reads and writes YAML with stricter rules: refuses double keys, fills in environment variables, keeps line numbers.
 
 PyYAML's YAML 1.1 takes the last of two equal keys and reads ``1e-6`` as a string, ``on`` as true and ``2024-01-01`` as
-a date; here ``1e-6`` is a number, and the last two are strings.
+a date. Here a double key is refused, ``1e-6`` is a number, and ``on`` and ``2024-01-01`` are strings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
     """Return (the mapping in the YAML file ``path`` with environment variables filled in, each key's ``file:line``).
 
     Raises:
-        ConfigError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
+        ConfigError: the file is missing, or is not UTF-8, YAML or a mapping; a key is given twice; a variable is unset.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a YAML configuration")

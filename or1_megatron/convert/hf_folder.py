@@ -39,7 +39,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """The header of a safetensors file to be written; ``entries`` are in the order of their bytes."""
+    """The header of a safetensors file to be written; ``entries`` are in the order of the tensors' bytes."""
 
     name: str
     metadata: Mapping[str, str] | None
@@ -80,7 +80,7 @@ class HFWeights:
 
 
 def metadata_of(path: Path) -> dict[str, str] | None:
-    """Return the metadata of a whole safetensors file in its own order, which the library does not keep."""
+    """Return the metadata of a complete safetensors file in the file's order, which the library does not keep."""
     with path.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return header.get("__metadata__")
@@ -116,7 +116,7 @@ def index_json(files: Sequence[WeightFile]) -> str:
 def packed(entries: Sequence[TensorInfo], max_bytes: int) -> list[WeightFile]:
     """Divide tensors, in order, into safetensors files of at most ``max_bytes``, with HF's file names.
 
-    A tensor larger than that has a file to itself.
+    A tensor larger than ``max_bytes`` has a file to itself.
     """
     groups: list[list[TensorInfo]] = [[]]
     held = 0

@@ -34,11 +34,11 @@ class ConvertError(UserError, RuntimeError):
 
 
 class OtherThreadFailed(Exception):
-    """Raised in a conversion's thread after another thread has failed, or after Ctrl-C, to end it."""
+    """Ends a conversion's thread after another thread has failed, or after Ctrl-C."""
 
 
 class Conversion(Protocol):
-    """One direction of conversion, for one source: the files to make, and how to write them."""
+    """A conversion of one source in one direction: has the files to make, and writes them."""
 
     sizes: dict[str, int]
     """Size in bytes of each weight file, by name."""
@@ -54,7 +54,7 @@ def convert(conversion: Conversion, out: Path, console: Console) -> None:
     """Run a conversion, which makes the folder ``out``.
 
     Raises:
-        ConvertError: ``out`` exists, another conversion is writing it, or the disk has no room for it.
+        ConvertError: ``out`` exists, another conversion is writing ``out``, or the disk has no room.
     """
     total_bytes = sum(conversion.sizes.values())
     with _aside(out, total_bytes + _SPARE_BYTES) as aside, naming_disk_full(out, "the converted model"):

@@ -1,7 +1,7 @@
 """Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, by mmap, without the vocabulary's padding.
 
-Each chunk of a tensor is stored as by torch.save. Loaded as a fake tensor, a chunk tells where its bytes lie in the
-file."""
+Each chunk of a tensor is stored in torch.save's format. torch loads a chunk as a fake tensor, which tells where the
+chunk's bytes lie in the file."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class MegatronCheckpoint:
     """Reads rows of a checkpoint's tensors. Several threads may use one object.
 
     The constructor and all methods raise:
-        ConvertError: the folder is not a torch_dist checkpoint, or a file is missing, cut or unreadable.
+        ConvertError: the folder is not a torch_dist checkpoint, or a file is missing, truncated or unreadable.
         CheckpointDamaged: a file differs from the manifest's entry.
+        CheckpointUnreadable: the disk cannot read a file to check, or the manifest has another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +101,7 @@ class MegatronCheckpoint:
         return self.tensors[self.locate(tensor)[0]].properties.dtype
 
     def rows(self, tensor: MegatronTensor, first: int, count: int) -> Tensor:
-        """Return ``count`` rows of a tensor, [count, ...]: without a copy if they lie in one chunk."""
+        """Return ``count`` rows of a tensor, [count, ...], without a copy if the rows lie in one chunk."""
         key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
         sizes = (*(1,) * len(index), count, *rest)
@@ -126,7 +127,7 @@ class MegatronCheckpoint:
         return made.view(count, *rest)
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """Return the chunks that hold parts of entry ``index`` of the stack ``key``, which may have thousands."""
+        """Return the chunks that hold parts of entry ``index`` of stack ``key``; a stack may have thousands."""
         with self._lock:
             if key not in self._entries:
                 by_entry: defaultdict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -173,7 +174,7 @@ def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
 
 
 def resolve(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, or the newest checkpoint in it, which Megatron-LM names in a file."""
+    """Return ``folder`` if it is a checkpoint, else the newest checkpoint in it, which a file of Megatron-LM names."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

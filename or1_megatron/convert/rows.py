@@ -2,7 +2,7 @@
 
 A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
 ``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. If layers differ
-(dense layers among mixtures of experts), the layer's number stays in the name.
+(some dense, some with experts), layers are not stacked and the layer's number stays in the name.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
-    """One HF tensor, and which rows of one Megatron tensor its rows are."""
+    """One HF tensor, whose rows are rows of one Megatron tensor."""
 
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """Runs that cover the HF tensor's rows, in their order."""
+    """Runs that cover the HF tensor's rows, in the order of these rows."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
-        """Yield runs that cover all rows, each of at most ``PIECE_BYTES``; ``itemsize``: bytes of one number."""
+        """Yield runs of at most ``PIECE_BYTES`` that cover all rows; a number has ``itemsize`` bytes."""
         most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
         for run in self.runs:
             for begin in range(0, run.rows, most):
@@ -61,7 +61,7 @@ class MegatronTensor:
     """Leading sizes of the stack (layers, experts); () for a tensor that is not stacked."""
     index: tuple[int, ...]
     shape: tuple[int, ...]
-    """Shape of the tensor itself, the axis of rows first."""
+    """Shape of the tensor itself; the first axis is the rows."""
     sources: tuple[HFSource, ...]
     layer: int | None
 
@@ -70,7 +70,7 @@ class MegatronTensor:
         return (*self.stack, *self.shape)
 
     def unstacked(self, key: str) -> str:
-        """Return the name of stack ``key`` in a checkpoint that does not stack layers: it has the layer's number."""
+        """Return the name, with the layer's number, of stack ``key`` in a checkpoint that does not stack layers."""
         return key.replace("decoder.layers.", f"decoder.layers.{self.layer}.") if self.layer is not None else key
 
 
@@ -95,12 +95,12 @@ def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
 
 
 def draft_tensor(name: str, shape: tuple[int, ...]) -> MegatronTensor:
-    """Return a tensor that a checkpoint holds as HF does, under its HF name (``weights.files.is_draft``)."""
+    """Return a multi-token-prediction tensor (``weights.files.is_draft``), which a checkpoint holds as HF does."""
     return MegatronTensor((name,), (), (), shape, (HFSource(name, shape, (Run(0, 0, shape[0]),)),), None)
 
 
 def _alike(names: list[str]) -> bool:
-    """Whether all layers have tensors of the same names."""
+    """Return whether all layers have tensors of the same names."""
     of_layer: defaultdict[int, set[str]] = defaultdict(set)
     for name in names:
         if match := _LAYER.match(name):
@@ -109,7 +109,7 @@ def _alike(names: list[str]) -> bool:
 
 
 def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return (name of a tensor's stack, leading sizes of the stack, index in it); ``layers`` 0: layers not stacked."""
+    """Return (name of a tensor's stack, leading sizes of the stack, index in it). ``layers`` 0 stacks no layers."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
     if layers and (match := _LAYER.match(name)):

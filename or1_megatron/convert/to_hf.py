@@ -1,7 +1,7 @@
-"""Converts a Megatron checkpoint (one that ``to_megatron`` wrote, a run's, or Megatron-LM's) to an HF folder.
+"""Converts a Megatron checkpoint, from ``to_megatron``, a run or Megatron-LM, to an HF folder.
 
-A checkpoint that ``to_megatron`` wrote becomes again the files that it was made of, byte for byte. For the others,
-config and tokenizer come from an HF folder, which a run's configuration names, or for Megatron-LM's the user.
+A checkpoint from ``to_megatron`` becomes again, byte for byte, the files that it was made from. For other checkpoints,
+config and tokenizer come from an HF folder. A run's configuration names this folder; for Megatron-LM the user names it.
 Padding rows of the vocabulary are not read (``megatron_folder``).
 """
 
@@ -50,7 +50,7 @@ class ToHF:
 
     Args:
         hf_folder: HF folder from which config, tokenizer and so on are copied.
-        record: names, order and dtypes of the files that ``to_megatron`` made the checkpoint of, if it did.
+        record: names, order and dtypes of the files from which ``to_megatron`` made the checkpoint; else None.
     """
 
     def __init__(
@@ -164,12 +164,15 @@ def megatron_to_hf(
 
     Args:
         hf: HF folder with config, tokenizer and so on; None: the folder that the checkpoint or its run names.
-        dtype: dtype of the weights; None: that of the original HF folder if known, else the checkpoint's.
+        dtype: dtype of the weights; None: the original HF folder's dtype if known, else the checkpoint's.
         shard_bytes: largest size of a file, if the original HF folder's files are not known.
 
     Raises:
         ModelError: the model is of no known family, or its config lacks a key.
-        ConvertError, CheckpointDamaged, DiskFullError: the checkpoint cannot be read, or the folder not written.
+        ConvertError: the checkpoint cannot be read, or the folder cannot be made.
+        CheckpointDamaged: a file differs from the manifest's entry.
+        CheckpointUnreadable: the disk cannot read a file, or the manifest has another format.
+        DiskFullError: the disk became full while the folder was written.
     """
     checkpoint = MegatronCheckpoint(megatron)
     record = _read_record(checkpoint.folder)
@@ -188,7 +191,7 @@ def megatron_to_hf(
 
 
 def _hf_of_run(checkpoint: Path) -> Path | None:
-    """Return the HF folder of the base model, else of the export, of the run that a checkpoint belongs to, or None."""
+    """Return the HF folder of the base model of a checkpoint's run, else of the run's export, else None."""
     checkpoint = checkpoint.resolve()  # ``best`` is a link
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():

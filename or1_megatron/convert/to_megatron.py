@@ -1,8 +1,8 @@
 """Converts an HF folder to a Megatron ``torch_dist`` checkpoint.
 
-The checkpoint holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (which
-Megatron's loader needs), ``hf/`` (all of the HF folder but its weights), ``conversion_record.json`` (which ``to_hf``
-needs) and ``manifest.json``.
+The checkpoint holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (for
+Megatron's loader), ``hf/`` (the HF folder without its weights), ``conversion_record.json`` (for ``to_hf``) and
+``manifest.json``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ToMegatron:
         write_manifest(folder, {name: entry for name, (_, entry) in self._written.items()})
 
     def _record(self) -> dict[str, Any]:
-        """Return what ``to_hf`` needs beside ``hf/`` to write the same files again."""
+        """Return the record that, with ``hf/``, lets ``to_hf`` write the same files again."""
         files = [
             {
                 "name": path.name,
@@ -147,11 +147,12 @@ def hf_to_megatron(
     """Make the checkpoint ``out`` from the HF folder ``hf``.
 
     Args:
-        dtype: dtype of the checkpoint; None: that of the HF folder.
+        dtype: dtype of the checkpoint; None: the HF folder's.
 
     Raises:
         ModelError: the HF folder cannot be used.
-        ConvertError, DiskFullError: the checkpoint cannot be written.
+        ConvertError: the checkpoint cannot be made.
+        DiskFullError: the disk became full while the checkpoint was written.
     """
     conversion = ToMegatron(hf, dtype, file_bytes)
     if conversion.dropped:

@@ -1,7 +1,7 @@
 """Reads problem sets, from files, folders or the Hugging Face hub, into ``Problem`` records.
 
 Reading is strict: a data row that cannot be used is named by file, line and field. ``prompts`` makes token ids of the
-problems, and drops those that are too long.
+problems, and drops problems whose prompts are too long.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def load_problems(
 
 
 def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
-    """Return a data row's {prompt, answer, ability, source}, from the columns named in ``columns`` (``a.b``: b in a).
+    """Return a data row's {prompt, answer, ability, source}, from the columns named in ``columns``.
 
-    If the row lacks the column named for ``ability`` or ``source``, the name itself is the value, as in ability: code.
+    The name ``a.b`` means field b of column a. If the row lacks the column named for ``ability`` or ``source``, the
+    name itself is the value, as in ability: code.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -141,7 +142,8 @@ def check_ground_truths(
 def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
     """Return the problems that ``model`` solved in some but not all of its 16 tries.
 
-    Problems without a number for the model are added to ``unusable``. Raises DataError if all have one and none stays.
+    Problems without a number for the model are added to ``unusable``. Raises DataError if all have a number and none
+    stays.
     """
     kept, before = [], len(unusable)
     for problem in problems:
@@ -189,17 +191,17 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a path is a folder that ``datasets`` saved (``save_to_disk``)."""
+    """Return whether a path is a folder that ``datasets`` saved (``save_to_disk``)."""
     return any((path / name).is_file() for name in _SAVED)
 
 
 def is_hub_id(path: Path) -> bool:
-    """Whether a path can name a set on the hub: it has the form owner/name, and no such file or folder exists."""
+    """Return whether a path can name a set on the hub: the form is owner/name, and no such file or folder exists."""
     return not _is_problem_file(path) and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
 def files_of(folder: Path, split: str | None) -> list[Path]:
-    """Return the problem files of a folder, at any depth, of a split if given. Raises DataError if there are none."""
+    """Return a folder's problem files, at any depth, or only those of ``split``. Raises DataError if there are none."""
     files = sorted(file for file in folder.rglob("*") if _is_problem_file(file) and file.is_file())
     if split is None:
         if not files:
@@ -216,7 +218,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set on the hub. Raises DataError if it cannot be loaded, or ``split`` is needed."""
+    """Yield the rows of a set on the hub. Raises DataError if the set cannot be loaded, or needs another ``split``."""
     datasets = _datasets_package(name)
     try:
         loaded = datasets.load_dataset(name, subset, split=split)

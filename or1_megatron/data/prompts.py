@@ -55,7 +55,8 @@ def read_problems(config: Config) -> ProblemSets:
 
     Raises:
         DataError: a file cannot be read, rows are unusable, or no problem needs one of the user's own verifiers.
-        SandboxUnavailable, VerifierBroken: the problems of an ability cannot be verified on this machine.
+        SandboxUnavailable: code problems cannot be verified on this machine.
+        VerifierBroken: one of the user's own verifiers cannot be loaded.
     """
     known, unusable = known_abilities(config.verify), UnusableRows()
 

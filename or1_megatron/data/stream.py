@@ -121,7 +121,8 @@ class MixtureStream:
         return self.left
 
     def state(self) -> Mapping[str, Any]:
-        """Return the JSON-able state: seed, cursor, exclusions (a bitmap as zlib + base64), the data's fingerprint."""
+        """Return the JSON-able state: seed, mixture, cursor, waiting entries, exclusions (a bitmap as zlib + base64),
+        and the data's fingerprint."""
         bitmap = zlib.compress(np.packbits(self._excluded).tobytes(), level=9)
         return {
             "fingerprint": self._fingerprint,

@@ -37,14 +37,14 @@ _SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  ç
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of a problem set that are not too long, and how many were."""
+    """The prompts of a problem set that are not too long, and the number of prompts that were."""
 
     prompts: list[Prompt]
     limit_tokens: int
     too_long: int
     """Number of prompts that were dropped as too long."""
     longest_tokens: int
-    """Length of the longest prompt, dropped ones included."""
+    """Length of the longest prompt, dropped prompts included."""
     first: str
     """Origin of the first prompt."""
 
@@ -75,7 +75,7 @@ class ChatTemplate:
         vocabulary: the model's ``vocab_size``; a prompt with a token id at or above it is refused.
 
     Raises:
-        DataError: the tokenizer has no chat template, or one that fails or drops the user's text.
+        DataError: the tokenizer has no chat template, or its template fails or drops the user's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> None:
@@ -138,7 +138,7 @@ class ChatTemplate:
             )
 
     def encode_problems(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return the prompts of problems, in their order, and count those over ``limit_tokens``, which are left out.
+        """Return the prompts of up to ``limit_tokens`` tokens, in the problems' order, and count the longer prompts.
 
         Problems whose messages the template refuses are added to ``unusable``.
         """
@@ -190,11 +190,11 @@ class ChatTemplate:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of an HF folder on disk, exactly as in its ``tokenizer.json`` if it has one.
 
-    AutoTokenizer reads only folders without that file: for many folders it takes a class that replaces the file's
-    pre-tokenizer and decoder by its own (transformers 5, issues 45488 and 45920).
+    AutoTokenizer loads only folders without ``tokenizer.json``, because for many folders AutoTokenizer's class replaces
+    the file's pre-tokenizer and decoder (transformers 5, issues 45488 and 45920).
 
     Raises:
-        DataError: the folder or its tokenizer cannot be read, or its ids or text differ from those of the file.
+        DataError: the folder or its tokenizer cannot be read, or the tokenizer's ids or text differ from the file's.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

@@ -79,8 +79,8 @@ def load_set(
     """Load an evaluation set: the name of a benchmark, a file, a folder or a hub id.
 
     A benchmark is first looked for as a file or folder of its name in ``sets``, then on the hub. ``since`` and
-    ``until`` select problems by date. Both are midnights inside the window, as in LiveCodeBench: a problem of the last
-    day is in the window only if its date has no time of day.
+    ``until`` select problems by date. Each stands for the first midnight of its day, which is inside the window, as in
+    LiveCodeBench: a problem of the day ``until`` is in the window only if its date has no time of day.
 
     Args:
         unusable: collects the rows that cannot be used, and with a window also rows without a date; None: such rows
@@ -120,13 +120,13 @@ def load_set(
 
 
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
-    """Write a benchmark as ``sets``/name.jsonl, as the report evaluated it; return (the file, the set).
+    """Write a benchmark, in the form that the report evaluated, to ``sets``/name.jsonl; return (the file, the set).
 
     AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: folder
     in which files of the benchmark's name are looked for before the hub.
 
     Raises:
-        DataError: the benchmark is unknown, or ``load_set`` raises it. Many unusable rows are listed in
+        DataError: the benchmark is unknown, or ``load_set`` raises DataError. Many unusable rows are listed in
             ``sets``/name.unusable_rows.jsonl.
     """
     if name not in BENCHMARKS:

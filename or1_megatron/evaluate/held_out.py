@@ -19,8 +19,8 @@ from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, S
 class HeldOut:
     """Evaluates the policy on held-out problem sets during a run, without any effect on training.
 
-    It has its own, constant seed, so that the same weights give the same result, and the order of training data does
-    not change.
+    The evaluation has its own, constant seed, so that the same weights give the same result, and the order of training
+    data does not change.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HeldOut:
         """
         Args:
             sets: prompts by the name of their set.
-            max_response_tokens: longest response if the settings give none: the final stage's T in every stage.
+            max_response_tokens: longest response if the settings give none. It is the final stage's T in every stage.
             keep: gets the responses to each set, with their verdicts.
 
         Raises:
@@ -52,7 +52,7 @@ class HeldOut:
         self._keep = keep
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Return the combined result of all sets; ``whole``: with ``samples`` responses, else ``samples_during``.
+        """Return the combined result of all sets. ``whole``: sample ``samples`` responses; else ``samples_during``.
 
         Raises what the rollout raises, and VerificationFailing.
         """

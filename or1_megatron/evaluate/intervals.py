@@ -44,14 +44,14 @@ class Score:
 
 
 def pass_at(n: int, k: int) -> Estimates:
-    """Return unbiased estimates of pass@k by number of right samples, [n + 1]. ValueError unless 1 <= k <= n."""
+    """Return unbiased estimates of pass@k by number of right samples, [n + 1]. Raises ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
 
 
 def best_at(rewards: Rewards, k: int) -> float:
-    """Return best@k: the highest reward of k samples, mean over all choices of k (pass@k for rewards 0 and 1)."""
+    """Return best@k: the mean, over all choices of k samples, of their highest reward; pass@k for rewards 0 and 1."""
     n = rewards.shape[1]
     highest = [math.comb(below, k - 1) / math.comb(n, k) for below in range(n)]
     return float((np.sort(rewards, axis=1) @ highest).mean())

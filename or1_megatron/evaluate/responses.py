@@ -89,7 +89,7 @@ class ResponseStore:
 
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the evaluation in a folder, or None if it has no responses. Raises EvaluationError."""
+    """Return the settings of the evaluation in a folder; None without responses. Raises EvaluationError if not JSON."""
     responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None

@@ -27,7 +27,7 @@ class EvaluationSettings(AskedModelConfig):
     """The settings of an evaluation, from a file of configs/eval or ``--set``, over the defaults."""
 
     max_response_tokens: Positive | None = None
-    """Longest response. Unset: 32,768 as in the paper, or what the longest prompt leaves of the model's context."""
+    """Longest response. Unset: 32,768 as in the paper, at most the model's context minus the longest prompt."""
     temperature: NonNegativeFloat = 1.0
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522

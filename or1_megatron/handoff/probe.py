@@ -1,7 +1,7 @@
 """The probe of a handoff: compares the log-probs of engines and policy on fixed tokens.
 
 In float32 no token may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat without any
-fault, but the mean difference over many tokens hardly changes. It is compared with the run's first handoff.
+fault, but the mean over many tokens hardly changes. So the mean is compared with that of the run's first handoff.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Probe:
         scored = config.probe_tokens or _SCORED[dtype]
         length = max(2, min(math.ceil(scored / 2) + 1, longest - 1, _LONGEST))
         self.token_ids = probe_tokens(vocab_size, length, math.ceil(scored / (length - 1)))
-        """Token ids of the sequences. All tokens of a sequence but the first are scored."""
+        """Token ids of the sequences. All tokens of a sequence except the first are scored."""
         self._dtype = dtype
         self._bound = config.probe_bound or _BOUND[dtype]
         self._growth = config.probe_growth

@@ -145,7 +145,7 @@ def _channels(
 
 @lru_cache(1 << 14)  # layers and experts are alike
 def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return rectangles that together cover ``want``, each with the ranks that hold it; what none holds is last."""
+    """Return rectangles that together cover ``want``, each with its holders; rectangles without a holder are last."""
     covered: list[Part] = []
     open_boxes = [want]
     for held_box, ranks in held:
@@ -163,9 +163,9 @@ def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
 
 @lru_cache(1 << 14)
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> tuple[tuple[Box, int], ...]:
-    """Divide a rectangle along axis 0: parts of at most ``message_bytes`` if rows allow; a large one among holders.
+    """Cut a rectangle by rows into parts of at most ``message_bytes`` or of one row; return each part with its bytes.
 
-    Returns each part with its bytes.
+    A rectangle above ``_SHARED_BYTES`` is cut into about as many parts as it has holders, or more.
     """
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)

@@ -29,7 +29,7 @@ class _Outgoing:
 
     shipment: Shipment
     taken: list[Future[None]]
-    """A future for each receiver (``Shipment.children``), done once it has taken the message."""
+    """A future for each receiver (``Shipment.children``), done once the receiver has taken the message."""
     buffer: Tensor
     pool: BufferPool
     """The pool of ``buffer``."""

@@ -1,14 +1,16 @@
 """The fused head: log-probs and entropies of target tokens, and their gradients, without all logits in memory.
 
-It works on tiles of the matrix [tokens, vocabulary] of fp32 logits: library GEMMs (MKL, cuBLAS), and between them
-epilogues in Triton or torch. It has two modes, here with their operations for N tokens, hidden size H, and V rows of
-the output weight:
+The head works on tiles of the matrix [tokens, vocabulary] of fp32 logits, with library GEMMs (MKL, cuBLAS) and, between
+the GEMMs, epilogues in Triton or torch. There are two modes. For N tokens, hidden size H and V rows of the output
+weight they take:
 
-    recompute   8NHV: the backward pass computes the logits again; smallest workspace (``log_probs_and_entropies``)
-    one_pass    6NHV: the gradient is formed while the logits are alive, in the forward pass (``one_pass_loss``)
+    recompute   8NHV operations. The backward pass computes the logits again (``log_probs_and_entropies``).
+    one_pass    6NHV operations. The forward pass forms the gradient while it has the logits (``one_pass_loss``).
 
-A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics: once for all tokens
-in recompute, once per tile of tokens in one_pass.
+The workspace is smallest with recompute.
+
+A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics. The all-gather runs
+once for all tokens in recompute, and once per tile of tokens in one_pass.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -84,10 +86,10 @@ def log_probs_and_entropies(
     """Return each target's log-prob and the entropy of the distribution at its position; both are differentiable.
 
     Args:
-        hidden: [T, H], the same on all ranks of the tensor-parallel group. Each rank gets a part of its gradient, which
-            the caller sums over the group.
-        weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32: into Megatron's ``main_grad`` if the
-            weight has one (see ``head_weight_gradient``), else it is returned to autograd in the weight's dtype.
+        hidden: [T, H], the same on all ranks of the tensor-parallel group. Each rank gets a part of hidden's gradient;
+            the caller sums the parts over the group.
+        weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32. The sum is in Megatron's ``main_grad`` if
+            the weight has one (``head_weight_gradient``), else autograd gets it in the weight's dtype.
         targets: [T] int64 vocabulary ids.
         temperature: divisor of the logits.
         shard: which rows of the vocabulary ``weight`` holds.
@@ -98,7 +100,8 @@ def log_probs_and_entropies(
         (log_probs, entropies), both [T] fp32, equal on all ranks of the group.
 
     Raises:
-        TypeError, ValueError: dtypes or shapes do not fit.
+        TypeError: dtypes do not fit.
+        ValueError: shapes do not fit.
     """
     settings = HeadSettings(temperature, shard, epilogue, budget_bytes)
     log_probs, entropies = _Recompute.apply(hidden, weight, targets, settings)
@@ -166,13 +169,14 @@ def one_pass_loss(
         upstream: the gradient that the loss will receive in the backward pass: 1 unless the loss is scaled later.
 
     Returns:
-        (loss, sums): scalar fp32, and the named sums, added over tiles (the maximum if a name begins with ``max_``;
-        see ``interfaces.Objective``).
+        (loss, sums): the loss is a scalar in fp32. A named sum is the sum over tiles, or the maximum if its name begins
+        with ``max_`` (``interfaces.Objective``).
 
     Raises:
-        TypeError, ValueError: dtypes or shapes do not fit, or ``upstream`` is 0.
-        RuntimeError: in a second backward pass, or in the first when the weight has a ``main_grad`` and another
-            gradient than ``upstream`` arrives.
+        TypeError: dtypes do not fit.
+        ValueError: shapes do not fit, or ``upstream`` is 0.
+        RuntimeError: in a second backward pass; or in the first if the weight has a ``main_grad`` and the gradient that
+            arrives is not ``upstream``.
     """
     if upstream == 0:
         raise ValueError("one_pass_loss: upstream is 0; expected the gradient that the loss will receive")
@@ -205,7 +209,10 @@ def one_pass_loss(
 def _differentiate(
     pointwise: Pointwise, scores: Scores, part: slice, upstream: float
 ) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
-    """Return (loss, sums, (d loss / d log-prob [t], d loss / d entropy [t] or None if 0), both times upstream)."""
+    """Return (loss, sums, (d loss / d log-prob [t], d loss / d entropy [t])); both gradients are times ``upstream``.
+
+    The second gradient is None if the loss does not depend on the entropies.
+    """
     inputs = scores.log_probs.detach().requires_grad_(), scores.entropies.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = pointwise(*inputs, part)

@@ -1,7 +1,7 @@
 """Sums the output weight's gradient in fp32, in Megatron's main_grad or in a buffer for autograd.
 
-Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that it reduces. When
-autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to ``main_grad`` unless
+Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that Megatron reduces.
+When autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to ``main_grad`` unless
 ``param.grad_added_to_main_grad``, and counts the parameter as ready; the reduction starts when all parameters are
 ready. So code that writes main_grad itself must still return *some* gradient to autograd, so that the hook runs.
 
@@ -28,8 +28,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, facto
 class WeightGradient:
     """The fp32 sum of one weight's gradient.
 
-    If autograd also reaches the weight by another path in the same backward pass (as an embedding tied to it on the
-    same pipeline stage), the weight must have Megatron's ``zero_out_wgrad``, so that both gradients are added.
+    If autograd also reaches the weight by another path in the same backward pass (a tied embedding on the same pipeline
+    stage, for example), the weight must have Megatron's ``zero_out_wgrad``, so that both gradients are added.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -36,7 +36,7 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
         logits: [B, V], any floating type; the numbers of a row are adjacent in memory.
         keys: [B] int64, random bits made from (the request's seed, the token's position in the response).
         temperatures: [B] fp32; 0 takes the most likely token, with log-prob and entropy at temperature 1.
-        floors: [B] the lowest logit that may be sampled, such as that of a nucleus; None: every token may be.
+        floors: [B] the lowest logit that may be sampled, such as a nucleus's lowest; None: every token may be sampled.
     """
     greedy = temperatures == 0
     scales = (temperatures + greedy).reciprocal_()

@@ -4,7 +4,7 @@ Shapes: T tokens, t of them in one tile. Statistics are [4, t] fp32, per token o
     PEAK    max z
     TOTAL   sum exp(z - peak)
     MOMENT  sum exp(z - peak) (z - peak)
-    TARGET  z of the target token, 0 where another rank or tile holds it
+    TARGET  z of the target token, 0 where another rank or tile holds the target token
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return the statistics [4, t] over the whole vocabulary, by one small all-gather; bit-equal on all its ranks."""
+    """Return the statistics [4, t] over the whole vocabulary, bit-equal on all ranks, by one small all-gather."""
     if shard.group is None or statistics.numel() == 0:
         return statistics
     gathered = statistics.new_empty(shard.ranks * len(statistics), statistics.shape[1])
@@ -73,8 +73,8 @@ class Scores:
     entropies: Tensor
     peaks: Tensor
     log_totals: Tensor
-    """log sum exp z = peak + log_total. The two are kept apart because their sum loses digits if logits are large: at
-    -10^4 the sum, and with it every probability, would be off by 5e-4."""
+    """log sum exp z = peak + log_total. Both terms are kept because their sum loses digits if logits are large. At
+    -10^4 the sum, and so every probability, would be off by 5e-4."""
 
     @classmethod
     def of(cls, statistics: Tensor) -> Scores:

@@ -40,22 +40,22 @@ def aligned(rows: int) -> int:
 
 @dataclass(frozen=True)
 class AllocationPlan:
-    """Sizes of the buffers of one call of the head, each of which is allocated once."""
+    """Sizes of the buffers of one call of the head; each buffer is allocated once."""
 
     tile_tokens: int
     """t: tokens of one tile."""
     block_rows: int
     """v: rows of the output weight in one GEMM."""
     blocks: int
-    """Number of blocks of logits in memory at once: 1 in recompute, all of this rank's vocabulary in one_pass."""
+    """Number of blocks of logits in memory at once: 1 in recompute, in one_pass all of this rank's vocabulary."""
     scratch_numbers: int
     """Number of fp32 numbers of scratch for the torch epilogue; the Triton epilogue needs none."""
     cast_numbers: int
-    """Number of fp32 numbers for a tile of hidden and a block of weight, if GEMMs cannot turn bf16 into fp32 (CPU)."""
+    """Number of fp32 numbers for a tile of hidden and a block of weight, which only a CPU must cast; else 0."""
     vector_bytes: int
     """Most bytes of all per-token vectors together, and of a tile's statistics per block before they are merged."""
     accumulator_bytes: int
-    """Bytes of the fp32 sum of a tile's hidden gradient, if the gradient is of a narrower dtype. The workspace counts
+    """Bytes of the fp32 sum of a tile's hidden gradient; 0 if the gradient itself is fp32. ``workspace_bytes`` counts
     neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""
 
     @property
@@ -64,7 +64,7 @@ class AllocationPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes allocated beside outputs and accumulators."""
+        """Bytes allocated for all buffers except outputs and accumulators."""
         return 4 * (self.logits_numbers + self.scratch_numbers + self.cast_numbers) + self.vector_bytes
 
 
@@ -88,8 +88,8 @@ def allocation_plan(
         ranks: number of ranks that share the vocabulary.
         budget_bytes: most bytes of logits and scratch; None: the default of device and mode.
 
-    Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 10,176 rows, 333 MB of
-    logits; one_pass: 4,096 tokens by all rows, 2,491 MB.
+    Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. With recompute a tile has 8,192 tokens by 10,176 rows, 333
+    MB of logits; with one_pass 4,096 tokens by all rows, 2,491 MB.
     """
     on_cuda = device_type == "cuda"
     budget = budget_bytes or BUDGET_BYTES["cuda" if on_cuda else "cpu", mode]

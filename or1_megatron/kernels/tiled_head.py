@@ -1,4 +1,4 @@
-"""Computes the fused head tile by tile: library GEMMs, and between them an epilogue in Triton or torch.
+"""Computes the fused head tile by tile, by library GEMMs with an epilogue in Triton or torch between them.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -35,7 +35,7 @@ class HeadSettings:
 
 
 def with_triton(epilogue: Epilogue, device: torch.device) -> bool:
-    """Whether to use Triton's kernels: as asked for, or with "auto" if the device is a GPU and Triton is installed."""
+    """Return whether to use Triton's kernels; "auto" uses them if the device is a GPU and Triton is installed."""
     if epilogue == "auto":
         return device.type == "cuda" and find_spec("triton") is not None
     return epilogue == "triton"
@@ -81,7 +81,7 @@ class TiledHead:
             yield slice(start, min(start + self.plan.tile_tokens, tokens))
 
     def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
-        """Return (a tile's statistics [4, t] over this rank's vocabulary, what was subtracted from each block)."""
+        """Return (a tile's statistics [4, t] over this rank's vocabulary, for each block the epilogue's result)."""
         blocks = self._blocks()
         of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
         offsets = []
@@ -164,7 +164,7 @@ class TiledHead:
         return self._as_factor(self._weight[rows], self.plan.tile_tokens * self._weight.shape[1])
 
     def _as_factor(self, values: Tensor, start: int) -> Tensor:
-        """Return values in the dtype of GEMM inputs; if they must be cast, in the cast buffer from ``start`` on."""
+        """Return values in the dtype of GEMM inputs. A cast copy lies in the cast buffer from ``start`` on."""
         if values.dtype == self._product_dtype:
             return values
         return self._cast[start : start + values.numel()].view(values.shape).copy_(values)

@@ -1,6 +1,6 @@
 """The fused head's elementwise work (epilogue) in plain torch, for the CPU and for a GPU without Triton.
 
-It works in place, on as many rows of logits at a time as the scratch holds, so that they stay in cache.
+The work is done in place, on as many rows of logits at a time as the scratch holds, so that the rows stay in cache.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """
@@ -16,7 +16,7 @@ from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
 
 
 def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the memory of ``logits`` as [t, v] in ``dtype``; in 2 bytes, a row is the first half of its fp32 row."""
+    """Return the memory of ``logits`` as [t, v] in ``dtype``. A row of 2-byte numbers is the fp32 row's first half."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -104,12 +104,12 @@ class TorchEpilogue:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return each row's logit at its column, [t]; 0 if the column is outside the tile."""
+    """Return [t]: each row's logit at the row's column, or 0 if the column is outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
 
 
 def _add(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add a value [t] to each row at its column, unless the column is outside the tile."""
+    """Add ``values`` [t] to the logits, one per row at the row's column, unless the column is outside the tile."""
     here = (columns >= 0) & (columns < logits.shape[1])
     logits.scatter_add_(1, torch.where(here, columns, 0)[:, None], torch.where(here, values, 0.0)[:, None])

@@ -1,8 +1,9 @@
-"""Splits a packed row's tokens over context-parallel ranks, for both kinds of layers; computes attention for our own.
+"""Splits a packed row's tokens over context-parallel ranks; computes the attention of our own layers.
 
 Each sequence of a packed row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
-every rank has equally many tokens and equal causal work. Before attention each rank gathers the keys and values of the
-whole packed row. A rank's query sees the tokens of its own sequence up to its own position.
+every rank has equally many tokens and equal causal work. Transformer Engine's layers use only this split. In our layers
+each rank gathers, before attention, the keys and values of the whole packed row. A rank's query sees the tokens of its
+own sequence up to its own position.
 
 Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads, G key/value heads, D head dimension.
 """
@@ -75,12 +76,12 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
 def attend(
     query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, chunked: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D (a value may have fewer)].
+    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D]. Values may be narrower.
 
     Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
 
     Args:
-        chunked: computes the attention of a chunk's queries, the last of its tokens, from its queries, keys and values.
+        chunked: computes attention from a chunk's queries, keys and values; the queries are of its last tokens.
     """
     mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())

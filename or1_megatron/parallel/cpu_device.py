@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that returns ``value()``: a new one per call, since torch's compiler compares identities."""
+    """Return a new function that returns ``value()``. It is new because torch's compiler compares identities."""
     return lambda *args, **kwargs: value()
 
 
@@ -76,7 +76,7 @@ _true_type = torch.Tensor.type
 
 
 def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Tensor.type``: a CPU tensor names the CUDA type, which Megatron's optimizer compares with."""
+    """Replace ``Tensor.type``: return the CUDA type's name for a CPU tensor, as Megatron's optimizer expects."""
     if dtype is not None:
         return _true_type(tensor, dtype, *args, **kwargs)
     name = _true_type(tensor)
@@ -131,7 +131,7 @@ def _gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Concatenate all ranks' tensors [t, ...] on every rank, where t differs by rank; gloo gathers equal sizes only.
+    """Concatenate all ranks' tensors [t, ...] on every rank. t may differ by rank; gloo's gather needs equal sizes.
 
     Megatron calls this where tensor-parallel ranks that share an expert gather the expert's tokens.
     """

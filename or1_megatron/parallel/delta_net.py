@@ -1,8 +1,8 @@
 """Linear attention (the gated delta net of Qwen3-Next) over packed rows, in which no sequence sees another.
 
-Each value head holds a matrix S of key by value channels. A token first lets S decay, then moves what S returns for the
-token's key towards the token's value, and reads S with its query (arXiv 2412.06464, equation 10). Before this, a short
-causal convolution mixes each channel of query, key and value with the tokens before.
+Each value head holds a matrix S of key by value channels. A token first lets S decay, then moves S's output for the
+token's key towards the token's value, then reads S with its own query (arXiv 2412.06464, equation 10). Before this, a
+short causal convolution mixes each channel of query, key and value with the tokens before.
 
 Shapes: T tokens of a packed row, of which a rank holds t = T / CP; L tokens of a sequence; G key heads, each with R
 value heads; A channels of a key head, B of a value head. Tensor parallelism cuts G. Context parallelism cuts G again:
@@ -98,7 +98,8 @@ class PackedDeltaNet(MegatronModule):
 
         Args:
             conv: the convolution's weight [G * (2 A + R B), 1, taps].
-            rate, bias: [G * R]: log of the decay's factor, and what is added to the decay's input.
+            rate: [G * R] log of the decay's factor.
+            bias: [G * R] added to the decay's input.
             norm: the norm's weight [B].
         """
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule

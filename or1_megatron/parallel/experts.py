@@ -1,7 +1,7 @@
 """A layer's experts: two GEMMs per expert, and between them one activation for the tokens of all experts.
 
-The parameters are those of Megatron's ``SequentialMLP``, by the same names, and so are the results, to the bit. That
-class calls each expert as a module and splits, activates and joins the tokens of each; small experts make that dear.
+Parameters, their names and, to the bit, the results are those of Megatron's ``SequentialMLP``. That class calls each
+expert as a module and splits, activates and joins each expert's tokens, which is slow if experts are small.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
-    """Map each expert's run of ``x`` [T, in] through its linear, with its adapters (``lora``): [T, out].
+    """Map each expert's run of ``x`` [T, in] by its linear and adapters (``lora``) to [T, out].
 
     ``share``: factor of biases, [T, 1].
     """
@@ -91,7 +91,7 @@ class GroupedProducts(torch.autograd.Function):
 
 
 def _products(x: Tensor, counts: list[int], factors: list[Tensor]) -> Tensor:
-    """Return [T, out]: each run of ``counts`` rows of ``x`` [T, in] times its own factor [in, out]."""
+    """Multiply each run of ``counts`` rows of ``x`` [T, in] by the run's factor [in, out]; return [T, out]."""
     out = x.new_empty(len(x), factors[0].shape[1])
     for rows, target, factor in zip(x.split(counts), out.split(counts), factors, strict=True):
         if len(rows):

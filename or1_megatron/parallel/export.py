@@ -83,7 +83,7 @@ class HFWriter:
     def finish(self, adapters: Callable[[Path], None] | None = None) -> None:
         """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder.
 
-        ``adapters`` writes LoRA's adapters to the new folder that it gets.
+        ``adapters`` is called with the path of a folder, which it makes and fills with LoRA's adapters.
         """
         with self._writing():
             self._finish(adapters)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class LatentAttention(MLASelfAttention):
-    """Makes queries, keys and values from low-rank latents (arXiv 2405.04434); rotates by the model's rotary module."""
+    """Makes queries, keys and values from low-rank latents (arXiv 2405.04434), with the model's own rotary module."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Use the norms that the spec names: Megatron would also norm the input of queries that have no latents."""
@@ -26,8 +26,8 @@ class LatentAttention(MLASelfAttention):
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return (the queries' latents, the latents of keys and values together with the keys' rotated part).
 
-        Tensor parallelism cuts the second's L + R columns. Here they are joined and the tokens are cut, as by sequence
-        parallelism: only then does Megatron sum the rotated part's gradient over the ranks' heads.
+        Tensor parallelism cuts the second tensor's L + R columns. This method joins them and cuts the tokens (sequence
+        parallelism), so that Megatron sums the rotated part's gradient over the ranks' heads.
         """
         query, latents = super()._qkv_down_projection(hidden_states)
         if self.config.tensor_model_parallel_size > 1:

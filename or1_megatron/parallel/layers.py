@@ -35,11 +35,11 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
+    """Computes x / rms(x) * weight with statistics in fp32 (arXiv 1910.07467), and rounds as the HF models do.
 
     Zero-centred norms multiply by 1 + weight, before they round.
 
-    Under sequence parallelism the weight is marked, so that Megatron sums its gradient over TP.
+    Under sequence parallelism the weight is marked, so that Megatron sums the weight's gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -173,7 +173,7 @@ def _spec(attention: ModuleSpec, mlp: Any, *, input_norm: Any, mlp_norm: Any) ->
 
 
 def _transformer_engine_attention() -> type:
-    """Return Transformer Engine's attention for our packed rows: it takes [T, heads, D] and the sequences' bounds.
+    """Return a class that calls Transformer Engine's attention, which takes [T, heads, D] and the sequences' bounds.
 
     Rotary angles are already applied per token, and context parallelism cuts sequences as ``context_parallel.py`` does.
     """

@@ -4,8 +4,8 @@ Ranks wait for the next verb on the store of their process group, which torchrun
 agent), never inside a collective: between verbs the wait is unbounded.
 
 A rank that fails in a verb logs its traceback and ends. A rank also ends if it has not finished the verb by the
-deadline, or if the store has not answered for as long (``Heartbeat.within``). The launcher, which also notices dead
-ranks, then ends the other ranks, which log where they are (``runtime.signals``). The watchdog ends stopped ranks.
+deadline, or if the store has not answered for the same time (``Heartbeat.within``). The launcher, which also notices
+dead ranks, then ends the other ranks, which log where they are (``runtime.signals``). The watchdog ends stopped ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNWIND_S: Final = 120.0
 _LEAVE_S: Final = 5.0
 """Rank 0, which may host the store, waits this long for each rank to read that verbs are over."""
 _GRACE_S: Final = 30.0
-"""A rank that has lost a peer ends this much later, so that the failed rank's exit status is the run's."""
+"""A rank that has lost a peer waits this long before it ends, so that the run's exit status is the failed rank's."""
 
 
 class LockstepError(PartLost, RuntimeError):
@@ -51,7 +51,7 @@ class LockstepError(PartLost, RuntimeError):
 
 
 class Lockstep:
-    """One rank's end of the lockstep. A process may make several, one after another, if all ranks do.
+    """One rank's part of the lockstep. A process may make several Locksteps, one after another, if all ranks do.
 
     Args:
         verbs: the functions that this rank can execute, by name; the names are equal on every rank.
@@ -159,7 +159,7 @@ class Lockstep:
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Watch the verb in the block: its deadline, or an error except AgreedError, ends this rank."""
+        """Watch the verb in the block: a verb past its deadline, or any error except AgreedError, ends this rank."""
         self._count += 1
         late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
@@ -226,7 +226,7 @@ def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for this."""
+    """Return whether another rank made a collective break or time out. gloo and NCCL have no error type for this."""
     text = str(error)
     if isinstance(error, Or1Error):
         return False

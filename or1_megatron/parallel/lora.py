@@ -6,7 +6,7 @@ weights, W + alpha / r * B A, made rectangle by rectangle where a weight is read
 Shapes: T tokens of this rank, r rank, n HF tensors with an adapter of their own in a fused linear, in and out the sizes
 of the rank's part of the linear. Tensor parallelism cuts the factor that lies along the linear's cut axis. Ranks hold
 copies of the other factor, whose gradient is partial where each rank sees a part of the tokens or of the sum: under
-sequence parallelism, and in experts. Megatron sums it over the ranks because of its mark ``sequence_parallel``.
+sequence parallelism, and in experts. The mark ``sequence_parallel`` makes Megatron sum the gradient over ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from or1_megatron.weights.slicing import Cut, cut
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear: the linear's child ``adapter``.
+    """The adapters of one linear; the linear holds this module as its child ``adapter``.
 
     Args:
-        linear: its weight is this rank's part [out, in].
-        of_row: for each row of the weight, which of the linear's HF tensors it belongs to. [out]
+        linear: a Megatron linear, whose weight is this rank's part [out, in].
+        of_row: [out] for each row of the weight, the index of the row's tensor among the linear's HF tensors.
     """
 
     enabled: ClassVar[bool] = True
@@ -63,11 +63,11 @@ class Adapter(torch.nn.Module):
         copied.sequence_parallel = linear.config.sequence_parallel
 
     def by_part(self, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return rows of B [out, r] as [rows, n * r]: each is zero but where its own HF tensor's A lies."""
+        """Return rows of B [out, r] as [rows, n * r], zero outside the columns of the row's own HF tensor."""
         return b[rows] if self._alone else (self._mask.to(b)[rows, :, None] * b[rows, None]).flatten(1)
 
     def add_to(self, linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """Add the adapters' output to that of a linear outside of experts: a forward hook."""
+        """Add the adapters' output to the linear's. This is the forward hook of linears outside of experts."""
         if not self.enabled:
             return outputs
         (x, *_), (y, bias), config = inputs, outputs, linear.config
@@ -82,21 +82,21 @@ class Adapter(torch.nn.Module):
         return y + _product(inner, self.by_part(self.lora_B)), bias
 
     def merged(self, values: Tensor, place: tuple[slice, ...], read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a rectangle of the weight, which lies at ``place``, with alpha / r * B A added, in its dtype."""
+        """Return ``values``, the rectangle of the weight at ``place``, plus alpha / r * B A, in the same dtype."""
         a, b = (read(factor.detach()).float() for factor in (self.lora_A, self.lora_B))
         rows, columns = place
         return torch.addmm(values.float(), self.by_part(b, rows), a[:, columns], alpha=self.scale).to(values.dtype)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T: [..., in] to [..., out]; the gradient of a parameter W goes to its main_grad."""
+    """Map x [..., in] to x W^T [..., out]; the gradient of a parameter W goes to its main_grad."""
     flat = x.reshape(-1, x.shape[-1])
     product: Tensor = GroupedProducts.apply(flat, [len(flat)], weight)
     return product.view(*x.shape[:-1], -1)
 
 
 class Adapters:
-    """All adapters on this rank; ``base`` is frozen from now on, and gives merged weights. ``model`` names them.
+    """All adapters on this rank, as ``model.lora`` sets. From now on ``base`` is frozen and gives merged weights.
 
     Raises:
         ModelError: a target matches no linear, or the folder to start from does not fit the model.
@@ -144,12 +144,12 @@ class Adapters:
         return values.uniform_(-bound, bound, generator=generator) if ".lora_A." in name else values
 
     def writer(self) -> Callable[[Path], None]:
-        """Gather the adapters on rank 0; return a function that writes them there to a new folder. Collective."""
+        """Gather the adapters on rank 0; return a function that on rank 0 writes them to a new folder. Collective."""
         tensors = {name: tensor.cpu() for name, tensor in self.weights if tensor is not None}
         tensors = {name: tensor for name, tensor in tensors.items() if name in self.table.names}
         return lambda folder: self.table.write(folder, tensors, self._hf_folder, self._lora.alpha)
 
 
 def _with_gradient(embedding: Any, ids: Any, hidden: Tensor) -> Tensor:
-    """Let the layers' input have a gradient: layers that are computed again pass one on only then."""
+    """Let the layers' input have a gradient; without it, recomputed layers pass none on."""
     return hidden.requires_grad_() if torch.is_grad_enabled() else hidden

@@ -39,7 +39,7 @@ LAYER_SYMBOL = {
     (True, False): Symbols.GDN,
     (True, True): Symbols.MLP,
 }
-"""By whether a layer has linear attention, and whether it has experts."""
+"""Megatron's letter for a kind of layer, by (has linear attention, has experts)."""
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -166,7 +166,7 @@ def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return the settings of softmax and activation: gpt-oss's sinks, windows and clamped SwiGLU, or the usual ones."""
+    """Return the settings of softmax and activation; gpt-oss has sinks, windows and clamped SwiGLU."""
     if not family.has(hf, "core_attention.softmax_offset"):
         return {"activation_func": torch.nn.functional.silu}
     return {
@@ -255,7 +255,7 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack layers that are alike in tensors [layers, ...], as GPTModel does and HybridModel loads."""
+        """If all layers are alike, stack them in tensors [layers, ...], as GPTModel does; HybridModel loads these."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}

@@ -44,7 +44,8 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     """Build this rank's chunks and fill them from ``model.hf``; collective.
 
     Raises:
-        ModelError, ValueError: the folder cannot be used, or its model does not fit the parallel layout.
+        ModelError: the folder cannot be used.
+        ValueError: the model does not fit the parallel layout.
     """
     hf = read_hf_config(model.hf)
     family = family_of(hf)

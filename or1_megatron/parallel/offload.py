@@ -3,7 +3,7 @@
 Megatron keeps many tensors as views of few storages: with its distributed optimizer every parameter is a view of one
 flat buffer, and every ``main_grad`` always is. So storages are moved: a storage is copied out and resized to nothing,
 and its bytes later return to the same storage object, so that all its views are valid again and no name is rebound.
-While a storage is away its views must not be read. :meth:`Offload.require` then raises an error, and
+While a storage is away, its views must not be read: :meth:`Offload.require` raises an error, and
 :meth:`Offload.readable` gives the values from the host.
 
 Megatron's own ``offload_to_cpu`` binds an optimizer's tensors to new memory instead. In fp32 the distributed
@@ -79,7 +79,7 @@ class HostCopy:
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of a contiguous tensor whose storage is away (if possible a view of a slab), else None."""
+        """Return a contiguous tensor's values if its storage is away (where possible a view of a slab), else None."""
         first = self._first.get(tensor.untyped_storage()._cdata)
         if first is None:
             return None
@@ -106,7 +106,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (bytes on the device, their bytes in a slab) for all storages, cut where a storage or a slab ends."""
+        """Yield (bytes on the device, their place in a slab) for all storages, cut where a storage or a slab ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -128,7 +128,7 @@ class Offload:
 
     Args:
         chunks: this rank's model chunks.
-        optimizer: of exactly these chunks; Megatron's ChainedOptimizer, or a single optimizer.
+        optimizer: the optimizer of exactly these chunks, Megatron's ChainedOptimizer or a single optimizer.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or, while it is away, a host tensor with its values, which may only be read (by a save).
+        """Return the tensor, or, while it is away, a host tensor with its values, which the caller must not change.
 
-        The tensor must be contiguous and not a gradient: gradients have no values while they are away.
+        The tensor must be contiguous and not a gradient, because gradients have no values while they are away.
         """
         values = self._parameters.read(tensor)
         values = self._state.read(tensor) if values is None else values

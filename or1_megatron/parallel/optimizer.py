@@ -16,14 +16,15 @@ from torch import Tensor
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 _PIECE_NUMBERS: Final = 1 << 22
-"""Numbers updated at once: Adam's denominators of all parameters together would take 4 bytes per parameter, more than
-the activations that an update holds before."""
+"""Most numbers that are updated at once. Adam's denominators of all parameters together would take 4 bytes per
+parameter, more than the activations that an update holds earlier."""
 
 
 class FusedStepAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` per parameter group, as Transformer Engine's does.
 
-    Megatron's distributed optimizer needs this to load state at another parallel layout; torch counts per parameter.
+    Megatron's distributed optimizer needs one count per group to load state at another parallel layout; torch's AdamW
+    has one per parameter.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
     """Return the learning rate of SGD step ``sgd_step`` (from 0).
 
-    The rate rises over ``warmup_steps``, then falls linearly to 0 at ``decay_steps``; it never falls if that is 0.
+    The rate rises over ``warmup_steps``, then falls linearly to 0 at ``decay_steps``. If ``decay_steps`` is 0, the rate
+    never falls.
     """
     if sgd_step < config.warmup_steps:
         return config.lr * (sgd_step + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""Packed rows inside the model: positions and attention, both within each sequence.
+"""Packed rows inside the model: positions are counted, and attention is computed, within each sequence.
 
 A micro-batch is one row of T tokens in which S sequences lie end to end. Megatron passes one ``packed_seq_params``
 object unchanged to every layer; ours holds the position of each token and the sequences' lengths.
@@ -27,16 +27,16 @@ class PackedRow(PackedSeqParams):
     per-token angles of ``PackedRotary`` instead of looping over sequences."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[T / CP]: positions of this rank's tokens, each counted within its sequence."""
+    """[T / CP]: the position of each of this rank's tokens within the token's sequence."""
     lengths: tuple[int, ...] = ()
     """Lengths of the row's sequences, [S]."""
     shard: ContextShard | None = None
-    """This rank's part of the row; None if it holds the whole row."""
+    """This rank's part of the row; None if this rank holds the whole row."""
     experts: Tensor | None = None
-    """[t, L, k] and, below, [t] bool: ``types.OwnExperts``; None: the policy chooses."""
+    """``types.OwnExperts``: experts [t, L, k], and ``counted`` [t] bool. If None, the policy chooses the experts."""
     counted: Tensor | None = None
     rerouted: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, once it has computed the row: how many counted tokens the policy would have sent to other experts."""
+    """For each layer that has computed the row: how many counted tokens the policy would have sent to other experts."""
 
 
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1) -> PackedRow:
@@ -56,16 +56,16 @@ def pack_row(cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, co
 
 
 class PackedRotary(torch.nn.Module):
-    """Rotary angles of each packed token (RoFormer, arXiv 2104.09864), in the half-rotation form that HF models use.
+    """Computes each packed token's rotary angles (RoFormer, arXiv 2104.09864), in HF models' half-rotation form.
 
-    Replaces Megatron's RotaryEmbedding, whose two methods here use the row's own positions.
+    This class replaces Megatron's RotaryEmbedding and has the same two methods, which here use the row's positions.
     """
 
     def __init__(self, frequencies: Tensor, axes: int = 2) -> None:
         """
         Args:
             frequencies: [D/2] fp32 radians per token (``weights.rope``).
-            axes: of size 1 between tokens and angles; for latent attention 1, since it has no axis for batches.
+            axes: number of axes of size 1 between tokens and angles. Latent attention has no batch axis and needs 1.
         """
         super().__init__()
         self._axes = axes
@@ -93,7 +93,7 @@ class PackedCausalAttention(torch.nn.Module):
     def __init__(
         self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any
     ) -> None:
-        """``softmax_scale``: factor of q . k; 1 / sqrt(D) when None."""
+        """``softmax_scale`` is the factor of q . k; None means 1 / sqrt(D)."""
         super().__init__()
         self.softmax_scale = softmax_scale
 
@@ -118,12 +118,12 @@ class PackedCausalAttention(torch.nn.Module):
         return out.reshape(query.shape[0], 1, -1)
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with queries [l, N, D], the last tokens of keys and values [m, G, D]: [l, N, D]."""
+        """Return attention [l, N, D] of the last l tokens' queries to all m tokens' keys and values [m, G, D]."""
         return attention(query, key, value, self.softmax_scale)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Attend with queries [l, N, D] to keys and values [m, G, D], by the mask or else causally: [l, N, D]."""
+    """Return attention [l, N, D] of queries [l, N, D] to keys and values [m, G, D], causal if ``mask`` is None."""
     if mask is None and len(query) != len(key):
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 

@@ -1,9 +1,9 @@
-"""Compares each parallel layout's numbers with transformers': what one rank of `or1 check-parity` does.
+"""Compares each parallel layout's numbers with those of transformers, on one rank of `or1 check-parity`.
 
 Rank 0 computes the reference with transformers and torch's own AdamW. Each layout runs on as many ranks as it needs.
 The recorded batch is scored, differentiated once, and trained on for three steps. The gradient is read off the
-parameters: one step of a special optimizer subtracts a known multiple of the gradient from them. This works however
-parameters and gradients are cut, with the distributed optimizer too.
+parameters: one step of a special optimizer subtracts a known multiple of the gradient from them. This works for all
+cuts of parameters and gradients, with the distributed optimizer too.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def load_network(model: ModelConfig) -> Any:
 
 
 def cast(network: Any, dtype: torch.dtype) -> None:
-    """Give the parameters another dtype. Buffers keep theirs: rotary frequencies in bfloat16 would be other ones."""
+    """Give the parameters another dtype. Buffers keep theirs, because bfloat16 would change rotary frequencies."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def logits_of(network: Any, prompt: Int32Array, response: Int32Array) -> Tensor:
-    """Return transformers' logits [n, V], from which the n tokens of a response are drawn."""
+    """Return transformers' logits [n, V] for the n tokens of a response."""
     ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64))
     logits: Tensor = network(ids[None].to(network.device)).logits[0, len(prompt) - 1 : len(ids) - 1]
     return logits
@@ -90,7 +90,7 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 
     In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy, the
     engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding token is
-    never sampled: transformers gives it no gradient.
+    never sampled, because transformers gives its embedding no gradient.
     """
     rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     generator = torch.Generator().manual_seed(seed)
@@ -134,10 +134,10 @@ def trained_by(dtype: str) -> OptimizerConfig:
     """Return the optimizer settings for the three training steps on the recorded batch; ``dtype`` decides the rate.
 
     A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
-    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does: the
-    reference's fp32 weights follow each step, rounded weights do not, and after steps as large as in fp32 the losses
-    differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
-    weights; only in float32 are losses and weights compared.
+    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does, because the
+    reference's fp32 weights follow each step and rounded weights do not: after steps as large as in fp32 the losses
+    would differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
+    weights. Losses and weights are compared only in float32.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
@@ -201,7 +201,7 @@ def reference(
     Args:
         network: from transformers; its parameters are trained in place and restored.
         dtype: of the parallel layouts that are compared (``trained_by``).
-        by_response: average the loss over each response's tokens and then over responses, not over all tokens.
+        by_response: average the loss over each response's tokens and then over responses, else over all tokens.
     """
     trained = trained_by(dtype)
     parameters = dict(network.named_parameters())
@@ -241,7 +241,7 @@ def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Te
 def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
-    """Return the mean loss over tokens, or (``by_response``) over each response's tokens, then over responses."""
+    """Return the loss's mean over all tokens; ``by_response``: the mean over responses of each response's mean."""
     counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
     log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
     inputs = inputs_of(samples, log_probs)
@@ -256,9 +256,9 @@ def references(
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
     """Return for each aggregation (reference numbers, transformers' deviation from them by rounding alone).
 
-    If ``dtype`` is float32 and float64 fits in the CPU's memory, the reference is float64, the deviation is fp32's.
-    Otherwise the reference is fp32 and the deviation is bf16's; for float32 it is multiplied by 2^-16, the ratio of the
-    two types' rounding. The function changes the dtype of ``network``.
+    On a CPU with memory for float64, if ``dtype`` is float32, the reference is float64 and the deviation is fp32's.
+    Otherwise the reference is fp32 and the deviation is bf16's, multiplied for float32 by 2^-16, the ratio of the two
+    types' rounding. The function changes the dtype of ``network``.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
@@ -279,7 +279,7 @@ def _times(share: float, deviation: Deviation) -> Deviation:
 
 
 def by_file_name(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name and split tensors as the weight table does, experts separately; in memory transformers stacks them."""
+    """Name and split tensors as the weight table does: one tensor per expert, where transformers stacks experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return split(revert_weight_conversion(network, dict(tensors)))
@@ -289,10 +289,10 @@ Deviation = dict[str, Any]
 """The largest differences between one layout's numbers and the reference's.
 
 log_prob, entropy    absolute, over tokens
-loss                 absolute, over steps; of a loss beyond 1 relative to its size
+loss                 absolute, over steps; relative if the reference's loss exceeds 1 in size
 grad_norm            relative, over steps
 gradient             ||g - g_ref|| / ||g_ref|| over tensors, and ``gradient_at``: the tensor that has it
-parameters           the same of three steps' changes, with ``parameters_at``
+parameters           the same for the change over three steps, with ``parameters_at``
 """
 
 
@@ -316,14 +316,14 @@ def _largest(measured: Sequence[Float32Array], expected: Sequence[Float32Array])
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Return the maximum, or NaN if a value is NaN (max() may lose it): NaN then fails every bound."""
+    """Return the maximum, or NaN if a value is NaN, so that every bound fails. Python's max() may lose a NaN."""
     return float(np.max(list(values)))
 
 
 def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return (largest relative difference of a tensor, the tensor's name); NaN counts as infinite.
 
-    A tensor whose norm is below a thousandth of the largest norm is mostly rounding: the thousandth divides there.
+    Norms below a thousandth of the largest are mostly rounding; that thousandth then replaces them as divisor.
     """
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
     floor = 1e-3 * max(norms.values())

@@ -47,9 +47,9 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         self.parts = mesh.of_every_rank(self._part(parallel))
-        """Which part of routed experts each rank computes with; None for a dense model."""
+        """For each rank, the part of the batch's routed experts that the rank uses; None for a dense model."""
         self.whole_batch: Batch | None = None
-        """On rank 0, for the next verb: the batch whose routed experts are brought to all ranks."""
+        """On rank 0, the batch whose routed experts the next verb brings to all ranks."""
         self.adapters = network.adapters
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
@@ -60,7 +60,7 @@ class MegatronPolicy:
         self.parameter_count, self.trained_count = (
             sum(math.prod(shape) for _, _, shape in weights.metadata()) for weights in (self.weights, self.trained)
         )
-        """Parameters of the whole model, over all ranks, and those that are trained."""
+        """Number of parameters, and of trained parameters, of the whole model over all ranks."""
         self.chunks = [
             _data_parallel(network, parallel, mesh, first_chunk=index == 0)
             for index, network in enumerate(self.networks)
@@ -98,7 +98,7 @@ class MegatronPolicy:
     def update_and_score(
         self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
     ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
-        """Take an optimizer step; return (report, scores that its forward pass computed, in the form of ``score``)."""
+        """Take an optimizer step; return (report, the forward pass's scores, in the form that ``score`` returns)."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
         for network, chunk in zip(self.networks, self.chunks, strict=True):
@@ -201,7 +201,7 @@ def unpack_scores(
 
     Args:
         ranks: the micro-batches, [DP][micro-batches].
-        scored: for each micro-batch (log-probs [C], entropies [C]) of its counted tokens, in the order of its tokens.
+        scored: for each micro-batch, (log-probs [C], entropies [C]) of the counted tokens, in the micro-batch's order.
     """
     empty = np.empty(0, dtype=np.float32)
     log_probs, entropies = [empty] * sample_count, [empty] * sample_count

@@ -32,7 +32,7 @@ from or1_megatron.weights.table import Experts
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """Which part of a batch's routed experts one rank computes with."""
+    """The part of a batch's routed experts that one rank uses: for its tokens and its layers."""
 
     data_rank: int
     context: tuple[int, int]  # (rank, ranks), as of sequence parallelism
@@ -44,8 +44,8 @@ class ExpertsPart:
     def cut(self, row: MicroBatch) -> OwnExperts:
         """Return the experts for this rank's tokens and layers in a packed row of its data-parallel rank.
 
-        Tokens that no engine has computed (padding, and the last token of each sequence) get experts in turn. Nothing
-        that counts depends on them.
+        Tokens that no engine has computed (padding, and the last token of each sequence) get experts in turn. These
+        tokens affect no counted token.
         """
         assert row.routed_experts is not None
         positions = np.arange(row.token_ids.size)
@@ -104,7 +104,7 @@ class _Replay:
     def get_replay_topk(
         self, scores: Tensor, chosen: int, groups: Any, chosen_groups: Any, own_choice: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return ``scores`` [t, E] and numbers of the experts that compute the tokens, [t, k] each.
+        """Return the scores, from ``scores`` [t, E], and numbers of the experts that compute each token, [t, k] each.
 
         If only experts are recomputed, the backward pass calls this a second time for each packed row. The layer may
         have computed further rows by then; rows go backward in the order in which they went forward.
@@ -127,7 +127,10 @@ class _Replay:
 
 
 def rerouted(rows: Iterable[PackedRow], part: ExpertsPart | None) -> dict[str, float]:
-    """Return {"rerouted": sum over counted tokens and this rank's layers of 1 where the policy would have chosen other
-    experts, divided by the model's number of layers with experts}; {} if no experts were given."""
+    """Return {"rerouted": n / layers}; {} if no experts were given.
+
+    n counts, over this rank's layers, the counted tokens for which the policy would have chosen other experts. layers
+    is the model's number of layers with experts.
+    """
     counts = [count for row in rows for count in row.rerouted.values()]
     return {"rerouted": float(torch.stack(counts).sum()) / len(part.mixture.layers)} if counts and part else {}

@@ -51,8 +51,8 @@ class DeviceRow:
 
 
 def _add_context_ranks(values: Tensor) -> Tensor:
-    """Sum over the context-parallel ranks, which hold parts of the same sequences. Backward sums the gradients too,
-    because each rank's loss depends on the total."""
+    """Sum over the context-parallel ranks, which hold parts of the same sequences. The backward pass sums the gradients
+    over these ranks, because each rank's loss depends on the total."""
     total: Tensor = all_reduce(values, "sum", parallel_state.get_context_parallel_group())
     return total
 
@@ -103,8 +103,9 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Tensor, Tensor, VocabularyShard]:
-    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into (hidden [c, H] of the counted tokens, output
-    weight, the rank's vocabulary shard). Last stage only.
+    """Return (hidden [c, H] of the counted tokens, output weight, the rank's vocabulary shard). Last stage only.
+
+    ``hidden``: [t, 1, H]; under sequence parallelism, t / TP.
     """
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -125,8 +126,10 @@ def _objective_loss(
 ) -> tuple[Tensor, Tensor, tuple[Mapping[str, Tensor], Tensor]]:
     """Compute (loss, token count, (named sums, log-probs and entropies [2, c])) of one micro-batch.
 
-    Megatron's schedules expect this form from the last stage. An objective that needs scores first must be evaluated
-    earlier (``rl.objectives.whole_batch``); here it raises ValueError.
+    Megatron's schedules expect this form from the last stage.
+
+    Raises:
+        ValueError: the objective needs scores first; ``rl.objectives.whole_batch`` must evaluate it before the update.
     """
     if needs_scores(objective, one_pass):
         raise ValueError(
@@ -193,10 +196,10 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
-    """Add the gradient of the objective's mean over all ranks' counted tokens, by which Megatron divides it
-    (``calculate_per_token_loss``), to the gradient buffers.
+    """Add the gradient of the objective's mean over all ranks' counted tokens to the gradient buffers.
 
-    On the last stage return, per micro-batch, (the objective's sums, log-probs and entropies [2, C]); else [].
+    Megatron divides by the number of these tokens (``calculate_per_token_loss``). On the last stage return, per
+    micro-batch, (the objective's sums, log-probs and entropies [2, C]); elsewhere return [].
     """
     outputs = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
     return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, outputs, strict=bool(outputs))]
@@ -209,7 +212,7 @@ def forward(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temper
 
 
 def time_schedules(stage: int, stages: int) -> None:
-    """Let schedules record spans from now on: micro-batches, and exchanges of pipeline stages without interleaving."""
+    """Let schedules record spans of micro-batches and, without interleaving, of exchanges between pipeline stages."""
     for name in ("forward_step", "backward_step"):
         setattr(schedules, name, _timed(getattr(schedules, name), stage=stage))
     to_before = dict.fromkeys(("recv_forward", "send_backward", "send_backward_recv_forward"), stage - 1)

@@ -1,9 +1,9 @@
-"""Attention with sinks, in gpt-oss: each head's softmax has one more logit, a trained number without a value.
+"""Attention with sinks (gpt-oss): each head's softmax has one more, trained logit, with no value vector.
 
-In every other layer a token sees only the last tokens, a sliding window. Transformer Engine has no attention with sinks
-for packed rows (``get_attention_backend``: none for ``thd``), so its layers have this one too.
+In alternate layers a token sees a sliding window of the last tokens. Transformer Engine has no attention with sinks for
+packed rows (``get_attention_backend`` finds none for ``thd``), so Transformer Engine's layers use this module too.
 
-Shapes as in ``packed``; l queries, which are the last of m tokens of a sequence.
+Shapes as in ``packed``, and l queries, of the last l of a sequence's m tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SinkAttention(PackedCausalAttention):
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute sinks as the logits of one more key, first of all, whose value is zero: [l, N, D]."""
+        """Return attention [l, N, D]; a first, additional key with value zero gives the sinks as its logits."""
         before, window = len(key) - len(query), self._window or len(key)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
         sinks = self.softmax_offset[None, :, None].expand(len(query), -1, 1)

@@ -1,8 +1,8 @@
-"""Megatron's gradient accumulation fusion without APEX: the GEMM of a weight's gradient adds directly to ``main_grad``.
+"""Gradient accumulation fusion in Megatron without APEX: a weight gradient's GEMM adds directly to ``main_grad``.
 
 Unfused, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in fp32.
-Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces it by
-torch's addmm, which computes the same, on the CPU too. Transformer Engine's linears have a fused product of their own.
+Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces the
+extension by torch's addmm, which computes the same, on the CPU too. Transformer Engine's linears have their own.
 """
 
 from __future__ import annotations

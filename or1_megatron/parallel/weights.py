@@ -83,7 +83,7 @@ class ShardedWeights:
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
         self.adapters: dict[str, Adapter] = {}
-        """The adapters of each weight, by its Megatron name; reading a weight merges them in."""
+        """The adapters by the Megatron name of their weight; reading a weight merges its adapters in."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -101,7 +101,7 @@ class ShardedWeights:
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def _source(self, row: Row) -> int:
-        """Return the first rank that holds a weight's first TP part; the ranks with the other parts follow it."""
+        """Return the first rank that holds a weight's first TP part; the next ranks hold the other parts."""
         return self._grid.ranks(self._stage(row), 0, self._expert_rank(row))[0]
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
@@ -120,7 +120,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load_hf(self, tensor: Callable[[str], Tensor]) -> None:
-        """Fill the shards from HF tensors, which ``tensor`` gives by name."""
+        """Fill the shards from HF tensors; ``tensor`` returns an HF tensor by name."""
         for row, parameter in self.local_rows():
             whole = row.layout.fuse([tensor(name) for name in row.hf], self._hf)
             shard = cut(whole, row.cut, self._mesh.tensor_rank, self._mesh.tensor)
@@ -161,7 +161,7 @@ class ShardedWeights:
         return torch.float32 if row.float32 else self._dtype
 
     def holdings(self) -> list[Holding]:
-        """Return which rank of the whole trainer holds which part of which HF tensor."""
+        """Return every part of every HF tensor with the trainer ranks that hold it."""
         return holdings(self._rows, self._hf, self._shapes, self._stage, self._grid, expert_rank=self._expert_rank)
 
     def _expert_rank(self, row: Row) -> int | None:
@@ -170,7 +170,8 @@ class ShardedWeights:
     def read(self, name: str, box: Box) -> Tensor:
         """Return a rectangle of an HF tensor: a view of this rank's parameter, or a copy if adapters are merged in.
 
-        Raises KeyError if this rank does not hold the whole rectangle.
+        Raises:
+            KeyError: this rank does not hold the whole rectangle.
         """
         if (name, box) not in self._found:  # a handoff reads the same boxes again and again
             self._found[name, box] = self._find(name, box)
@@ -230,8 +231,8 @@ class ShardedWeights:
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
     """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
 
-    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of separate experts, and norms that a
-    linear layer holds (``linear_qkv.layer_norm_weight``) the names of separate norms.
+    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of separate experts. Norms that a
+    linear layer holds (``linear_qkv.layer_norm_weight``) get the names of separate norms.
     """
     name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", unfused_name(name))
     parts = name.split(".")

@@ -6,8 +6,8 @@ An engine decodes one token of each of its n running responses per iteration. An
 
 seconds, where C is the number of tokens in the KV cache. Until the next response ends, n is constant and C grows by n
 per iteration, so the time of m iterations is a closed form. Requests go in order to the engine with the fewest
-responses that has a free slot, and KV cache for the prompt and half of the response: vLLM admits what fits at the
-moment, and preempts. Responses continue over a handoff; the prefill that repeats them with new weights is left out.
+responses among the engines with a free slot and with KV cache for the prompt and half of the response. (vLLM admits
+what fits at the moment, and preempts.) Responses continue over a handoff; the plan leaves out their new prefill.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class EngineClock:
     prompt_token_s: float = 0.0
     """Prefill time per token of a prompt."""
     prompt_pair_s: float = 0.0
-    """Prefill time of attention: a prompt of p tokens takes p * p times this."""
+    """Prefill time of attention per pair of tokens; a prompt of p tokens has p * p pairs."""
     kv_tokens: int = 1 << 60
     """Tokens that the KV cache holds."""
 
     def parts_s(self, running: int, tokens: float, count: float) -> NDArray[np.float64]:
-        """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses, which hold ``tokens`` tokens
-        in all before the first iteration."""
+        """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses. Together the responses hold
+        ``tokens`` tokens before the first iteration."""
         products = running * self.product_s
         read = (count * tokens + running * count * (count - 1) / 2) * self.token_s
         by_weights = self.weights_s >= products
@@ -85,7 +85,7 @@ class _PlannedResponse(NamedTuple):
 
 
 class _Engine:
-    """One simulated engine; its own clock ``now_s`` runs ahead of the other engines' when it has read prompts."""
+    """One simulated engine. Its clock ``now_s`` runs ahead of the other engines' clocks after it has read prompts."""
 
     def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
@@ -116,7 +116,7 @@ class _Engine:
         return ended
 
     def admits(self, asked: _PlannedResponse) -> bool:
-        """Whether a slot and KV cache are free for a request; an idle engine admits any request."""
+        """Return whether a slot and KV cache are free for a request; an idle engine admits any request."""
         room = self._reserved + asked.reserved <= self._clock.kv_tokens
         return self.running < self._clock.max_running and (room or not self.running)
 
@@ -161,7 +161,8 @@ class PlannedEngines:
     def ask(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
         """Queue the requests of a rollout whose responses have these lengths; return the rollout's ticket.
 
-        Shapes: [prompts] and [prompts * group_size]. Each engine reads a prompt once for all its responses to it.
+        Shapes: [prompts] and [prompts * group_size]. An engine reads a prompt once, for all the responses that it makes
+        to this prompt.
         """
         ticket, share = len(self._left), min(len(self._engines), group_size) / group_size
         self._left.append(response_tokens.size)
@@ -175,7 +176,7 @@ class PlannedEngines:
         return ticket
 
     def wait(self, ticket: int) -> float:
-        """Advance to the end of a rollout's last response; return the seconds from there to its last verdict."""
+        """Advance to the end of a rollout's last response; return the seconds from that end to the last verdict."""
         self._run(ticket, math.inf)
         return max(0.0, self._judged_s[ticket] - self.now_s)
 

@@ -1,9 +1,9 @@
-"""Lengths of prompts and responses that ``or1 plan`` assumes: those of a past run, or the recipe's distribution.
+"""Lengths of prompts and responses that ``or1 plan`` assumes, from a past run or by the recipe's distribution.
 
 The recipe's distribution is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. A run begins
 with 40% of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if T is less. While more
-than a tenth are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2 (12.5K to
-5.4K tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
+than a tenth of responses are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2
+(12.5K to 5.4K tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ Lengths = RecipeLengths | MeasuredLengths
 
 
 def read_lengths(run: Path | None, longest_prompt: int) -> Lengths:
-    """Return the lengths in a past run's rollout files; without a run, the recipe's distribution. Prompts have at most
-    ``longest_prompt`` tokens.
+    """Return the lengths in a past run's rollout files, or without a run the recipe's distribution.
+
+    Longer prompts count as ``longest_prompt`` tokens.
 
     Raises:
         LengthsError: the folder is missing or has no rollouts.

@@ -37,8 +37,8 @@ def link_bytes_per_s(ranks: int, rates: Rates) -> float:
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     """Return the predicted times and limits of one engine of ``config``.
 
-    Each iteration reads all weights, those of all experts too, except the input embedding. Tensor parallelism adds two
-    all-reduces of [n, H] per layer.
+    Each iteration reads all weights, including all experts, except an input embedding that is not the output layer too.
+    Tensor parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
     rates = rates.with_busy(rollout.engines * k)
@@ -64,7 +64,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
 
 
 def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
-    """Return how many tokens an engine's KV cache holds (from ``gpu_memory_fraction`` if vLLM chooses its size)."""
+    """Return how many tokens an engine's KV cache holds; a size that vLLM chooses follows ``gpu_memory_fraction``."""
     held = kv_tokens(config, shape)
     if held is not None:
         return held
@@ -77,10 +77,10 @@ def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
 
 
 def hand_off_s(config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a handoff: the busiest rank's bytes through its link, then packing and loading.
+    """Return the seconds of a handoff: the busiest rank's time on its link plus the time of packing and loading.
 
-    Each engine rank receives its shard. Trainer ranks send equal parts of what all engine ranks receive. Bytes stay in
-    a node if engines are colocated and a node holds the whole model. Packing and loading each read and write a shard.
+    Each engine rank receives its shard. Trainer ranks send equal parts of all these shards. Bytes stay in a node if
+    engines are colocated and a node holds the whole model. Packing and loading each read and write a shard.
     """
     parallel, rollout = config.parallel, config.rollout
     shard = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel

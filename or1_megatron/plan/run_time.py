@@ -12,12 +12,12 @@ from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.step_time import Machine, Steps, StepTime, Workload, sample
 
 _PROBLEMS = 30
-"""Number of problems assumed for an evaluation set of unknown size: that of AIME."""
+"""Number of problems assumed for an evaluation set of unknown size; AIME has 30."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Predicted time of one stage, each of whose steps is taken to last as long as the middle step."""
+    """Predicted time of one stage. Each step is assumed to last as long as the stage's middle step."""
 
     name: str
     count: int
@@ -40,7 +40,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """Predicted time of a run. ``interval`` is the hours times 1 -+ ``error`` of the hardware file."""
+    """Predicted time of a run. ``interval`` is ``hours`` * (1 -+ ``error``), with the hardware file's ``error``."""
 
     stages: tuple[StageTime, ...]
     evaluations_s: float
@@ -69,19 +69,19 @@ class RunTime:
 
     @property
     def binds(self) -> str:
-        """What takes the most time in the stage that lasts longest, in words."""
+        """The part that takes the most time in the longest stage, in words."""
         return max(self.stages, key=lambda stage: stage.hours).step.binds
 
 
 def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
-    """Predict the time of a run of ``config``: of all stages, or of ``run.stage`` alone if set.
+    """Predict the time of a run of ``config``, with all stages or, if set, only ``run.stage``.
 
     Args:
         problems: number of problems of each evaluation set; None: 30 each.
     """
 
     def evaluation_s(when: Moment, random: np.random.Generator, whole: bool) -> float:
-        """Return the seconds of one evaluation on all sets; ``whole``: it is made before or after training."""
+        """Return the seconds of one evaluation on all sets; ``whole``: the evaluation is before or after training."""
         settings = config.evaluate.in_stage(config.stages[when.index])
         asked, answers = [], []
         for number, held_out in enumerate(settings.data):

@@ -1,4 +1,4 @@
-"""Predicts the time of one rollout step by verb of the loop (rollout, update, handoff, ...), overlap included."""
+"""Predicts the time of one rollout step by the loop's verbs (rollout, update, handoff, ...), with their overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
-"""Name of the time beside the verbs, which the hardware file's fit gives per response."""
+"""Name of the time outside of all verbs, which the hardware file's fit gives per response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The model shape and the device's rates that times are predicted from."""
+    """The model shape and the device's rates, from which times are predicted."""
 
     shape: Shape
     rates: Rates
@@ -71,7 +71,7 @@ class StepTime:
     engine_s: float
     """Seconds in which an engine works (mean over engines)."""
     idle_share: float
-    """Share of the rollout (with ``max_staleness``: of the step) in which an engine is idle (mean over engines)."""
+    """Idle share of an engine (mean over engines) in the rollout, or with ``max_staleness`` in the step."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by PARTS."""
     update: UpdateTime
@@ -83,7 +83,7 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """What takes the most time in the step, in words."""
+        """The part that takes the most time in the step, in words."""
         verb = max(self.verbs, key=lambda name: self.verbs[name])
         share = f"{verb}, {self.verbs[verb] / self.seconds:.0%} of the step"
         if verb == "roll_out":
@@ -100,8 +100,8 @@ class StepTime:
 class Steps:
     """Simulates steps of one stage from ``when`` on, to predict the time of a step.
 
-    One step is counted; with ``max_staleness`` four, after uncounted steps in which the engines' queues fill.
-    ``evaluations_s``: seconds of one evaluation within the stage, in which engines sample nothing else.
+    One step is counted. With ``max_staleness`` four steps are counted, after uncounted steps in which the engines'
+    queues fill. ``evaluations_s``: seconds of one evaluation within the stage, in which engines sample nothing else.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Start rollouts until ``count`` are under way; with refill, each with as many prompts as needed on average."""
+        """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed on average."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
@@ -171,7 +171,7 @@ class Steps:
         return waits | verbs, update, int(made.response_tokens.sum())
 
     def _trainer(self, made: Workload) -> tuple[dict[str, float], UpdateTime]:
-        """Return the seconds of the verbs after ``verify``, and the update's time. A save is only the copy to host."""
+        """Return (seconds of the verbs after ``verify``, the update's time). A save counts only the copy to host."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         sequences = self._kept(made.sequences)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)
@@ -189,7 +189,7 @@ class Steps:
         }, update
 
     def _kept(self, sequences: Int64Array) -> list[Int64Array]:
-        """Return the sequence lengths [n] of each mini-batch, made of the groups that are kept: a random choice.
+        """Return the sequence lengths [n] of each mini-batch, after choosing at random the groups that are kept.
 
         ``sequences``: tokens of prompt plus response, [groups, group_size].
         """
@@ -199,8 +199,8 @@ class Steps:
         return [sequences[part].ravel() for part in parts]
 
     def _score_s(self, mini_batches: list[Int64Array]) -> float:
-        """Return the seconds of the forward passes before the update, for pi_k's log-probs (with several SGD steps) and
-        the KL reference's (if any). They run at the update's speed; communication is left out."""
+        """Return the seconds of the forward passes before the update: for pi_k's log-probs if there are several SGD
+        steps, and for a KL reference's log-probs. They run at the update's speed, without communication."""
         config, rates = self.config, self.machine.rates
         forwards = (len(mini_batches) * self.stage.reuse > 1) + (config.algorithm.kl.reference is not None)
         if not forwards:
@@ -216,7 +216,7 @@ class Steps:
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
-    """Return the seconds that a rollout of ``workload`` takes until its last response, and until its last verdict."""
+    """Return (seconds until the last response of a rollout of ``workload``, seconds until the last verdict)."""
     engines = machine.engines(config)
     tail_s = engines.wait(engines.ask(workload.prompt_tokens, workload.response_tokens, workload.group_size))
     return engines.now_s, engines.now_s + tail_s

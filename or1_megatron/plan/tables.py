@@ -99,7 +99,7 @@ def _data_rows(planned: Plan) -> Iterator[Row]:
 
 
 def stage_rows(planned: Plan) -> dict[str, list[str]]:
-    """Return the table of stages: a value for each stage by the row's name, without rows that no stage uses.
+    """Return, by row name, a value for each stage. Rows that no stage uses are left out.
 
     Rows named "at most" are upper bounds: every response has T tokens, and no group is rejected.
     """
@@ -141,7 +141,7 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
 
 
 def evaluations_within(config: Config, index: int) -> int:
-    """Count the steps of a stage after which an evaluation is due, without the run's last step."""
+    """Return the number of a stage's steps, except the run's last step, after which an evaluation is due."""
     stage = config.stages[index]
     every, before = config.evaluate.in_stage(stage).every_steps, sum(s.steps for s in config.stages[:index])
     last = before + stage.steps - (index == len(config.stages) - 1)
@@ -158,7 +158,7 @@ def _memory_rows(planned: Plan) -> Iterator[Row]:
 def time_tables(plan: Plan, time: RunTime, hardware: Hardware, lengths: Lengths, here: bool) -> RenderableType:
     """Return tables of predicted time (seconds per verb and stage, hours), disk space, and the estimates' sources.
 
-    ``here``: the run would be on this machine, so that the room on its disk is shown.
+    ``here``: the run would be on this machine, so the room on this machine's disk is shown.
     """
     config = plan.config
     fit = hardware.fit_for(plan.shape.parameters, plan.shape.experts is not None)

@@ -1,4 +1,4 @@
-"""Predicts the time of an update: its packed rows, their arithmetic by pipeline stage, and communication.
+"""Predicts the time of an update, from packed rows, arithmetic by pipeline stage, and communication.
 
 ``rl.packing`` packs the rows, as in a run. Sizes: T tokens of a packed row, L tokens of a sequence, H hidden size, CP
 context-parallel ranks.
@@ -33,7 +33,7 @@ class StageWork:
     mlp_token: float
     """The part of ``layer_token`` that the MLPs take."""
     pair: float
-    """Attention's operations: a sequence of L tokens takes L * L times this."""
+    """Attention's operations per pair of tokens; a sequence of L tokens has L * L pairs."""
     head_token: float
     """Operations per token of the output layer; 0 except on the last stage."""
     layers: int
@@ -50,7 +50,7 @@ class UpdateTime:
     tensor_s: float
     """Communication within tensor- and context-parallel groups."""
     gradients_s: float
-    """Reduction of gradients and gathering of weights, as far as no backward pass hides them."""
+    """Reduction of gradients and gathering of weights, except the time that a backward pass hides."""
     optimizer_s: float
     rows: int
     """Number of micro-batches (packed rows) per rank, over all SGD steps."""
@@ -61,7 +61,7 @@ class UpdateTime:
 
 
 def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
-    """Return each pipeline stage's operations: 2 per weight and token, and 2 * query channels per layer and L * L."""
+    """Return each pipeline stage's operations: 2 per weight and token, 2 * query channels per layer and token pair."""
     works = []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
@@ -129,8 +129,8 @@ def _stage_seconds(
 def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> tuple[float, float]:
     """Return the operations of a forward and backward pass, per token and per L * L, recomputation included.
 
-    Layers take as much as 3 forward passes (4 with full recompute; with selective, the MLPs 4); the head 4, one-pass 3.
-    ``frozen``: one less for weights without a gradient, under LoRA; the adapters' own operations are left out (1%).
+    Layers take as much as 3 forward passes, or 4 with full recompute; with selective recompute only MLPs take 4. The
+    head takes 4, or 3 in one_pass. ``frozen`` (LoRA) takes one less for the frozen weights; adapters (1%) are left out.
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
     head = 4 if parallel.head == "recompute" else 3
@@ -139,9 +139,9 @@ def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> t
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a packed row's collectives: with TP, two all-reduces of [T / CP, H] per layer and pass
-    (with sequence parallelism, four collectives); with CP, the gathering of keys and values in each forward pass and
-    the reduction of their gradients."""
+    """Return the seconds of a packed row's collectives. TP has two all-reduces of [T / CP, H] per layer and pass, or
+    with sequence parallelism four collectives. CP gathers keys and values in each forward pass and reduces their
+    gradients in the backward pass."""
     parallel = config.parallel
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
     forward = 2 if parallel.recompute == "full" else 1

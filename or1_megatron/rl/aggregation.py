@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from or1_megatron.types import Aggregation, Sample
 
 GPUS: Final = 32
-"""GPUs over which ``released-code`` spreads a mini-batch, whatever GPUs the run has: as many as the paper's 7B runs."""
+"""GPUs over which ``released-code`` spreads a mini-batch: as many as the paper's 7B runs had, not as this run has."""
 _BESIDE_RESPONSE: Final = 2048 + 1000
 """The released scripts' tokens per micro-batch besides T: the longest prompt and a margin."""
 
@@ -22,14 +22,14 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
     """Return a mini-batch's samples with token weights whose mean over its T_k counted tokens is 1.
 
     ``response_mean`` averages each response's tokens, then the responses (GRPO, arXiv 2402.03300, eq. 3). Sample i
-    has n_i counted tokens and R samples have any, so the weight is T_k / (R n_i). ``released-code`` averages each
-    micro-batch's tokens, then the micro-batches, weighted by their samples. With R_m samples and T_m counted tokens in
-    a micro-batch the weight is R_m T_k / (R T_m). These micro-batches are the released code's (``released_cut``), not
-    the packed rows that a rank computes at once, so no weight depends on the parallel layout.
+    has n_i counted tokens, and R samples have at least one, so the weight is T_k / (R n_i). ``released-code`` averages
+    each micro-batch's tokens, then the micro-batches, weighted by their samples. With R_m samples and T_m counted
+    tokens in a micro-batch the weight is R_m T_k / (R T_m). These micro-batches are the released code's
+    (``released_cut``), not the packed rows that a rank computes at once, so no weight depends on the parallel layout.
 
     Worked example: responses of 1 and 3 tokens have T_k = 4. ``response_mean`` gives the weights 4 / (2 * 1) = 2 and
-    4 / (2 * 3) = 2/3, with the mean (2 + 3 * 2/3) / 4 = 1. ``released-code`` gives both 2 * 4 / (2 * 4) = 1 if they
-    share a micro-batch, else 2 and 2/3.
+    4 / (2 * 3) = 2/3, with the mean (2 + 3 * 2/3) / 4 = 1. With ``released-code`` both responses have the
+    weight 2 * 4 / (2 * 4) = 1 if they share a micro-batch, else 2 and 2/3.
     """
     if aggregation == "token_mean":
         return list(samples)
@@ -47,9 +47,9 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
 def released_cut(lengths: NDArray[np.int64], budget_tokens: int, gpus: int = GPUS) -> list[list[int]]:
     """Cut a mini-batch of n samples, ``lengths`` [n] tokens each, into micro-batches as the released code does.
 
-    Each GPU gets the same number of samples (some GPUs one less) and nearly the same number of tokens, and cuts them
-    into as many micro-batches as the GPU with most tokens needs under the budget, balanced by tokens only. (The
-    released code drops up to ``gpus`` - 1 samples to make their number divisible.)
+    Each GPU gets the same number of samples (some GPUs get one less) and nearly the same number of tokens. All GPUs cut
+    their samples into the number of micro-batches that the GPU with most tokens needs under the budget, balanced by
+    tokens only. (The released code drops up to ``gpus`` - 1 samples to make their number divisible.)
     """
     shares = [sorted(share) for share in balanced(lengths, min(gpus, len(lengths)), same_count=True)]
     count = max(-(-int(lengths[share].sum()) // budget_tokens) for share in shares)
@@ -65,8 +65,9 @@ def balanced(sizes: NDArray[np.int64], parts: int, same_count: bool = False) -> 
     """Split the indices of ``sizes`` into ``parts`` of nearly equal sums, by the largest differencing method.
 
     Karmarkar and Karp 1982: each index begins as a partition in which one part holds the index and the others are
-    empty. The two partitions with the widest spread of sums are merged, the largest part of one with the smallest of
-    the other, until one is left. ``same_count``: a first partition holds ``parts`` indices of similar size, one a part.
+    empty. The two partitions with the widest spread of sums are merged, the largest part of one with the smallest part
+    of the other, until one partition is left. With ``same_count`` a partition begins with ``parts`` indices of similar
+    size, one in each part.
 
     Worked example: 8, 7, 6, 5, 4 give two parts with sums 14 and 16.
     """

@@ -53,7 +53,7 @@ class StepSeen:
 
 
 class Alarms:
-    """The alarm rules, the metrics of the last steps, and which alarms last."""
+    """Applies the alarm rules to each step, and remembers the metrics of the last steps and the alarms that last."""
 
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
         """``dtype``: the policy's parameter dtype, which sets the default limits of the alarm ``mismatch``."""
@@ -70,7 +70,7 @@ class Alarms:
         }
         assert self._rules.keys() == ALARMS.keys()
         self._rows: list[dict[str, float]] = []
-        """The metrics ``_REMEMBERED`` of the last steps; a step lacks those that it did not measure."""
+        """The metrics ``_REMEMBERED`` of the last steps; a metric that a step did not measure is absent."""
         self._remaining = dict.fromkeys(ALARMS, 0)
         """Calm steps left until the rule's alarm ends; 0: no alarm."""
 
@@ -97,12 +97,15 @@ class Alarms:
         self._rows = [dict(row) for row in state.get("rows", [])]
 
     def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:
-        """Return the metrics ``names`` of each remembered step that has them all, oldest first. None: of any stage."""
+        """Return the metrics ``names`` of each remembered step that has them all, oldest first.
+
+        ``stage``: only steps of this stage; None: of all stages.
+        """
         rows = [row for row in self._rows if stage is None or row["stage"] == stage]
         return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
-        """Return each metric's means over (the ``half`` steps before the last ``half``, the last ``half``) of a stage.
+        """Return for each metric (mean of the previous ``half`` steps, mean of the last ``half`` steps) of a stage.
 
         Returns None until 2 * ``half`` steps of the stage have all metrics.
         """
@@ -112,7 +115,7 @@ class Alarms:
         return [(fmean(values[:half]), fmean(values[half:])) for values in zip(*rows, strict=True)]
 
     def _grad_norm(self, seen: StepSeen) -> str | None:
-        """Return a text if the gradient norm exceeds a factor times the median of the MEDIAN_STEPS norms before."""
+        """Return a text if the gradient norm exceeds a factor times the median of the previous MEDIAN_STEPS norms."""
         norm = seen.metrics.get("policy/grad_norm")
         norms = [value for (value,) in self._past("policy/grad_norm")[:-1]][-MEDIAN_STEPS:]
         if norm is None or len(norms) < FIRST_NORMS:  # None: no SGD step, or all of them skipped

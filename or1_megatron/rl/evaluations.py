@@ -11,7 +11,8 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.types import EvaluationResult
 
 Due = Literal["no", "during", "whole"]
-"""``whole``: before and after training, ``samples`` responses per problem; ``during``: between, ``samples_during``."""
+"""``whole``: before or after training, with ``samples`` responses per problem; ``during``: in between, with
+``samples_during``."""
 
 
 class Evaluations:
@@ -39,7 +40,10 @@ class Evaluations:
         return "during" if every and steps_done % every == 0 else "no"
 
     def settings(self, steps_done: int) -> EvaluationConfig:
-        """Return the settings of the stage that trained the weights of ``steps_done``; before training, the next's."""
+        """Return the settings of the stage that trained the weights of ``steps_done``.
+
+        Before training, return the settings of the stage that comes next.
+        """
         return self._config.in_stage(self._stage(steps_done))
 
     def record(self, steps_done: int, result: EvaluationResult) -> None:

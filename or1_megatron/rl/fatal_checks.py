@@ -77,7 +77,10 @@ def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
 
 
 def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
-    """Raise AllRejected when ``in_a_row`` steps without a kept group reach ``limit``; ``rejected``: the last step's."""
+    """Raise AllRejected when ``in_a_row`` steps without a kept group reach ``limit``.
+
+    ``rejected``: the rejected groups of the last step, for the message.
+    """
     if in_a_row >= limit:
         right, wrong, other = count_rejected(rejected)
         reasons = frequent_reasons(verdict for group in rejected for verdict in group.group.verdicts) or "none"
@@ -91,7 +94,7 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
 
 
 def frequent_reasons(verdicts: Iterable[Any]) -> str:
-    """Return the three most frequent reasons for rewards of 0, with their counts, from verdicts or rows like them."""
+    """Return the three most frequent reasons for rewards of 0, with their counts, from verdicts or similar rows."""
     lost = Counter((it.status, re.sub(r"\d+", "#", it.detail)[:100]) for it in verdicts if it.reward <= 0)
     return "; ".join(
         f"{count} {status}" + f" ({detail})" * bool(detail) for (status, detail), count in lost.most_common(3)
@@ -106,7 +109,7 @@ def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing when a share above ``max_error_fraction`` of verdicts is ``error``, or most time out.
+    """Raise VerificationFailing if over ``max_error_fraction`` of the verdicts are ``error``, or over half ``timeout``.
 
     Time-outs of fewer than half of the responses may be the responses' own fault.
     """

@@ -168,9 +168,10 @@ class Loop:
 
     @stopping_verb
     def begin_stage(self) -> Filtered | None:
-        """At a stage's start, apply its data mixture, its restarts and, from stage 2 on, its filters (RECIPE 3).
+        """Apply the data mixture, restarts and (from stage 2 on) filters of a stage that begins (RECIPE 3).
 
-        Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
+        Returns None if no stage begins or no filter applies. Raises NoPromptsLeft when the filters leave fewer prompts
+        than a step takes.
         """
         if not self.schedule.begins(self.steps_done):
             return None
@@ -214,7 +215,7 @@ class Loop:
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps, from ``first`` steps ahead, that staleness allows and that surely are in this stage."""
+        """Return the steps, ``first`` or more ahead, that staleness allows and that are surely in this stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 

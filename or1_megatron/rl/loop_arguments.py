@@ -31,7 +31,7 @@ class Begin:
     """Whether the user named this checkpoint (run.previous), so that it ends the previous stage."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with its next step.
+        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with the next step.
 
         A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
         """

@@ -25,7 +25,7 @@ class Saving:
         self._write_s: float | None = None  # writing time of the last checkpoint, until it is reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, which was taken after ``step``, unless ``step`` has been saved already."""
+        """Save the snapshot, taken after ``step``. If ``step`` is saved already, tell the keeper if it is the best."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())

@@ -182,7 +182,8 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Return means over all counted tokens of the SGD steps that were not skipped. (Skipped ones are not finite.)"""
+    """Return the metrics of the SGD steps. Means are over all counted tokens of the steps that were not skipped,
+    because a skipped step's loss or gradient is not finite."""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),
@@ -225,7 +226,7 @@ _MEANS: Mapping[str, str] = {
     "correction/cut_fraction": "weight_cut",
     "routing/rerouted": "rerouted",
 }
-"""For each metric, the name of the objective's sum whose mean over tokens it is. No objective has all of these sums."""
+"""For each metric that is a mean over tokens, the name of the objective's sum. No objective has all of these sums."""
 
 
 def throughput_metrics(

@@ -26,8 +26,9 @@ def mismatch_metrics(
 
     k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: e^(mean of -d) of a response, which
     is the policy's perplexity over the engine's; mean over responses. chi_square: mean of w^2, minus 1.
-    sequence_chi_square: mean of W^2, minus 1. Left out for ``stale`` responses, which older weights sampled: mean_abs
-    and max_abs of |d|, and kl, the mean of w - 1 - d (the k3 estimate of KL(engine || policy)).
+    sequence_chi_square: mean of W^2, minus 1. mean_abs, max_abs: mean and maximum of |d|. kl: mean of w - 1 - d, the
+    k3 estimate of KL(engine || policy). The last three are left out for ``stale`` responses, which older weights
+    sampled.
 
     Worked example: d is ln 2 and -ln 2 in one response, ln 2 in another. k1 = -ln 2 / 3. Perplexity ratios e^0 = 1 and
     1 / 2: mean 3 / 4. w is 2, 1/2, 2: chi_square = 8.25 / 3 - 1 = 1.75. s is 0 and ln 2, W is 1 and 2:

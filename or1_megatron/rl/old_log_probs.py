@@ -20,7 +20,7 @@ from or1_megatron.types import AdvantagedGroup, Sample, TokenScores, UpdateRepor
 from or1_verify.errors import UserError
 
 JUDGED: Final = 16
-"""Most responses that ``check_mismatch`` scores."""
+"""Largest number of responses that ``check_mismatch`` scores."""
 
 
 class MismatchTooLarge(UserError, RuntimeError):
@@ -67,10 +67,10 @@ def score(
 def check_mismatch(
     policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Score up to JUDGED responses that the engines sampled with the policy's weights, ``version``; others are stale.
+    """Score up to JUDGED responses whose tokens were all sampled by the policy's weights, ``version``.
 
     Raises:
-        MismatchTooLarge: |engine - policy| log-prob is above ``limit`` on average, in nats, or not finite.
+        MismatchTooLarge: the mean |engine - policy| log-prob, in nats, is above ``limit`` or not finite.
     """
     pairs = [(s, c) for group in kept for s, c in zip(to_samples(group), group.group.completions, strict=True)]
     fresh = [(s, c) for s, c in pairs if all(span.version == version for span in c.versions)][:JUDGED]

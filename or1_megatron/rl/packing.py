@@ -7,12 +7,12 @@ computes R rows. The extent L of a sequence is its length rounded up for context
 
 and a step takes as long as its costliest rank. R is the smallest number of rows that hold all sequences under the
 budget, and T is the smallest length for that R (best fit, longest first, bisected over T). The rows are sorted by cost
-and cut into layers of one row per rank. The layer with the widest spread of costs is dealt first, its costliest row to
-the rank with the least work so far. The result is deterministic: ties go to the earlier sample, row and rank.
+and cut into layers of one row per rank. The layer with the widest spread of costs is dealt first, and its costliest row
+goes to the rank with the least work so far. The result is deterministic: ties go to the earlier sample, row and rank.
 
 Limits: R is an integer, so up to 1 / R of the tokens is padding where the budget is near the longest sequence; rows of
-the same lengths could then be balanced better, too, by 1% (33 rows) to 7% (3 rows). At 1.5 times the longest sequence
-neither shows. No rank is faster than the longest sequence alone.
+the same lengths could then be balanced better, too, by 1% (33 rows) to 7% (3 rows). With a budget of 1.5 times the
+longest sequence neither effect shows. No step is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SequenceCost:
         and 2 * width for its value.
 
         Args:
-            weights: number of weights that multiply every token: with the output layer, without the input embedding.
+            weights: number of weights that multiply every token, with the output layer, without the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
@@ -95,7 +95,7 @@ class RowPlan:
 
 
 def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
-    """Return the plan for sequences of ``lengths`` [n] tokens: n >= 1, none above ``layout.capacity_tokens``."""
+    """Return the plan for n >= 1 sequences of ``lengths`` [n] tokens, at most ``layout.capacity_tokens`` each."""
     extents = -(-lengths // layout.sequence_alignment) * layout.sequence_alignment
     sizes: list[int] = extents.tolist()
     order: list[int] = np.argsort(-extents, kind="stable").tolist()
@@ -115,7 +115,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Return rows. Each sequence, in ``order``, goes into the row with the least room that suffices, or a new row."""
+    """Return rows. Each sequence, in ``order``, goes into the fullest row with room for it, or into a new row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:

@@ -1,4 +1,4 @@
-"""The schedule of training stages, the plateau rule that ends one early, and each problem's pass rate per stage.
+"""The schedule of training stages, the plateau rule that ends a stage early, and each problem's pass rate per stage.
 
 Steps are counted over all stages (RECIPE section 3). After k finished steps the next step belongs to stage ``at(k)``.
 """
@@ -20,8 +20,9 @@ class Plateau:
     A block is ``window`` values. It is flat if its mean is at most ``gain`` above the best mean of an earlier block.
 
     Worked example (window 2, gain 0.1, patience 1): values 0.1, 0.3 | 0.5, 0.5 | 0.5, 0.7 | 0.7, 0.6 have the block
-    means 0.2, 0.5, 0.6, 0.65. 0.5 is 0.3 above 0.2: progress. 0.6 is 0.1 above 0.5, not more: flat, and the stage ends.
-    With patience 2 it goes on, 0.65 is 0.05 above the best mean 0.6: flat again, and the stage ends.
+    means 0.2, 0.5, 0.6, 0.65. 0.5 is 0.3 above 0.2, which is progress. 0.6 is only 0.1 above 0.5, so the block is flat
+    and the stage ends. With patience 2 the stage goes on; 0.65 is 0.05 above the best mean 0.6, so this block is flat
+    too, and the stage ends.
     """
 
     def __init__(self, config: PlateauConfig) -> None:

@@ -1,4 +1,4 @@
-"""Requests each step's rollout, with refill (dynamic sampling) or ahead (asynchronous); filters a stage's problems.
+"""Requests each step's rollout, with refill (dynamic sampling) or in advance (staleness); filters a stage's problems.
 
 Refill (DAPO's dynamic sampling, decided in ``rollout.refill``): a step of a stage with ``refill_prompts`` consists of
 the shortest prefix of the stream's prompts that gives D_R kept groups, at most D_R + refill_prompts prompts. The prefix
@@ -110,7 +110,7 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """Return, JSON-able, the stream's state before the rollouts under way, which a resumed run repeats."""
+        """Return the JSON-able state, with the stream as before the rollouts under way: a resumed run repeats them."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

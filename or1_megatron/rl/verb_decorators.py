@@ -36,8 +36,8 @@ def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concaten
 def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
     """Make the method a verb that raises Stopped, without running, if the run has been asked to stop.
 
-    For verbs before the first SGD step, when the step can still be abandoned. The verb also raises Stopped if it loses
-    the engines after the run was asked to stop.
+    It is for verbs before the first SGD step, when the step can still be abandoned. The verb also raises Stopped if
+    the engines are lost after the run was asked to stop.
     """
     timed = verb(method)
 

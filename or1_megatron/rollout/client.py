@@ -48,7 +48,7 @@ class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
     After ``revive_with`` was called, a manager that dies is replaced. The engines abort their requests. The new manager
-    takes the responses that they have finished, and requests the rest of the rollouts under way with the same seeds.
+    takes the engines' finished responses, and requests the rest of the rollouts under way with the same seeds.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class RolloutsClient:
         """From now on, replace dead engines and a dead manager instead of ending the wait with an error.
 
         Args:
-            revive: replaces lost engines and calls ``rejoin``. Until it is called, other engines sample their requests.
+            revive: replaces lost engines and calls ``rejoin``. Until then other engines sample the lost ones' requests.
             on_restart: called with the reason when the manager is replaced.
-            in_turns: engines and trainer use the same GPUs in turns. No engine may decode during ``revive`` then, so
-                the engines abort all requests first, and another manager requests them again.
+            in_turns: engines and trainer use the same GPUs in turns, so that no engine may decode during ``revive``.
+                Then the engines abort all requests first, and another manager requests them again.
         """
         self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
 
@@ -145,9 +145,9 @@ class RolloutsClient:
         return ticket
 
     def _sampled_before(self, requests: Iterable[Request]) -> list[Completion]:
-        """Return the responses of ``reuse`` to these requests: not only the seed must match, but ``request_digest``.
+        """Return the responses of ``reuse`` whose seed and ``request_digest`` match one of these requests.
 
-        Seeds are made from a request's position in its step. After a resume another stage's prompt may have it.
+        A seed is made from the request's position in its step, where after a resume another stage's prompt may be.
         """
         known = [(request, self._reused[request.seed]) for request in requests if request.seed in self._reused]
         same = [made for request, made in known if made.request_digest == request_digest(request)]
@@ -178,13 +178,13 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Drop the collected responses, and if no rollout is under way also the unused responses of ``reuse``."""
+        """Drop the collected responses, and the unused ones of ``reuse`` unless a non-urgent rollout is under way."""
         self._collected.clear()
         if all(asked.urgent for asked in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested), the last known if the manager does not answer at once."""
+        """Return (responses finished, responses requested), as last known if the manager does not answer at once."""
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
@@ -192,8 +192,8 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return the packed finished responses. The manager's responses are left out if it does not answer, so that no
-        checkpoint fails for them; they are sampled again."""
+        """Return the packed finished responses. If the manager does not answer, its responses are left out and sampled
+        again later, so that no checkpoint fails because of them."""
         finished = [*self._reused.values(), *self._collected]
         under_way = [asked for asked in self._asked.values() if not asked.urgent]
         try:
@@ -206,9 +206,9 @@ class RolloutsClient:
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Let later rollouts, except urgent ones, take these responses for equal requests; drop them if unreadable.
+        """Let later rollouts that are not urgent take these responses for equal requests; ignore unreadable responses.
 
-        ``version``: keep only responses that this version sampled alone. ``trained`` drops those that were not used.
+        ``version``: keep only responses that this version sampled alone. ``trained`` drops unused responses.
         """
         try:
             finished = {
@@ -245,7 +245,7 @@ class RolloutsClient:
         return lost
 
     def _of_manager(self, ticket: int | None) -> int | None:
-        """Return the present manager's ticket of a rollout; None: no such rollout exists, which the manager reports."""
+        """Return the present manager's ticket of a rollout. None: there is no such rollout, and the manager says so."""
         asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
         return None if asked is None else asked.of_manager
 

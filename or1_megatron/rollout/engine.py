@@ -1,17 +1,18 @@
 """One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then use the new weights.
 
-It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
-token would otherwise cross one more socket. The environment that this needs is in ``engine_pool.engine_env``. It reads
-what vLLM's core returns: vLLM's output processor would take ten times as long for each token (docs/performance.md).
+vLLM's core runs in this process, without vLLM's engine-core process: the engine already has a process of its own, and
+every token would otherwise cross one more socket. ``engine_pool.engine_env`` has the environment for this. The engine
+reads what vLLM's core returns, because vLLM's output processor would take ten times as long for each token
+(docs/performance.md).
 
 Seeds: the random bits of a token depend on its request's seed and its position in the response alone
 (``worker.SeededSampler``). vLLM does not promise more: logits differ in the last bits with the composition of the
 batch, so the same seed in another batch can, rarely, give another token. The same requests submitted in the same order
 to a fresh engine give the same tokens on CPU.
 
-Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, those in
-flight too. After ``finish_weight_update`` it answers ``score_prompts``, with which the trainer checks the weights, and
-``certify`` makes it serve them.
+Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, also the
+requests in flight. After ``finish_weight_update`` the engine answers ``score_prompts``, with which the trainer checks
+the weights, and ``certify`` makes the engine serve these weights.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _ROW_BYTES = 12  # token, log-prob and entropy of a token in fp32
 
 
 def wait_without_spinning() -> None:
-    """On CPU, make this process sleep between polls for messages of vLLM's other processes; called in each of them.
+    """On CPU, make this process sleep between polls for messages. Each of vLLM's processes calls this.
 
-    Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU they take the
-    cores from others: while a worker waits for the next call, the trainer packs weights for it. vLLM's other way of
-    waiting drops some of many notifications in short succession, and the reader then sleeps for 5 s.
+    Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU these readers
+    take the cores from other processes: while a worker waits for the next call, the trainer packs weights. vLLM's
+    other way of waiting loses some notifications if many come at once, and the reader then sleeps for 5 s.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -62,8 +63,8 @@ def wait_without_spinning() -> None:
 
 
 def hold_less() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN: the copy would
-    be as large as the embedding, and nothing reads it. Each of vLLM's processes calls this."""
+    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN: nothing reads
+    the packed copy, which is as large as the embedding. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
     from vllm.platforms import current_platform
@@ -86,7 +87,7 @@ def hold_less() -> None:
 def pass_rows_as_bytes() -> None:
     """Make vLLM's core in this process return a request's rows of ``worker.SeededSampler`` as bytes.
 
-    Its own four objects per token take longer to make and to free than all that we do with a token.
+    vLLM's own four objects per token take longer to make and to free than all our work on a token.
     """
     from vllm.v1.outputs import LogprobsLists
 
@@ -109,7 +110,7 @@ class EngineSettings:
     """Tokens of the longest prompt + response."""
     config: RolloutConfig
     serves_folder: bool = True
-    """Whether the engine may serve the folder's weights; False: it serves nothing before a handoff."""
+    """Whether the engine may serve the folder's weights. If not, it serves nothing before a handoff."""
     metrics_port: int | None = None  # at which the engine serves vLLM's metrics
 
 
@@ -234,7 +235,7 @@ class VllmEngine:
         return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
-        """Abort the pending requests of these seeds, and return the aborted seeds; other requests have finished."""
+        """Abort the pending requests of these seeds, and return the aborted seeds. Any other request has finished."""
         wanted = set(seeds)
         names = [name for name, each in self._pending.items() if each.request.seed in wanted]
         self._engine.engine_core.abort_requests(names)
@@ -247,13 +248,14 @@ class VllmEngine:
         return finished
 
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
-        """Return log-probs, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
+        """Return for each sequence the log-probs [p - 1] of tokens 1.. given the tokens before, at temperature 1.
 
-        The first sequence's last token is scored as responses are decoded, on top of the prefix cache; all others are
-        computed afresh. Requests in flight advance meanwhile; their completions wait until the weights are certified.
+        The first sequence's last token is scored as responses are decoded, on top of the prefix cache; all other tokens
+        are computed afresh. Requests in flight advance meanwhile; their completions wait until the weights are
+        certified.
 
         Raises:
-            RuntimeError: the model is a mixture.
+            RuntimeError: a weight update was not completed, so that old and new weights may be mixed.
         """
         if self._updating:
             raise RuntimeError(
@@ -275,7 +277,7 @@ class VllmEngine:
         return float(np.frombuffer(self._score(token_ids[:-1], params).new_logprobs, dtype=np.float32)[2])
 
     def _score_afresh(self, token_ids: Int32Array) -> Float32Array:
-        """Return log-probs [p - 1] of all tokens but the first. vLLM reads no prefix cache for prompt log-probs."""
+        """Return log-probs [p - 1] of all tokens except the first. vLLM reads no prefix cache for prompt log-probs."""
         if len(token_ids) < 2:
             return np.empty(0, dtype=np.float32)
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -314,7 +316,7 @@ class VllmEngine:
             self._finished.append(self._completion(self._pending.pop(name), output, now_s, routed.get(name)))
 
     def _routed_experts(self, ended: Mapping[str, _InFlight]) -> dict[str, RoutedExperts]:
-        """Return, by request, the experts of the responses that came to their end in the latest step and want them."""
+        """Return, by request, the experts of responses that ended in the latest step, if the request asks for them."""
         asked = [
             (name, len(made.request.prompt.token_ids) + len(made.table) // _ROW_BYTES - 1)
             for name, made in ended.items()
@@ -345,11 +347,11 @@ class VllmEngine:
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, version: int) -> None:
-        """Make the received weights the model, as ``version``, and drop what was computed from the old ones.
+        """Make the received weights the model, as ``version``, and drop what was computed from the old weights.
 
         Raises:
-            RuntimeError: the prefix cache of the old weights could not be dropped, or the model does not hold what was
-                received.
+            RuntimeError: the prefix cache of the old weights could not be dropped, or the model does not hold the
+                received weights.
         """
         self._llm.finish_weight_update(str(version))
         if not self._engine.reset_prefix_cache(reset_running_requests=True):  # what is in flight is read anew
@@ -383,7 +385,7 @@ class VllmEngine:
         self._asleep = self._asleep and "kv_cache" not in tags
 
     def _add(self, token_ids: Int32Array, params: Any, priority: int = 0) -> str:
-        """Give a request to vLLM's core and return its name there. The lowest priority comes first."""
+        """Give a request to vLLM's core and return the core's name for it. The lowest ``priority`` comes first."""
         name = next(self._names)
         params.skip_clone = True  # a deep copy takes longer than all else here, and the parameters are this request's
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
@@ -437,10 +439,10 @@ def _name(request: Request) -> str:
 
 
 def _accepted(histogram: Sequence[int], tokens: int) -> int:
-    """Return how many of a response's ``tokens`` were drafted; the first never is.
+    """Return how many of a response's ``tokens`` were drafted; the first token never is.
 
-    ``histogram``: [n] passes that accepted n drafted tokens. vLLM counts those, too, that it then cuts off, behind the
-    end of the response.
+    ``histogram``: [n] passes that accepted n drafted tokens. vLLM also counts drafted tokens that it cuts off after the
+    response's end.
     """
     return min(sum(accepted * passes for accepted, passes in enumerate(histogram)), tokens - 1)
 

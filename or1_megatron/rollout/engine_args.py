@@ -1,7 +1,7 @@
 """Checks further arguments that a run gives to vLLM's engine (``rollout.engine_args``).
 
 ``REFUSED`` lists the arguments that the trainer sets itself, or that would break seeds, log-probs, weight transfer or
-sleep. vLLM judges all others, by the annotations and validators of its ``EngineArgs`` (vLLM 0.32.0). This runs in
+sleep. vLLM judges all others, by the annotations and validators of its ``EngineArgs`` (vLLM 0.32.0). The check runs in
 another process, because importing vLLM takes seconds and changes the environment, which the ranks would inherit.
 """
 

@@ -27,7 +27,7 @@ class EngineGroup:
     answered."""
 
     def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_s: float) -> None:
-        """``handles``: the engines' actors. The list may change; a call goes to the handles that are in it then."""
+        """``handles``: the engines' actors. The list may change; each call goes to the list's present handles."""
         self.engines = len(handles)
         self.workers_per_engine = workers_per_engine
         self._handles = handles

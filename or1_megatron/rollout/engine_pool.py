@@ -1,4 +1,4 @@
-"""Starts the run's engines, replaces lost ones and ends them: each a Ray actor with its environment, node and GPUs.
+"""Starts, replaces and ends the run's engines. Each engine is a Ray actor with its own environment, node and GPUs.
 
 A lost engine is noticed by the RolloutManager (an actor that is dead, or does not answer), by ``engine_group`` in a
 handoff, or by ``runtime.watchdog``, which kills a process that hangs. ``restart_lost`` then replaces it."""
@@ -88,7 +88,7 @@ class EngineActor:
         return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
     def recall(self, caller: int) -> bytes:
-        """Abort a dead manager's requests; return its finished completions, packed. ``caller``: the new manager's."""
+        """Abort a dead manager's requests; return the finished completions, packed, to the new manager ``caller``."""
         return pack(self._thread.recall(caller))
 
     def release(self, seeds: Sequence[int]) -> None:
@@ -123,9 +123,9 @@ class EnginePool:
             max_model_tokens: longest prompt + response that any stage or evaluation asks for.
             run_id: the argument of ``cluster.start_ray``.
             on_cpu: whether the engines' nodes have no GPU.
-            places: the node and GPUs of each engine. None lets Ray choose, which knows nothing of trainer ranks.
+            places: the node and GPUs of each engine. None: Ray chooses, without regard to trainer ranks.
             on_restart: called with (engine, why) when an engine is replaced.
-            metrics_port: at which engine 0 serves vLLM's metrics, engine 1 at the next; None: nowhere.
+            metrics_port: the port at which engine 0 serves vLLM's metrics; engine i uses port + i. None: no metrics.
 
         Raises:
             EngineError: engines on CPU have no ``kv_cache_bytes``, or ``engine_args`` has a refused argument.

@@ -36,13 +36,14 @@ _CACHED_PROMPTS = 4096
 def own_engines(
     model: Path, dtype: Literal["float32", "bfloat16"], config: RolloutConfig, max_model_tokens: int
 ) -> Iterator[list[Any]]:
-    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles. Both end with the context.
+    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles; afterwards end both.
 
     Args:
         max_model_tokens: tokens of the longest prompt + response.
 
     Raises:
-        ClusterError, EngineError: Ray or an engine did not start.
+        ClusterError: Ray did not start.
+        EngineError: an engine did not start.
     """
     run_id = f"sampler-{uuid.uuid4().hex[:8]}"
     start_ray(None, run_id)
@@ -67,7 +68,7 @@ class EngineSampler:
     ) -> None:
         """
         Args:
-            config: the engines' configuration. They count as hung after ``step_timeout_s`` without a completion.
+            config: the engines' configuration. Engines count as hung after ``step_timeout_s`` without completion.
             template: makes the prompts. A reasoning tag that it leaves open begins the response's text.
             max_prompt_tokens: requests with a longer prompt fail.
         """

@@ -19,7 +19,7 @@ from or1_verify.errors import UserError
 T = TypeVar("T")
 
 LINGER_S = 0.03
-"""Finished responses wait this long for further ones, to share a call, unless the engine has no more work."""
+"""Finished responses wait this long for further responses, to share a call, unless the engine has no more work."""
 
 
 class EngineFailed(UserError, RuntimeError):
@@ -101,7 +101,7 @@ class EngineThread:
         """Abort the requests of a dead manager, and return the finished completions that were not released.
 
         Args:
-            caller: the new manager's number, which is larger than the old one's. Calls of the old manager that are
+            caller: the new manager's number, which is larger than the old manager's. Calls of the old manager that are
                 still on their way do nothing from now on.
 
         Raises:

@@ -1,7 +1,8 @@
 """Lists the GPUs of the Ray cluster's nodes by UUID, which names one GPU in every process.
 
-A GPU's number depends on the process: on its CUDA_VISIBLE_DEVICES, and on how CUDA sorts. Its UUID does not, and
-CUDA_VISIBLE_DEVICES accepts UUIDs. So the UUID of a trainer rank's GPU tells its node, whatever the hosts are called.
+A GPU's number depends on the process: on its CUDA_VISIBLE_DEVICES, and on how CUDA sorts. Its UUID is the same
+in every process, and CUDA_VISIBLE_DEVICES accepts UUIDs. So the UUID of a trainer rank's GPU tells the rank's node,
+whatever the hosts are called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from or1_megatron.rollout.cluster import ClusterError
 from or1_megatron.rollout.ray_errors import failure_of
 
 KEEP_DEVICES: Final = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Environment with which Ray keeps CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0, which it else may blank."""
+"""Environment with which Ray keeps CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0; else Ray may empty it."""
 
 _TIMEOUT_S = 300.0  # every node starts a process that imports torch
 

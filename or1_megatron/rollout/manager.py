@@ -1,6 +1,6 @@
 """The RolloutManager sends requests to the engines, completions to the verifiers, and groups back to the loop.
 
-It is a process of its own, so that responses are collected, verified and grouped whatever the trainer does.
+The manager is a process of its own, so that responses are collected, verified and grouped whatever the trainer does.
 ``scheduler`` decides which request goes to which engine, and the manager carries this out in one asyncio loop, with a
 task per engine that waits for completions and a task per completion that waits for its verdict.
 """
@@ -34,8 +34,8 @@ from or1_verify.pool.queue import VerifierPool, Worker
 
 _HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
 ANSWER_S = 120.0
-"""An engine answers within seconds. An answer that has not come for this long was lost on its way: a network that fails
-for some seconds can lose it, and Ray notices minutes later, if at all."""
+"""An engine answers within seconds. An answer that has not come for this long was lost on its way. A network that fails
+for some seconds can lose an answer, and Ray notices minutes later, if at all."""
 _NAMED_IN_ERRORS = 8
 
 
@@ -53,10 +53,10 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """The deadline by ``time.monotonic``, which no correction of the clock moves. It counts from the first wait,
-    because a rollout may be requested long before its turn."""
+    """The deadline by ``time.monotonic``, which no correction of the clock moves. The deadline counts from the
+    first wait, because a rollout may be requested long before its turn."""
     judged_s: float = 0.0
-    """When the last verdict came; 0: not yet."""
+    """When the last verdict came; 0: it has not come yet."""
 
 
 class RolloutManager:
@@ -76,7 +76,7 @@ class RolloutManager:
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
-            number: the manager's number in the run. Engines ignore a manager once they know one with a larger number.
+            number: this manager's number. Engines ignore a manager once they know a manager with a larger number.
             answer_s: an engine that has answered once, and then does not answer for this long, is killed.
         """
         self._number = number
@@ -112,8 +112,8 @@ class RolloutManager:
         """Start a rollout and return its ticket once its requests are sent.
 
         ``batch``: the arguments of ``Scheduler.begin``, packed (``runtime.message``). ``recalled``: packed lists of
-        completions, which requests of this or a later rollout take by their seed instead of sampling again. The caller
-        guarantees that they belong to these requests.
+        completions. A request of this or a later rollout takes the completion with its seed instead of being sampled
+        again. The caller guarantees that each completion belongs to the request with its seed.
         """
         if self._failure is not None:
             raise self._failure
@@ -161,7 +161,7 @@ class RolloutManager:
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
     async def engines_lost(self) -> dict[int, str]:
-        """Return, by index, why an engine has died, for engines that are not yet replaced (``rejoin``)."""
+        """Return, by index, why each dead engine that is not yet replaced (``rejoin``) has died."""
         return self._why_lost
 
     async def rejoin(self, engines: Sequence[Any]) -> None:
@@ -199,7 +199,7 @@ class RolloutManager:
         self._notice()
 
     def _notice(self) -> None:
-        """Wake the methods that wait, because their condition may hold now."""
+        """Wake the methods that wait, because the condition of their wait may hold now."""
         for current in self._open.values():
             if current.roll_out.judged and not current.judged_s:
                 current.judged_s = time.time()

@@ -62,8 +62,8 @@ def http_client(timeout_s: float) -> httpx.Client:
 class OpenAISampler:
     """Sends requests over HTTP from ``concurrent`` threads.
 
-    A request is tried up to ``tries`` times in all after time-outs, refused connections, busy servers and replies that
-    are no chat completion. After ``_GIVE_UP_AFTER`` failed requests in a row no more requests are read.
+    After a time-out, a refused connection, a busy server, or a reply that is no chat completion, a request is tried
+    again, up to ``tries`` times in all. After ``_GIVE_UP_AFTER`` failed requests in a row no more requests are read.
     """
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:

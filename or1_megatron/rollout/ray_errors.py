@@ -15,7 +15,7 @@ _MORE_MEMORY = (
 
 
 def failure_of(error: RayError) -> str:
-    """Return the error that the actor raised, or why its process is gone: memory ran out, or what Ray says."""
+    """Return the error that the actor raised, or else why its process is gone: memory ran out, or Ray's own reason."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     text = str(error)

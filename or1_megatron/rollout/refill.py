@@ -1,4 +1,4 @@
-"""Refill (DAPO's dynamic sampling): how many of a rollout's prompts are sampled, and which of them are its result."""
+"""Refill (DAPO's dynamic sampling): how many of a rollout's prompts are sampled, and which of them form the result."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""Weight of the expected share of rejections, as a share of the wanted groups, against the groups judged so far."""
+"""The expected share of rejections has the weight of ``_CAUTION`` * (wanted groups) judged groups."""
 
 
 class SamplingBudget:
     """Decides how many of a rollout's prompts, counted from the first, are sampled, and how many are the result.
 
-    Without ``refill`` both are all prompts. With ``refill`` the result is the shortest prefix of the prompts with
-    enough kept groups, whatever the order of the verdicts. Engines may sample as many prompts as give enough groups
-    with two standard deviations to spare, because a prompt that is requested late costs the time of a whole response.
+    Without ``refill`` all prompts are sampled, and all are the result. With ``refill`` the result is the shortest
+    prefix of the prompts with enough kept groups, whatever the order of the verdicts. Engines may sample as many
+    prompts as give enough groups with two standard deviations to spare, because a prompt that is requested late costs
+    the time of a whole response.
 
     Worked example, 30 groups wanted of 100 prompts, a share of 0.4 rejections expected: of 63 prompts 37.8 are kept on
     average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.

@@ -1,6 +1,6 @@
 """Plans a rollout: its requests, their seeds and engines, and its groups.
 
-It needs no engine and no Ray.
+This module needs no engine and no Ray.
 
 A rollout of P prompts with group size M is P * M requests. A request's seed depends only on the rollout's seed and on
 the request's place, so the same rollout can be sampled again on any number of engines.
@@ -27,8 +27,8 @@ _SEED_BITS = 63  # engines take 64 bits; signed 64-bit integers survive every se
 def request_seed(*parts: int) -> int:
     """Return a request's seed in [0, 2**63), from (rollout seed, prompt index, sample index).
 
-    63 bits, so that the thousands of seeds of a rollout all differ. The same on every machine and Python version
-    (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
+    63 bits, so that the thousands of seeds of a rollout all differ. A seed is the same on every machine and Python
+    version (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
@@ -45,7 +45,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def request_digest(request: Request) -> bytes:
     """Return a 16-byte digest of a request's problem, prompt and sampling, which tells requests of one seed apart.
 
-    The same on every machine and Python version.
+    The digest is the same on every machine and Python version.
     """
     sampling, prompt = request.sampling, request.prompt
     asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
@@ -96,18 +96,18 @@ def dispatch(
     room: int,
     low: int,
 ) -> dict[int, list[tuple[RequestKey, Request]]]:
-    """Take requests from the front of ``waiting`` and give each to the engine that has the fewest.
+    """Take requests from the front of ``waiting`` and give each to the engine that has the fewest requests.
 
     A group's requests may go to several engines.
 
     Args:
-        outstanding: engine -> requests that it has.
-        room: an engine takes no more than this many.
-        low: an engine with fewer than this many also gets requests beyond ``budget.allowed``, as long as they may be
-            part of the result. They cost it little, and no engine is idle while there may be work.
+        outstanding: engine -> the number of requests that the engine has.
+        room: the most requests that one engine takes.
+        low: an engine with fewer than this many also gets requests beyond ``budget.allowed`` that may still be part
+            of the result. Such requests cost the engine little, and no engine is idle while there may be work.
 
     Returns:
-        Engine -> the requests to send to it now.
+        Engine -> the requests to send to the engine now.
     """
     load, batches, allowed = dict(outstanding), defaultdict[int, list[tuple[RequestKey, Request]]](list), budget.allowed
     while waiting and load:

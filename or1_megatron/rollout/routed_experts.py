@@ -1,9 +1,9 @@
 """The experts that computed each token, kept in vLLM's workers beside the token's keys and values.
 
-A token's experts are written where its keys and values are, when these are computed. So requests with the same prefix
-share them, a preempted request gets them anew, a drafted token that is rejected leaves none behind, and after a handoff
-all tokens of a response have the experts that the new weights choose as they read it again. vLLM's own return of routed
-experts needs its V2 model runner, which does not run on CPU.
+A token's experts are written together with its keys and values, into the same slot. So requests with the same prefix
+share the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
+After a handoff, when a response's tokens are computed again, all get the experts that the new weights choose. vLLM's
+own return of routed experts needs vLLM's V2 model runner, which does not run on CPU.
 
 vLLM imports this module in every worker, before the model is made, if ``RoutingExtension`` is the engine's extension.
 """
@@ -31,7 +31,7 @@ _WHOLE: Final = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION, 
 class RoutingCache:
     """The experts of every token in the KV cache: [slots + 1, L, k] on the worker's device, of L layers with experts.
 
-    vLLM's routers call ``capture``, within CUDA graphs too: it reads and writes tensors that stay where they are.
+    vLLM's routers call ``capture``, also within CUDA graphs, so it uses only tensors whose addresses never change.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -66,7 +66,7 @@ class RoutingCache:
         self._held[slots, self._place[layer]] = chosen.to(self._held.dtype)
 
     def read(self, name: str, tokens: int) -> RoutedExperts:
-        """Return the experts [tokens, L, k] of a request's first tokens; it may have ended in the latest step."""
+        """Return the experts [tokens, L, k] of a request's first tokens. The request may just have ended."""
         blocks = torch.tensor(self._runner.requests[name].block_ids[self._group])
         slots = (blocks[:, None] * self._block_tokens + torch.arange(self._block_tokens)).flatten()[:tokens]
         found: RoutedExperts = self._held[slots.to(self._held.device)].cpu().numpy()

@@ -32,7 +32,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """An action: abort the requests of these seeds on the engine, and report those aborted to ``Scheduler.aborted``."""
+    """An action: abort the requests of these seeds on the engine; report the aborted seeds to ``Scheduler.aborted``."""
 
     engine: int
     seeds: list[int]
@@ -63,7 +63,7 @@ class RollOut:
     completions: dict[RequestKey, Completion] = field(default_factory=dict)
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
-    """By the index of the prompt, the groups of which every verdict is there."""
+    """The groups whose verdicts are all there, by the index of the prompt."""
     given: int = 0
     """Number of requests that were sent to an engine."""
 
@@ -234,7 +234,7 @@ class Scheduler:
         return self._feed()
 
     def lose(self, engine: int) -> list[Action]:
-        """Give a lost engine's requests, with their seeds, to other engines or its successor; return the actions."""
+        """Give a lost engine's requests, with their seeds, to other engines or to its successor; return the actions."""
         self._lose(engine)
         return self._feed()
 

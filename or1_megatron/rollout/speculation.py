@@ -1,9 +1,9 @@
 """Speculative decoding: vLLM drafts next tokens from text that it has seen, and one forward pass checks the drafts.
 
 The sampled tokens do not depend on the drafts: each token is drawn as without drafts, with the random bits of its
-position. vLLM's own rejection sampler has this distribution on paper, but its draws depend on the drafts. In vLLM
-0.32.0 it also omits the log-probs that ``score_prompts`` asks for, and on CPU reads uninitialised temperatures
-(``expand_kernel``).
+position. vLLM's own rejection sampler has the same distribution in theory, but its draws depend on the drafts. In vLLM
+0.32.0 that sampler also omits the log-probs that ``score_prompts`` asks for, and on CPU reads uninitialised
+temperatures (``expand_kernel``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
 
 
 def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
-    """Draw, in place of vLLM's rejection sampler, and keep a request's tokens up to the first that is not its draft.
+    """Draw, in place of vLLM's rejection sampler; keep a request's tokens up to the first that differs from its draft.
 
     Args:
         sampler: a ``worker.SeededSampler``.

@@ -29,7 +29,7 @@ hold_less()
 
 
 class SeededSampler(VllmSampler):
-    """Replaces vLLM's sampler, and draws each token by its request's seed and the token's position in the response.
+    """Replaces vLLM's sampler, and draws a token by the request's seed and the token's position in the response.
 
     The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
     token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats. For a request
@@ -45,11 +45,14 @@ class SeededSampler(VllmSampler):
         self._seeds = np.empty(0, dtype=np.uint64)
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata`` is vLLM's of the batch."""
+        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata``: vLLM's for the batch."""
         return self.draw(logits, sampling_metadata, slice(None), 0)
 
     def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
-        """Draw a token per row of ``logits`` [R, V]. Row r is of request ``requests[r]``, ``ahead[r]`` tokens ahead."""
+        """Draw a token per row of ``logits`` [R, V].
+
+        Row r is for request ``requests[r]``, at the position ``ahead[r]`` tokens after the request's next token.
+        """
         batch = self._runner.input_batch
         if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places
             params = (self._runner.requests[name].sampling_params for name in batch.req_ids)
@@ -84,13 +87,13 @@ class WorkerExtension:
     def abandon_weight_update(self) -> None:
         """Give up a weight update that will not be completed, because vLLM would not begin another update.
 
-        Layers that were not loaded keep their weights, so that the model is a mixture until the next update.
+        Layers that were not loaded keep their weights, so the model mixes old and new until the next update.
         """
         self._weight_update_active = False
         put_back(self.model_runner.model, self.model_config)
 
     def sample_by_seeds(self) -> None:
-        """Sample with ``SeededSampler`` from now on, drafted tokens too."""
+        """Sample with ``SeededSampler`` from now on, also with drafted tokens."""
         runner = self.model_runner
         runner.sampler = SeededSampler(runner)
         runner.rejection_sampler = partial(check_drafts, runner.sampler)

@@ -39,7 +39,7 @@ class _Console(io.FileIO):
 
 
 def outlive_console() -> None:
-    """Replace standard output and error so that no failure of them ends this process. A closed stream is /dev/null.
+    """Replace standard output and error so that no failure of them ends this process. Closed streams become /dev/null.
 
     Streams that a test or a notebook has put in their place are left as they are.
     """
@@ -58,7 +58,9 @@ def outlive_console() -> None:
 
 
 def native_lines_to(log: Path) -> None:
-    """Append what C++ code and child processes write to standard error to the file ``log``. Python lines of this
-    process still go to the console, because ``outlive_console``, which must come first, gave them other descriptors."""
+    """Append what C++ code and child processes write to standard error to the file ``log``.
+
+    Call ``outlive_console`` first: it gives Python's lines another descriptor, so that they still reach the console.
+    """
     with log.open("ab") as file:
         os.dup2(file.fileno(), 2)

@@ -22,7 +22,7 @@ COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.met
     "engine": "faults/engines",
     "manager": "faults/managers",
 }
-"""For each kind, the metric that counts its faults over the whole run. ``failed`` has none: a restart follows it."""
+"""For each kind, the metric that counts its faults over the whole run. ``failed`` has no metric: a restart follows."""
 
 
 @dataclass(frozen=True, slots=True)

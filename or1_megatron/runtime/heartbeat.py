@@ -64,7 +64,7 @@ class Heartbeat:
         Args:
             folder: ``beats_folder`` of the run; it is made if missing.
             who: the process's name in messages, such as "rank 0".
-            doing, long: the first call of ``says``.
+            doing, long: the arguments of the first call of ``says``.
         """
         join(who)
         path = folder / str(os.getpid())
@@ -80,11 +80,11 @@ class Heartbeat:
         threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def says(self, doing: str, long: bool = False) -> None:
-        """Write what the process does now. ``long``: it has another deadline than ``cluster.heartbeat_s``."""
+        """Write what the process does now. ``long``: another deadline than ``cluster.heartbeat_s`` applies."""
         self._write(doing=doing[:_WORDS], long=long)
 
     def worked(self) -> None:
-        """Show, by the next beat, that the watched thread has advanced: at least every ``cluster.heartbeat_s``."""
+        """Show in the next beat that the watched thread advanced. Call this every ``cluster.heartbeat_s`` or sooner."""
         self._worked = max(self._worked, 0) + 1
 
     @contextmanager

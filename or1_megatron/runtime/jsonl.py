@@ -66,8 +66,11 @@ class JsonlWriter:
 def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file in order, without a torn last line (of a killed or unfinished write).
 
-    Raises FileNotFoundError, and ValueError with file and line for any other line that is not a JSON object. If the
-    list ``bad_lines`` is given, such lines are skipped instead, and their messages are appended to the list.
+    If the list ``bad_lines`` is given, lines that are not a JSON object are skipped, and messages appended to the list.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: without ``bad_lines``, a line that is not a JSON object. The message names file and line.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -90,7 +93,7 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 
 class GrowingSteps:
-    """``read_steps`` of a file that grows: each call reads what was appended since the last one."""
+    """``read_steps`` of a file that grows: each call reads what was appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._end, self._last = path, 0, b""  # end of the last whole line that was read, and the line

@@ -57,7 +57,7 @@ class Ended:
 
 
 def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, grace_s: float, task: str) -> int:
-    """Run ``launch``, print how the ranks failed at their ``task``, if they did, and return the shell's exit code."""
+    """Run ``launch`` and return the shell's exit code. If the ranks failed at their ``task``, also print how."""
     ended = launch(module, arguments, ranks=ranks, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
     if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
@@ -190,7 +190,7 @@ class _Supervisor:
             self._watchdog.clear()
 
     def kill(self) -> list[int]:
-        """Kill the ranks and all processes that they started; return the pids of those that were still there.
+        """Kill the ranks and all processes that they started; return the pids of processes that were still there.
 
         The watchdog also knows the processes that a Ray cluster from before the run has started for this run.
         """

@@ -1,8 +1,8 @@
 """Coordinates the launchers of a multi-node run, which start the ranks of all nodes together and end them together.
 
-Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT. It
-decides whether there is another attempt (a start of all ranks), and the other launchers follow. An attempt begins once
-the launchers of all nodes wait for it. The store's keys:
+Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT. This
+launcher decides whether there is another attempt (a start of all ranks), and the other launchers follow. An attempt
+begins once the launchers of all nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  set when the node's launcher waits for attempt i
@@ -56,10 +56,10 @@ class Nodes:
         count: the number of nodes that have ranks.
         rank: this node's number; node 0 decides.
         address, port: node 0's address, and a free port on node 0.
-        timeout_s: how long node 0 waits for the other nodes, and how long these wait until node 0 answers.
+        timeout_s: how long node 0 waits for the other nodes, and the others until node 0 answers.
 
     Raises:
-        NodesError: node 0 does not answer in time, or on node 0: the port is taken.
+        NodesError: node 0 does not answer in time, or cannot listen at its port.
     """
 
     def __init__(self, count: int, rank: int, address: str, port: int, timeout_s: float) -> None:
@@ -117,12 +117,12 @@ class Nodes:
     def begin(self) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if the run has ended.
 
-        Node 0 waits ``timeout_s`` for the other nodes; these wait as long as node 0 lives. A node whose launcher was
+        Node 0 waits ``timeout_s`` for the other nodes, which wait as long as node 0 lives. A node whose launcher was
         started again joins the attempt that follows the running one.
 
         Raises:
-            NodesError: on node 0: another node has not come in time. On other nodes: node 0 is gone.
-            UserError: on node 0: another node cannot start its ranks.
+            NodesError: another node has not come in time (on node 0), or node 0 is gone (on the other nodes).
+            UserError: another node cannot start its ranks (on node 0).
         """
         if self.rank > 0:
             try:

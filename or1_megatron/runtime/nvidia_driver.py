@@ -19,7 +19,7 @@ class DriverTooOld(UserError):
 
 
 def check_driver() -> None:
-    """Refuse a machine whose driver is too old for torch, which would silently train on CPU.
+    """Refuse a machine whose driver is too old for torch, because torch would then silently train on CPU.
 
     Raises:
         DriverTooOld: the message says what is installed and what to do.
@@ -46,7 +46,7 @@ def driver_problem(wanted: tuple[int, int] | None = None) -> str:
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Return the CUDA version that the installed torch was built for, from its version.py; None for none."""
+    """Return the CUDA version that the installed torch's version.py names; None without torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None

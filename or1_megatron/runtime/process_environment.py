@@ -18,8 +18,9 @@ _MANY_FILES: Final = 1 << 16
 
 
 def make_usable() -> list[str]:
-    """Change TMPDIR, HOME and the limit on open files, for this process and its children, where a run could not work
-    with them. Return a line for each changed folder, which a user may miss.
+    """Unset a too long RAY_TMPDIR or TMPDIR, replace a HOME that cannot be written, and raise the limit on open files.
+
+    The changes are for this process and its children. Returns a line for the user about each changed folder.
 
     Raises:
         UserError: too few files can be opened, /dev/shm cannot be written, or PYTORCH_CUDA_ALLOC_CONF has

@@ -1,7 +1,7 @@
 """Runs a module as a rank that ends when its launcher ends: ``python -m or1_megatron.runtime.rank MODULE ARGS``.
 
-Importing a rank's module takes seconds. If the launcher is killed meanwhile the rank must end too: it would wait for
-the launcher's store, and hold the run's lock.
+Importing a rank's module takes seconds. If the launcher is killed meanwhile, the rank must end too: otherwise it
+would wait for the launcher's store, and hold the run's lock.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RunRecord:
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, with the memory in use and the counts of faults. They are on disk on return.
+        """Write the metrics of a step, with the memory in use and counts of faults. All are on disk on return.
 
         Raises DiskFullError, which names the file.
         """

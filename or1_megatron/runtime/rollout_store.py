@@ -1,4 +1,4 @@
-"""Writes and reads the responses of a run: one zstd Parquet file per step, written in the background; oldest deleted.
+"""Writes and reads the responses of a run: one zstd Parquet file per step, in the background; deletes the oldest.
 
 The loop passes references to frozen records and continues. A thread turns the records into columns, for which Arrow and
 zstd release the GIL. Fields: ``schemas.ROLLOUT``.
@@ -70,12 +70,12 @@ class RolloutStore:
         self._unfinished.append(self._writer.submit(self._write_file, step, make_table))
 
     def wait_written(self) -> None:
-        """Block until every step passed so far is on disk. Any thread may call this. Errors are not raised here but by
-        ``write`` and ``close``."""
+        """Block until every ``write`` so far is on disk. Any thread may call this. ``write`` and ``close`` raise the
+        errors of the background writes."""
         wait(tuple(self._unfinished))
 
     def close(self) -> None:
-        """Wait until every step passed so far is written, and end the thread. A second call does nothing."""
+        """Wait until every ``write`` so far is on disk, and end the thread. A second call does nothing."""
         self._writer.shutdown(wait=True)
         while self._unfinished:
             self._unfinished.popleft().result()

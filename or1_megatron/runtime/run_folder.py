@@ -15,8 +15,8 @@
     logs/              rank_0.log ..., and profiles
     timeline/          a file per process (runtime.timeline)
 
-Names of files and folders that are still being written end in ``.partial``. The next process deletes those that a
-killed process left.
+Names of files and folders that are still being written end in ``.partial``. The next process deletes such files
+that a killed process left.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class RunFolder:
         return {int(row["step"]) for row in rows} | {step for step in files if step is not None}
 
     def truncate_after(self, step: int) -> None:
-        """Delete the records after ``step``, so that a run that resumes there has each step once; -1: delete all.
+        """Delete the records after ``step``, so that a run that resumes there has each step once; -1 deletes all.
 
         The summary is deleted too, since the run has not ended. TensorBoard discards later steps by itself
         (``TensorBoardTracker``'s ``first_step``).

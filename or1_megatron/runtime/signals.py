@@ -90,7 +90,7 @@ class StopRequested:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle the stop signals within the block. Once, on the main thread only, else ``signal`` raises ValueError.
+        """Handle the stop signals within the block. Use it once, in the main thread; elsewhere it raises ValueError.
 
         The end of the block ends the grace period, because the process has saved and exits normally.
         """

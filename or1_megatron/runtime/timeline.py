@@ -1,7 +1,7 @@
 """The timeline of a run (``track.timeline``): each process writes what it does, from when to when, to its own file.
 
 ``RUN/timeline/HOST-WHO-PID.jsonl`` begins with a row about the process; each further row has spans that have ended.
-Times are in ns since the epoch by the host's clock; spans named ``clocks`` say how far it is ahead of rank 0's.
+Times are in ns since the epoch by the host's clock; spans named ``clocks`` say how far that clock is ahead of rank 0's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _pid = 0  # of the process that records ``_spans``; a fork's is another
 def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
     """Record the block, or each call of a function that this decorates. The block may add to the yielded ``args``.
 
-    ``args`` are what JSON can express. One is special, ``waits_for``: the process waits, and for whom.
+    JSON must be able to express ``args``. The argument ``waits_for`` says that the process waits, and for whom.
     """
     start_ns = time.time_ns()
     try:
@@ -48,7 +48,7 @@ def add(name: str, start_ns: int, end_ns: int, /, **args: Any) -> None:
 
 
 def join(who: str) -> None:
-    """Record this process's spans, as those of ``who``, if the run has a timeline. A second call does nothing."""
+    """Record this process's spans, under the name ``who``, if the run has a timeline. A second call does nothing."""
     global _spans, _pid
     if not os.environ.get(VARIABLE) or _pid == os.getpid():
         return

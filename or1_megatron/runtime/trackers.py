@@ -84,7 +84,7 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Check, without asking a server, that Weights & Biases has package and key. Raises UserError if it lacks one."""
+    """Check, without asking a server, for Weights & Biases' package and key. Raises UserError if one is missing."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
         raise UserError("the package wandb is not installed")
@@ -207,7 +207,7 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
-"""Per tracker: (name, key below ``track``, check of the key's value, class unless the check returns it, needs)."""
+"""Per tracker: (name, key below ``track``, check of its value, class or None if the check returns it, requirements)."""
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
@@ -231,7 +231,7 @@ class BackgroundTracker:
     tracker become warnings."""
 
     def __init__(self, name: str, make: _MakeTracker, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises UserError if the tracker cannot be made."""
+        """Make the tracker. Raises UserError if the tracker cannot be made."""
         self._name = name
         self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         try:
@@ -242,8 +242,9 @@ class BackgroundTracker:
         self._thread.start()
 
     def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the rows of metrics.jsonl from the tracker's ``next_step`` on, if it has this attribute, because a killed
-        session may not have sent its last rows. Rows that the tracker has stay."""
+        """Log the rows of metrics.jsonl from the tracker's ``next_step`` on; without this attribute, log nothing.
+
+        A killed session may not have sent its last rows. Rows that the tracker already has stay."""
         last = max(rows, default=-1)
         next_step: int = getattr(self._tracker, "next_step", last + 1)
         for step, row in rows.items():
@@ -257,7 +258,7 @@ class BackgroundTracker:
         self._calls.put((f"take step {step}, which metrics.jsonl has", partial(self._tracker.log, step, dict(metrics))))
 
     def close(self) -> None:
-        """Wait until the tracker has taken the last rows, at most 30 s."""
+        """Wait, for at most 30 s, until the tracker has taken the last rows."""
         self._calls.put(("be closed", self._tracker.close))
         self._calls.put(None)
         self._thread.join(_CLOSING_S)

@@ -56,7 +56,7 @@ def digest_of_code(folder: Path) -> str:
 def commit() -> str:
     """Return the short commit, with "+changes" if the tree's code differs from it; "unknown" without git.
 
-    $BENCHMARK_COMMIT replaces it, for a copy of the tree without git on a GPU machine.
+    $BENCHMARK_COMMIT replaces this text, for a copy of the tree without git on a GPU machine.
     """
     if said := os.environ.get("BENCHMARK_COMMIT"):
         return said

@@ -79,7 +79,7 @@ class Watchdog:
         self._killed: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
         """(pid, start) of the run's processes at the last look. They are remembered because, under a Ray cluster from
-        before the run, a parent that dies leaves children that no process of the run is an ancestor of."""
+        before the run, a parent that dies leaves children without an ancestor among the run's processes."""
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class Watchdog:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def look(self) -> None:
-        """Check all processes once, and kill those that have stalled."""
+        """Check all processes once, and kill the processes that have stalled."""
         now = time.monotonic()
         if now - self._looked_s > _LATE_S:
             self._silences.clear()

@@ -144,7 +144,7 @@ SUMMARY: Final[tuple[Field, ...]] = (
     ),
     Field("model", pa.string(), "", "the exported HF folder; null when there was no export", True),
 )
-"""Fields of the object in ``summary.json``; null: not measured (no held-out problems, no step done)."""
+"""Fields of the object in ``summary.json``; null means not measured (no held-out problems, or no step done)."""
 
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:

@@ -57,7 +57,7 @@ FAULTS: Mapping[str, str] = {
     "engines": "engines that were replaced",
     "managers": "RolloutManagers that were replaced",
 }
-"""Kinds of faults in ``faults.jsonl``, and what is counted; each is a metric ``faults/<name>``."""
+"""Counts of faults in ``faults.jsonl`` and their meanings; each is a metric ``faults/<name>``."""
 
 ANY_SET = "<set>"
 """Placeholder for a held-out set's name in the names of metrics."""
@@ -218,7 +218,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def is_metric(name: str, sets: Sequence[str]) -> bool:
-    """Whether a run with held-out sets of these names may have a metric ``name``."""
+    """Return whether a run with held-out sets of these names may have a metric ``name``."""
     known = {metric.name for metric in METRICS}
     of_set = {metric.replace(ANY_SET, title) for metric in known if ANY_SET in metric for title in sets}
     return "<" not in name and (name in known or (len(sets) > 1 and name in of_set))

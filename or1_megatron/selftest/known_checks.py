@@ -1,4 +1,4 @@
-"""The list of all checks of ``or1 selftest`` and of the tests marked gpu; ``or1 doctor`` runs only the first."""
+"""The checks of ``or1 selftest`` and of the tests marked gpu; ``or1 doctor`` runs only the check ``machine``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Return the HF folder of a random model, made once; weights of small models are as large as trained ones."""
+    """Return the HF folder of a random model, made once. A small model's weights have a trained model's magnitude."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape.replace(", ", "_").replace(" ", "_")

@@ -38,7 +38,7 @@ class Check:
     """What the machine must have: names in ``NEEDS``, or of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Module with the check's function, whose name is the check's with underscores. Default: a module of that name."""
+    """Module with the check's function, which has the check's name with underscores. Empty: a module of that name."""
 
     def __call__(self, context: Context) -> None:
         """Run the check in this process; only its own module is imported."""

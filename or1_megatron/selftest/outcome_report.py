@@ -24,7 +24,7 @@ class Report:
     """The report of a finished or unfinished self-test."""
 
     checks: list[str]
-    """Names of the checks to run; ``outcomes`` has the outcomes of the first of them, which have ended."""
+    """Names of the checks to run, in order. ``outcomes`` has the outcomes of the checks that have ended."""
     command: str = field(default_factory=lambda: " ".join(["or1", *sys.argv[1:]]))
     commit: str = field(default_factory=commit)
     started: str = field(default_factory=partial(time.strftime, "%Y-%m-%dT%H:%M:%S%z"))

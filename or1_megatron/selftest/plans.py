@@ -72,7 +72,7 @@ def _mixtures(devices: int) -> Iterator[str]:
 
 
 def save_and_load_layouts(devices: int) -> tuple[str, str]:
-    """Return (layout that saves, layout that loads); of an odd number of devices above 1 both leave one unused."""
+    """Return (layout that saves, layout that loads). With 3, 5, ... devices, each layout leaves one device unused."""
     if devices == 1:
         return "1 distopt", "1"
     data = f" DP{devices // 2}" if devices > 3 else ""

@@ -22,11 +22,11 @@ Device = Literal["cpu", "cuda"]
 CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
 CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
-"""dtype and channels of a key's and a value's head in its linear attention on CPU."""
+"""(dtype, channels of a key head, channels of a value head) that vLLM's linear attention on CPU supports."""
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
-    """Yield a line for each reason why ``config`` cannot work; ``problems``: number per training source, if known."""
+    """Yield a line for each reason why ``config`` cannot work. ``problems``: number per training source, if known."""
     yield from layout_conflicts(config.parallel, shape)
     yield from _length_conflicts(config, shape)
     yield from _engine_conflicts(config, shape, device)
@@ -56,13 +56,13 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def engine_state_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of ``kv_cache_bytes`` that hold the states of ``max_concurrent`` sequences on a rank."""
+    """Return the part of ``kv_cache_bytes`` that the states of ``max_concurrent`` sequences take on a rank."""
     rollout = config.rollout
     return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
-    """Yield why the model's heads cannot be divided over ``tensor`` ranks (the value of configuration key ``key``)."""
+    """Yield reasons why ``tensor`` ranks, the value of configuration key ``key``, cannot share the model's heads."""
     if shape.heads % tensor:
         yield (
             f"{key} = {tensor} does not divide the model's num_attention_heads = {shape.heads}; sizes that do: "

@@ -1,8 +1,8 @@
 """Chooses the size of a vLLM engine's KV cache if engine and trainer use the same GPU in turn (placement colocated).
 
 vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes later, the GPU also holds
-what the trainer cannot free: its CUDA context, communication buffers and fragments. So the size is the GPU's memory
-less weights, logits and two reserves, for engine and trainer. The reserves are estimates, not yet checked on a GPU.
+the trainer's CUDA context, communication buffers and fragments, which the trainer cannot free. So the size is the GPU's
+memory less weights, logits and a reserve each for engine and trainer. The reserves are estimates, unchecked on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from or1_megatron.weights.shape import BYTES, Shape
 TRAINER_RESERVE_BYTES: Final = 8 << 30
 """GPU memory that an offloaded trainer keeps: CUDA context, NCCL's buffers, cuBLAS's workspaces, fragments."""
 ENGINE_RESERVE_BYTES: Final = 6 << 30
-"""GPU memory of an engine beside weights and KV cache: CUDA context, CUDA graphs, NCCL's buffers, activations."""
+"""GPU memory that an engine needs for CUDA context, CUDA graphs, NCCL's buffers and activations."""
 _LOGITS_COPIES: Final = 3
 """Number of fp32 copies of the logits of all running responses that vLLM's sampler holds at once."""
 
@@ -25,7 +25,7 @@ _LOGITS_COPIES: Final = 3
 def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
     """Return the bytes of the KV cache on each GPU of an engine that shares its GPUs with an offloading trainer, >= 0.
 
-    None if engines are not colocated, the trainer never offloads or ``cluster.gpu_memory_gb`` is unknown.
+    Return None if engines are not colocated, the trainer never offloads or ``cluster.gpu_memory_gb`` is unknown.
     """
     rollout, parallel, gpu_gb = config.rollout, config.parallel, config.cluster.gpu_memory_gb
     if rollout.placement != "colocated" or parallel.offload == "never" or gpu_gb is None:

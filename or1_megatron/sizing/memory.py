@@ -1,7 +1,7 @@
 """Estimates the memory of each process of a run in each phase of a step, from shapes; refuses a run that does not fit.
 
-Without GPUs the estimate is of the host memory of all processes; lab/benchmarks/host_memory.py compares it with
-measurements. With GPUs it is of one GPU's memory, which lab/benchmarks/plan_gpu.py compares for trainer ranks
+Without GPUs this module estimates the host memory of all processes; lab/benchmarks/host_memory.py compares the estimate
+with measurements. With GPUs it estimates one GPU's memory; lab/benchmarks/plan_gpu.py measures trainer ranks
 (``storage.node_memory`` estimates the host memory of a GPU node).
 """
 
@@ -44,7 +44,7 @@ _MANAGER_RESPONSE_BYTES: Final = 4 << 10
 """Host memory of the loop and the manager for each response of a step, measured with a few dozen tokens each."""
 _LOGITS_COPIES: Final = 4.25
 """Number of fp32 copies of all running responses' logits that vLLM's sampler holds at once on CPU: logits, log-probs,
-and a comparison with its 64-bit copy, from which it counts each token's rank."""
+and a comparison and the comparison's 64-bit copy, by which vLLM counts each token's rank."""
 _SHOWN_BYTES: Final = 10 * _MIB
 _START: Final[frozenset[Phase]] = frozenset({"start"})
 _UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
@@ -52,7 +52,7 @@ _HANDOFF: Final[frozenset[Phase]] = frozenset({"handoff"})
 _AFTER_START: Final[frozenset[Phase]] = frozenset(PHASES) - _START
 ENGINE: Final = "engine"
 LOOP: Final = "rank 0, for the loop and Ray's driver"
-"""Name of the memory that rank 0 holds beside a trainer rank's."""
+"""Name of the memory that rank 0 needs in addition to a trainer rank's memory."""
 STATE: Final = "weights, gradients, optimizer"
 """Name of the part of a trainer rank's memory that does not depend on the batch."""
 
@@ -91,9 +91,9 @@ class StageWeights:
     dense: int
     experts: int
     copied: int
-    """The part of ``dense`` that is the last stage's copy of the tied embedding, which checkpoints do not repeat."""
+    """The part of ``dense`` that is the last stage's copy of the tied embedding, which checkpoints leave out."""
     adapters: tuple[int, int] | None = None
-    """With LoRA: the weights of the adapters of dense linears and of experts, which alone are trained."""
+    """With LoRA: the weights of the adapters (of dense linears, of experts); only adapters are trained."""
 
     @property
     def held(self) -> int:
@@ -101,12 +101,12 @@ class StageWeights:
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Return how many weights outside and inside of experts have gradients and optimizer state."""
+        """Return (weights outside of experts, weights of experts) that have gradients and optimizer state."""
         return self.adapters or (self.dense, self.experts)
 
 
 def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
-    """Return the memory of one node's processes (CPU), or of a GPU of each pipeline stage and of an engine (GPU)."""
+    """Return the memory of one node's processes; for "cuda", of a GPU of each pipeline stage and of an engine."""
     return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
 
 
@@ -128,8 +128,8 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
 
 
 def memory_short(config: Config, shape: Shape, device: Device, there: int) -> str:
-    """Return an error text if ``config`` needs more than ``there`` bytes (free host memory, or a GPU's whole memory);
-    empty if the run fits."""
+    """Return an error text if ``config`` needs more than ``there`` bytes (free host memory, or a GPU's whole memory),
+    else an empty text."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(config, processes, device)) <= there:
         return ""
@@ -186,7 +186,7 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
 
 
 def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[int]) -> tuple[int, int]:
-    """Return a rank's adapters of dense linears and of experts: tensor parallelism cuts one factor of each."""
+    """Return a rank's weights in (adapters of dense linears, adapters of experts); TP cuts one factor of an adapter."""
     dense, experts = 0, 0
     for (layer, of_expert, cut), count in shape.adapters.items():
         if layer in layers:
@@ -201,26 +201,28 @@ def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
 
 
 def offloaded_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of weights and optimizer state that a rank moves to host memory and back. Gradients are freed
-    and not copied."""
+    """Return the bytes of weights and optimizer state that a rank copies to host memory and back, without gradients."""
     weights = fullest_stage(config.parallel, shape)
     own, optimizer = BYTES[config.model.dtype], _optimizer_bytes(config) / config.parallel.optimizer_ranks
     return int(weights.held * own + sum(weights.trained) * optimizer)
 
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the bytes of a rank's weights (with a KL reference, also the reference's), and the trained weights' fp32
-    gradients and their part (1 / ``optimizer_ranks``) of fp32 master weights (bf16 only) and two fp32 moments."""
+    """Return the bytes of a rank's weights, gradients and optimizer state.
+
+    The weights include a KL reference's. Only trained weights have fp32 gradients and optimizer state. A rank holds
+    1 / ``optimizer_ranks`` of the fp32 master weights (only for bf16) and of two fp32 moments.
+    """
     own, reference = BYTES[config.model.dtype], weights.dense + weights.experts if config.loads_reference else 0
     total = (weights.held + reference) * own + 4 * sum(weights.trained)
     return total + _shards(config, *weights.trained) * _optimizer_bytes(config)
 
 
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
-    """Return the bytes of activations that a rank of pipeline stage ``stage`` holds, over all micro-batches in flight,
-    each a packed row of ``micro_batch_tokens`` tokens; on the last stage also the head's workspace.
+    """Return the bytes of activations that a rank of pipeline stage ``stage`` holds, over all micro-batches in flight.
 
-    Every layer keeps ``layer_numbers``. The layer being computed holds all its activations, and as many gradients.
+    A micro-batch is a packed row of ``micro_batch_tokens`` tokens. Every layer keeps ``layer_numbers``. The layer being
+    computed holds all its activations, and as many gradients. The last stage also has the head's workspace.
     """
     parallel = config.parallel
     own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"
@@ -235,8 +237,8 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
 
 
 def delta_net_bytes(net: DeltaNet, tokens: int, cut: int) -> int:
-    """Return the bytes that a layer's linear attention keeps of one sequence while it computes it again; ``cut``: ranks
-    that divide its heads. The fp32 numbers per token and value head were fitted (tests/parallel/test_delta_net.py)."""
+    """Return the bytes that a layer's linear attention keeps while it recomputes one sequence; ``cut`` ranks divide the
+    heads. The fp32 numbers per token and value head were fitted (tests/parallel/test_delta_net.py)."""
     return 4 * tokens * net.value_heads // cut * (13 * (net.key_head_dim + net.value_head_dim) + 290)
 
 
@@ -245,10 +247,10 @@ def layer_numbers(
 ) -> float:
     """Return how many numbers (of the compute dtype) per token a layer keeps on a rank for the backward pass.
 
-    none: the residual stream twice, both norms' outputs, queries, keys, values and attention's output, and the MLP's
-    gate, up and their product; selective: all but the MLP's three; full: only the layer's input. Our own layers
-    (``own``) also keep attention's output reordered, and the sines and cosines of queries and keys. Measured on CPU in
-    fp32; on a GPU in bf16 the estimated peak memory agrees with the measured one within 6%.
+    With "none" a layer keeps the residual stream twice, both norms' outputs, queries, keys, values, attention's output,
+    and the MLP's gate, up and their product; with "selective" all but the MLP's three; with "full" only the layer's
+    input. Our own layers (``own``) also keep attention's output reordered, and the sines and cosines of queries and
+    keys. The counts were measured on CPU in fp32. On a GPU in bf16 the estimated peak is within 6% of the measured.
     """
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     if recompute == "full":
@@ -276,7 +278,7 @@ def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
 
 
 def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield the memory on a GPU of a rank of each pipeline stage, and of an engine (colocated: on the same GPU)."""
+    """Yield the GPU memory of a rank of each pipeline stage, and of an engine, which shares the GPU if colocated."""
     leaves = config.trainer_leaves
     number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -381,7 +383,7 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
-    """Return the bytes of a rank's copy for checkpoints: the data-parallel replicas share weights and optimizer."""
+    """Return the bytes of a rank's copy for checkpoints; data-parallel replicas divide weights and optimizer state."""
     parallel = config.parallel
     replicas = parallel.data * parallel.context
     dense, experts = weights.adapters or (weights.dense - weights.copied, weights.experts)
@@ -390,8 +392,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
 
 
 def _bucket_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of handoff shared memory per process: two buckets (or all weights if those are fewer bytes),
-    divided over the engines and the sender, which map the same memory."""
+    """Return the bytes of handoff shared memory per process: two buckets, or all weights if these have fewer bytes.
+    Engines and sender map the same memory, so the bytes are divided over them."""
     processes = config.rollout.engines * config.rollout.tensor_parallel
     buckets = 2 * min(config.handoff.bucket_bytes, HOST_ROUND_BYTES) * config.rollout.tensor_parallel
     return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)

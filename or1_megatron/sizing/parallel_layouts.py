@@ -1,6 +1,6 @@
 """Parses parallel layouts as users write them (``TP2 PP2 SP``); chooses between Transformer Engine's layers and ours.
 
-Also says how each layout packs sequences into rows. Imports no Megatron.
+This module also says how each layout packs sequences into rows. It imports no Megatron.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ class LayersUnavailable(UserError, ValueError):
 
 
 class ChosenLayers(NamedTuple):
-    """Which implementation of linear layers, norms and attention a run uses."""
+    """The implementation of linear layers, norms and attention that a run uses."""
 
     kind: LayerKind
     warning: str
-    """Why our layers are used on a GPU that could run Transformer Engine; else empty."""
+    """Why our layers are used on a GPU that could run Transformer Engine's; empty in all other cases."""
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
-    """Choose Transformer Engine's layers for bfloat16 on a GPU if it can be imported, else ours; or as ``layers`` says.
+    """Choose the layers that ``parallel.layers`` names, else Transformer Engine's if possible, else ours.
 
-    Transformer Engine's fast attention does not take float32.
+    Transformer Engine's layers need a GPU, an import that succeeds, and bfloat16: its fast attention takes no float32.
 
     Raises:
         LayersUnavailable: ``parallel.layers`` asks for Transformer Engine's layers, which cannot run.
@@ -139,10 +139,11 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
 
 @functools.cache
 def why_no_transformer_engine() -> str:
-    """Import Transformer Engine, and return why the import fails; empty if it succeeds.
+    """Import Transformer Engine, and return why the import fails; empty if the import succeeds.
 
-    ``import transformer_engine`` succeeds without its PyTorch part, so the PyTorch part is imported. If its import
-    fails, the package is hidden from this process: Megatron imports it too, and ends on any error but ImportError.
+    ``import transformer_engine`` succeeds without the PyTorch part, so this function imports the PyTorch part. If that
+    import fails, the package is hidden from the process: Megatron imports it too, and fails on any error except
+    ImportError.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed"

@@ -1,4 +1,4 @@
-"""The plan of a run: checks, before anything starts, whether a configuration can work; collects warnings.
+"""Checks, before anything starts, whether a run's configuration can work, and collects warnings.
 
 The checks are arithmetic on a Config, the model's HF config.json and the number of problems in the data files.
 """
@@ -45,7 +45,7 @@ class Plan:
 
 
 def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
-    """Return the plan of ``config``, for which the named model's config.json and problem files are read.
+    """Return the plan of ``config``. This reads the config.json and the problem files that ``config`` names.
 
     Args:
         shape: a folder whose config.json replaces the model's; the problem files are then not read.
@@ -114,7 +114,7 @@ def plan(
         held_out: number of problems of each set of evaluate.data; None: unknown.
 
     Raises:
-        PlanError: the configuration cannot work; a line per conflict.
+        PlanError: the configuration cannot work; the message has a line per conflict.
         ModelError: the targets of ``model.lora`` match no linear.
     """
     shape, lora = Shape.of(hf), config.model.lora

@@ -23,7 +23,7 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     """Return the most bytes that a run has on disk at one time, by kind of file.
 
-    Checkpoints: those that are kept at the end of the run, and one that is being written.
+    Checkpoints count all that are kept at the end of the run, and one that is being written.
     """
     kept, weights = config.checkpoint, shape.parameters * BYTES[config.model.dtype]
     forever = config.total_steps // kept.keep_every_steps if kept.keep_every_steps else 0
@@ -36,14 +36,14 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that a run may have in ``folder``: those free on its disk plus those already in the folder."""
+    """Return the bytes that a run may have in ``folder``: the disk's free bytes plus the bytes that it already has."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("."))
     return shutil.disk_usage(there).free + held
 
 
 def disk_short(config: Config, shape: Shape) -> str:
-    """Return an error text if the run folder's disk has too little room; empty if the run fits."""
+    """Return an error text if the run folder's disk has too little room, else ""."""
     needed, room = sum(disk_bytes(config, shape).values()), disk_room(config.run.folder)
     if needed <= room:
         return ""
@@ -62,8 +62,8 @@ def disk_line(config: Config, shape: Shape, here: bool) -> str:
 
 
 def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:
-    """Return the host memory of a node all of whose GPUs are used: trainer ranks' offloaded state, page-locked copies
-    for checkpoints (up to twice their size), processes, and the programs that verifiers run."""
+    """Return the host memory of a node that uses all its GPUs: trainer ranks' offloaded state, page-locked copies for
+    checkpoints (up to twice the state's size), processes, and the programs that verifiers run."""
     ranks = min(node_devices, config.parallel.ranks)
     copy = -(-checkpoint_bytes(config, shape) // config.parallel.ranks)
     parts: Mapping[str, int] = {

@@ -27,14 +27,14 @@ _SHOWN: Final = 20
 
 
 class NodesDiffer(AgreedError):
-    """The nodes of a run have different configurations, models, data, code or packages. The message names each."""
+    """The nodes of a run differ in configuration, models, data, code or packages. The message names the differences."""
 
 
 def join_world(config: Config) -> None:
     """Join torchrun's process group, unless this rank has joined, and compare the nodes. A collective call.
 
     Raises:
-        NodesDiffer: on all ranks.
+        NodesDiffer: the nodes' ``facts`` differ. All ranks raise this error.
     """
     if dist.is_initialized():
         return
@@ -44,7 +44,7 @@ def join_world(config: Config) -> None:
 
 
 def compare(mine: Mapping[str, str] | None) -> None:
-    """Raise NodesDiffer where the nodes' ``facts`` differ. A collective call. ``mine``: None but on local rank 0."""
+    """Raise NodesDiffer if the nodes' ``facts`` differ. A collective call. ``mine``: None except on local rank 0."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and (socket.gethostname(), mine))
     nodes = [node for node in everyone if node is not None]
@@ -56,7 +56,7 @@ def compare(mine: Mapping[str, str] | None) -> None:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return what this node starts with, by name: configuration, package versions, digests of code, models, data."""
+    """Return the facts about this node, by name: configuration, package versions, digests of code, models, data."""
     found = {f"key {key}": value for key, value in leaves(config.model_dump(mode="json")).items()}
     found |= {f"package {name}": version for name, version in versions().items()}
     for package in (or1_megatron, or1_verify):
@@ -71,7 +71,9 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def differences(nodes: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return a sentence for each fact in which nodes differ: the most common value, and each node with another value.
+    """Return a sentence for each fact in which nodes differ.
+
+    The sentence gives the most common value with its nodes, and each other value with its node.
 
     Args:
         nodes: the facts of each node.

@@ -78,7 +78,7 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
     On GPUs this is a collective call of the trainer's ranks, and rank 0 must be connected to Ray.
 
     Raises:
-        NodesDiffer: on all ranks.
+        NodesDiffer: the nodes differ. All ranks raise this error.
         PlacementError: there are too few GPUs, or an engine would span nodes.
         ClusterError: a node did not list its GPUs.
     """

@@ -40,8 +40,8 @@ _LAST_PROCESS_S = 2.0  # in which the last process of a killed run may still use
 
 
 def plan_start(config: Config, device: Device) -> Plan:
-    """Return the plan of a run that starts now. On GPUs it uses their memory here; its warnings also say what the
-    start deletes. Raises what ``plan_run`` raises."""
+    """Return the plan of a run that starts now. On GPUs the plan uses the memory of this machine's GPUs. The plan's
+    warnings also say which records the start deletes. Raises what ``plan_run`` raises."""
     planned = plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
     return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
@@ -54,7 +54,7 @@ def check_inputs(config: Config, ranks_here: int) -> None:
 
     Raises:
         RunFolderBusy: another trainer uses the folder.
-        ConfigError: a key may not differ from the folder's run, or there are fewer GPUs than asked for.
+        ConfigError: a key differs from the folder's run and must not, or there are fewer GPUs than asked for.
         PreviousStageMissing: the stage before has left no checkpoint.
         ResumeError: the stage before has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
@@ -149,7 +149,8 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
         PreviousStageMissing: the previous stage has left no checkpoint.
         ResumeError: the previous stage has not ended.
         ConfigError: the previous stage's run differs in configuration keys that a new stage may not change.
-        CheckpointDamaged, CheckpointUnreadable: with ``whole``.
+        CheckpointDamaged: with ``whole``, the checkpoint does not match its checksums.
+        CheckpointUnreadable: with ``whole``, the checkpoint cannot be read.
     """
     number = config.run.stage
     if number is None or number == 1 or checkpoint_keeper(config, folder).newest() is not None:

@@ -176,7 +176,7 @@ def lead(
 
 
 def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Return the checkpoint keeper, and where the run begins; check that checkpoint, and write the configuration."""
+    """Return the checkpoint keeper, and where the run begins; check the checkpoints, and write the configuration."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
     if warning := choose_layers(config.parallel, config.model.dtype).warning:

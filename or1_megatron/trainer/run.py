@@ -1,7 +1,7 @@
 """The entry point of every trainer rank, which ``or1 train`` starts under torchrun.
 
-Rank 0 reads the problems, then starts Ray and the engines. ``trainer.ranks`` goes on from there. Its imports take
-seconds, so it is imported while the engines start.
+Rank 0 reads the problems, then starts Ray and the engines. ``trainer.ranks`` goes on from there. Importing
+``trainer.ranks`` takes seconds, so rank 0 imports it while the engines start.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def rank_verbs(
     """
 
     def of_rows(method: Verb) -> Verb:
-        """Let each rank get its part of the rows' routed experts first, where they have any."""
+        """Let each rank first get its part of the rows' routed experts, if the rows have routed experts."""
 
         def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
             if routed:
@@ -104,7 +104,7 @@ def rank_verbs(
 
 
 def _profiled(send: Verb, config: Config, rank: int) -> Verb:
-    """Return the verb ``send``, which ends a rollout step: profiles of ``profile_steps`` begin and end with it."""
+    """Return the verb ``send`` with profiling: profiles of ``profile_steps`` begin and end when ``send`` returns."""
     running: list[profile] = []
 
     def profiled(version: int) -> int:
@@ -150,7 +150,7 @@ class SyncedPolicy:
             lockstep: calls the functions of ``rank_verbs`` on all ranks.
             engines: controls the engines of ``pool``.
             layout: the limits of packed rows, for the probe's batch.
-            sharing: how the GPUs are shared. The trainer must have them now, and engines that sleep must be asleep.
+            sharing: how the GPUs are shared. The trainer must have the GPUs now, and engines that sleep must be asleep.
         """
         self._lockstep, self._saver = lockstep, saver
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
@@ -222,7 +222,8 @@ class SyncedPolicy:
             SendError: an engine failed, was too slow, or received or holds other bytes than were sent.
             ReplicasDiffer: a parameter differs between data-parallel ranks.
             PolicyNotFinite: the policy's log-probs are not finite.
-            HandoffMismatch: an engine's log-probs differ from the policy's. After the first handoff: EngineStrayed.
+            HandoffMismatch: an engine's log-probs differ from the policy's.
+            EngineStrayed: the same, after the first handoff.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -338,7 +339,7 @@ class SyncedPolicy:
 
 
 def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
-    """Return a sample in which every token of the sequence but the first is scored."""
+    """Return a sample in which every token of the sequence except the first is scored."""
     rest = token_ids[1:]
     return Sample(
         prompt_ids=token_ids[:1],

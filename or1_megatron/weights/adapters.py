@@ -1,8 +1,8 @@
 """LoRA adapters: their weight table, which follows from a family's own, and their folders in peft's format.
 
 A linear y = W x becomes y = W x + alpha / r * B (A x), with A [r, in] and B [out, r]. Every HF tensor has an A and a B
-of its own, named as in peft's files. Where Megatron fuses several HF tensors to one linear, their A lie one below
-another, and their B are laid out and cut as the linear's rows are. So adapters move by the code that moves weights.
+of its own, named as in peft's files. Where Megatron fuses several HF tensors to one linear, their A are concatenated
+along r, and their B are laid out and cut as the linear's rows are. So the code that moves weights also moves adapters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BASE: Final = "base_digest"  # our key in the metadata of the tensors' file
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Layout):
-    """``count`` tensors [r, in] to [count * r, in], one below another."""
+    """Concatenates ``count`` tensors [r, in] to [count * r, in]."""
 
     count: int
 
@@ -53,10 +53,10 @@ class AdaptedRow(NamedTuple):
 
     linear: Row
     parts: tuple[int, ...]
-    """Which of the linear's HF tensors have an adapter."""
+    """Indices of the linear's HF tensors that have an adapter."""
     a: Row
     b: Row
-    """For all of the linear's HF tensors: the rows of those without an adapter stay zero, and are in no file."""
+    """Has rows for all of the linear's HF tensors; rows of tensors without an adapter stay zero and are in no file."""
 
 
 class AdapterTable:
@@ -75,7 +75,7 @@ class AdapterTable:
         modules = {_module(name) for row in linears for name in row.hf}
         last = sorted({module.rpartition(".")[2] for module in modules})
         self.targets = tuple(targets) or tuple(last)
-        """As in peft's ``target_modules``."""
+        """The targets, in the form of peft's ``target_modules``."""
         if wrong := [target for target in self.targets if not any(_ends(module, target) for module in modules)]:
             ends = sorted({_last_two(module) for module in modules} | set(last))
             nearest = [name for target in wrong for name in get_close_matches(_last_two(target), ends, 2)]
@@ -91,9 +91,9 @@ class AdapterTable:
             }
             self._shapes |= dict.fromkeys(adapted.a.hf, (rank, base[adapted.linear.hf[0]][1]))
         self.names = {name for row in self.adapted for i in row.parts for name in _names(row.linear.hf[i])}
-        """The tensors of a folder of adapters."""
+        """Names of the tensors in a folder of adapters."""
         self.sizes = Counter[tuple[int, bool, bool]]()
-        """How many numbers the adapters have, by (layer, whether of experts, whether cut by tensor parallelism)."""
+        """How many numbers the adapters have, by (layer, is of an expert, is cut by tensor parallelism)."""
         for row in self.rows(hf):
             key = int(row.megatron.split(".")[2]), row.expert is not None, row.cut is not Cut.WHOLE
             self.sizes[key] += sum(math.prod(self._shapes[name]) for name in row.hf)
@@ -129,7 +129,7 @@ class AdapterTable:
         """Open a folder that ``write`` or peft wrote; return a function that gives its tensors by name.
 
         Raises:
-            ModelError: it is no folder of adapters, or those of another base, rank, scale or of other linears.
+            ModelError: the folder holds no adapters, or its base, rank, scale or linears are not the run's.
         """
         try:
             config = json.loads((folder / _CONFIG).read_text())
@@ -159,14 +159,14 @@ class AdapterTable:
 
 
 def _is_linear(row: Row) -> bool:
-    """Whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router, embedding or
+    """Return whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router, embedding or
     convolution."""
     matrices = all(name.endswith(".weight") and len(axes) == 2 for name, axes in zip(row.hf, row.axes, strict=True))
     return matrices and row.cut not in (Cut.WHOLE, Cut.VOCABULARY)
 
 
 def _module(weight: str) -> str:
-    """Return the name that targets are compared with: a layer's experts have adapters all or none."""
+    """Return the name to compare targets with: all experts of a layer have adapters, or none has."""
     return re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
 
 

@@ -1,4 +1,4 @@
-"""The rows that decoder-only models of the Llama kind share, and the settings that no such model may have."""
+"""The weight table's rows that decoder-only models of the Llama kind share, and settings that none of them supports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NORM_AND_LINEAR: Final = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-"""Where a layer computes a norm together with the linear that follows (Megatron's TELayerNormColumnParallelLinear), the
-linear holds the norm's weight. The table and our checkpoints always use the norm's own name."""
+"""(norm, prefix of the norm's weight in the next linear). Megatron's TELayerNormColumnParallelLinear computes both and
+holds the norm's weight. The table and our checkpoints always use the norm's own name."""
 
 
 def fused_names(name: str) -> Iterator[str]:
@@ -51,7 +51,7 @@ def unfused_name(name: str) -> str:
 
 
 def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
-    """Return the rows of down(silu(gate x) * up x) under these prefixes; ``width`` is an axis letter."""
+    """Return the rows of down(silu(gate x) * up x) for these name prefixes; ``width`` is the width's axis letter."""
     return (
         Row(
             (hf + "gate_proj.weight", hf + "up_proj.weight"),
@@ -92,7 +92,7 @@ QK_NORM: Final = tuple(
 
 
 def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield the settings that no Llama-like family computes, but for the keys ``computed``."""
+    """Yield the settings that no Llama-like family computes, except the keys ``computed``."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
@@ -106,7 +106,7 @@ def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
 
 
 def switched_window_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield conflicts where ``sliding_window`` counts only with ``use_sliding_window``."""
+    """Yield conflicts of a family that uses ``sliding_window`` only if ``use_sliding_window`` is set."""
     yield from decoder_conflicts(hf, *computed)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

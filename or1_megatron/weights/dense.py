@@ -22,7 +22,7 @@ def _mistral_conflicts(hf: HFConfig) -> Iterator[str]:
 LLAMA: Final = ModelFamily("LlamaForCausalLM", DENSE_LAYER, decoder_conflicts)
 """Llama 2 and 3 (DeepSeek-R1-Distill-Llama among them): no biases; from 3.1 on RoPE frequencies scaled by bands."""
 MISTRAL: Final = ModelFamily("MistralForCausalLM", DENSE_LAYER, _mistral_conflicts)
-"""Llama's tensors. Up to 7B-v0.1 attention sees a sliding window only, which is not supported here."""
+"""Llama's tensors. Attention of Mistral up to 7B-v0.1 sees only a sliding window, which is not supported here."""
 QWEN2: Final = ModelFamily("Qwen2ForCausalLM", (*DENSE_LAYER, QKV_BIAS), switched_window_conflicts)
 """Qwen2 (DeepSeek-R1-Distill-Qwen among them): query/key/value biases, gated MLP, RMSNorm."""
 QWEN3: Final = ModelFamily("Qwen3ForCausalLM", (*DENSE_LAYER, *QK_NORM), switched_window_conflicts)

@@ -39,7 +39,7 @@ _NEEDED = (
 
 
 class ModelError(UserError, ValueError):
-    """A model folder that cannot be used: names the file or key, what was found and what was expected."""
+    """A model folder cannot be used. The message names the file or key, what was found and what was expected."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs; or
-            ``family_of`` raises it.
+            ``family_of`` refuses the model.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -75,7 +75,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def what_holds(folder: Path) -> str:
-    """Return words for the end of a message: what a folder holds that is no model here."""
+    """Return the end of an error message, which lists what a folder holds instead of a model."""
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     merge = "; merge the adapter into its base model first" if "adapter_model" in held else ""
     return f"; it holds {held}{merge}"

@@ -30,8 +30,8 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
     """Check that ``folder`` holds exactly the tensors that the config implies, complete and in the implied shapes.
 
     Raises:
-        ModelError: names the file, or the tensor with what was found and what was expected. A model of an unknown
-            architecture also raises it.
+        ModelError: the folder does not fit the config, or the architecture is unknown. The message names the file, or
+            the tensor with what was found and what was expected.
     """
     family = family_of(hf)
     wanted = file_shapes(family.shapes(hf))
@@ -67,9 +67,9 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
 
 
 def is_draft(name: str, hf: HFConfig) -> bool:
-    """Return whether a tensor belongs to the multi-token-prediction layers, with which engines draft tokens: layers
-    behind the last one (``num_nextn_predict_layers``), or names that start with ``mtp.``. They are not trained, and
-    exports copy them unchanged."""
+    """Return whether a tensor belongs to the multi-token-prediction layers, with which engines draft tokens: the
+    ``num_nextn_predict_layers`` after the last layer, or in Qwen3-Next and Qwen3.5 the names that start with ``mtp.``.
+    These layers are not trained, and exports copy them unchanged."""
     if name.startswith("mtp.") and "linear_conv_kernel_dim" in hf:
         return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -88,11 +88,12 @@ def drafts(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the model: those that the index names, or model.safetensors, as transformers and vLLM
-    read them. Without index and model.safetensors, return all *.safetensors except Mistral's consolidated ones.
+    """Return the files that transformers and vLLM read: the files that the index names, or model.safetensors.
+
+    Without both, return all *.safetensors except adapters and Mistral's consolidated files.
 
     Raises:
-        ModelError: a file is missing, or transformers and vLLM would read different files.
+        ModelError: a file is missing, the index is unreadable, or transformers and vLLM would read different files.
     """
     index, whole = folder / INDEX, folder / _WHOLE
     if index.is_file():

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a sliding window in every other layer, biases, experts with a clamped SwiGLU."""
+"""gpt-oss: attention sinks, a sliding window in alternate layers, biases, experts with a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final[dict[str, Any]] = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""Keys with the only value supported: vLLM computes with it whatever the config says. So it does with ``_ROPE``."""
+"""Keys with the only supported value. vLLM uses these values and those of ``_ROPE``, whatever the config says."""
 _ROPE: Final = {"rope_type": "yarn", "attention_factor": None, "mscale": None, "mscale_all_dim": None}
 _NEEDED: Final = ("num_local_experts", "num_experts_per_tok", "sliding_window")
 _NEEDED_OF_ROPE: Final = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -44,7 +44,7 @@ def _bias(row: Row, hf: str, axes: str, cut: Cut = Cut.WHOLE) -> Row:
 
 
 def _of_expert(hf: str, axes: tuple[str, ...], megatron: str, *cut_and_layout: Any) -> Row:
-    """Return the row of the parts of an expert's entry in a stack (``weights.stacked_experts``)."""
+    """Return the row whose HF tensors are the parts of an expert's entry in a stack (``weights.stacked_experts``)."""
     parts = (f"{HF}mlp.experts.{hf}[{{expert}}, {first}::{len(axes)}]" for first in range(len(axes)))
     return Row(tuple(parts), axes, f"{MEGATRON}mlp.experts.local_experts.{{expert}}.{megatron}", *cut_and_layout)
 

@@ -1,7 +1,7 @@
 """Computes which trainer rank holds which part of which HF tensor, by running the table's functions on row numbers.
 
-A layout operation and a cut move whole rows (axis 0) or take a range of columns (axis 1); the other axes stay as they
-are. So their effect on row numbers is also their effect on the tensor, and no formula is written twice.
+Layout operations and cuts move whole rows (axis 0) or take a range of columns (axis 1), and leave other axes as they
+are. So applying them to row numbers shows what they do to the tensor, and no formula is written twice.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> list[Piece]:
-    """Return the pieces of a row's HF tensors on tensor-parallel rank ``rank`` of ``size``, in its shard's order.
+    """Return the pieces of a row's HF tensors on tensor-parallel rank ``rank`` of ``size``, in the shard's order.
 
     Args:
         shapes: by HF name.

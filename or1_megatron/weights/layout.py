@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a Megatron tensor that is one whole HF tensor; subclasses fuse several or drop padding."""
+    """The memory layout of a Megatron tensor, here made of one HF tensor; subclasses fuse several or drop padding."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         """Make the Megatron tensor from HF tensors, given in the order of ``Row.hf``."""
@@ -30,7 +30,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class FusedQKV(Layout):
-    """q [N*D, ...], k [G*D, ...], v [G*D, ...] to [G * (N/G + 2) * D, ...]: each group's queries, its key, its value.
+    """Fuses q [N*D, ...], k [G*D, ...], v [G*D, ...] to [G * (N/G + 2) * D, ...], by group: queries, key, value.
 
     A cut along axis 0 into equal parts then gives every rank whole groups.
     """
@@ -77,7 +77,7 @@ class GatedQKV(FusedQKV):
 
 @dataclass(frozen=True, slots=True)
 class HeadBlocks(Layout):
-    """Sorts the tensor rows of a gated delta net into one block per key head, which has all ``sections`` in turn.
+    """Sorts the tensor rows of a gated delta net into one block per key head; each block has all ``sections`` in turn.
 
     A cut along axis 0 into equal parts then gives every rank whole heads.
     """

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; in most layers a router sends each token to a few of many experts (gated MLPs)."""
+"""Qwen3-MoE: Qwen3's attention, and in most layers a router that sends each token to a few of many experts."""
 
 from __future__ import annotations
 

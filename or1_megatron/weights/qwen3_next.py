@@ -1,8 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5: in most layers a gated delta net, every few layers full attention.
 
 The full attention's output is gated, and part of each head is rotated. Norms are zero-centred (x / rms(x) * (1 + w)),
-except that of the delta net's output. In mixtures a shared expert, with a gate of its own, computes every token.
-Qwen3.5 is published inside models for images; ``families`` refuses their folders and says how to get the text model.
+except the norm of the delta net's output. In mixtures of experts a shared expert, with its gate, computes every token.
+Qwen3.5 is published inside models for images; ``families`` refuses such a folder and says how to get the text model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def delta_net(hf: HFConfig) -> DeltaNet:
 
 
 def hybrid_conflicts(hf: HFConfig, **only: Any) -> Iterator[str]:
-    """Yield a sentence for each unsupported setting. ``only`` names further keys with the one value supported."""
+    """Yield a sentence for each unsupported setting. ``only`` has further keys with their only supported value."""
     yield from switched_window_conflicts(hf, "partial_rotary_factor")
     if missing := [key for key in DELTA_NET_SIZES if not isinstance(hf.get(key), int)]:
         yield f"config.json lacks {', '.join(missing)}: numbers of the gated delta net"
@@ -65,7 +65,7 @@ def in_layers(kind: Any, *rows: Row) -> tuple[Row, ...]:
 
 
 def linear_attention(projections: Mapping[str, str], layout: HeadBlocks) -> tuple[Row, ...]:
-    """Return the weight table's rows of the delta net. ``projections`` (HF name to axis letter) are fused into one."""
+    """Return the weight table's rows of the delta net. ``layout`` fuses ``projections`` (HF name to axis letter)."""
     net, there = HF + "linear_attn.", MEGATRON + "self_attention."
     return in_layers(
         _linear,

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE, YaRN) from HF configs: the frequencies, and the factor that sharpens attention.
 
-Shapes: R dimensions of a head that are turned: all, or the first ones. A position turns the pair (i, i + R/2) by
-position * frequency[i].
+Shapes: R rotated dimensions of a head, which are the head's first or all dimensions. A position rotates the pair
+(i, i + R/2) by position * frequency[i].
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def rotary_share(hf: HFConfig) -> float:
-    """Return which share of each head's dimensions positions turn; the first dimensions are turned."""
+    """Return the share of each head's dimensions that are rotated; these are the first dimensions."""
     unset = 0.5 if hf.get("model_type") == "glm4_moe" else 1.0  # as in transformers
     return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or unset)
 
 
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
-    """Return ([R/2] fp32 frequencies in radians per token, factor on both rotated queries and rotated keys).
+    """Return ([R/2] fp32 frequencies in radians per token, factor that multiplies rotated queries and rotated keys).
 
     Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands (arXiv 2407.21783 and
     its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
@@ -78,7 +78,7 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
 
 
 def context_tokens(hf: HFConfig) -> int:
-    """Return the model's longest sequence in tokens, as vLLM counts it: linear scaling and YaRN lengthen it."""
+    """Return the model's longest sequence in tokens, as vLLM computes it. Linear scaling and YaRN lengthen it."""
     rope = rope_parameters(hf)
     if rope["rope_type"] == "yarn":
         return int(_original_positions(rope, hf) * (rope.get("factor") or 1.0))
@@ -86,7 +86,7 @@ def context_tokens(hf: HFConfig) -> int:
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Divide slow frequencies by ``factor``, keep fast ones, and blend the two in between."""
+    """Divide slow frequencies by ``factor``, keep fast frequencies, and blend both values for frequencies between."""
     turns = _original_positions(rope, hf) * plain / (2 * math.pi)  # full turns of each pair over the original context
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -94,7 +94,7 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tenso
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Scale like ``_llama3``, but blend linearly in the pair's index; the second value sharpens attention."""
+    """Return (frequencies scaled like ``_llama3``'s, but blended linearly in the pair's index; attention's factor)."""
     positions, pairs = _original_positions(rope, hf), len(plain)
     factor = rope["factor"] or hf["max_position_embeddings"] / positions
 

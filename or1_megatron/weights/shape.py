@@ -23,7 +23,7 @@ class Latents:
     key: int
     """Latents of keys and values."""
     rotated: int
-    """Channels of each query and of the one key that positions turn."""
+    """Rotated channels of each query, and of the one key that all heads share."""
     value: int
     """Channels of one head's value."""
 
@@ -37,18 +37,18 @@ class Shape:
     intermediate: int
     heads: int
     kv_heads: int
-    """Parts into which tensor-parallel engines can cut their KV cache: latents are one part."""
+    """Number of parts into which tensor-parallel engines can cut their KV cache; 1 with latents."""
     head_dim: int
-    """Channels of a head's query and key; of its value too, without latents."""
+    """Channels of a head's query and key, and without latents of a head's value."""
     vocab: int
     positions: int
     tied: bool
     experts: Experts | None = None
     latents: Latents | None = None
     delta_net: DeltaNet | None = None
-    """Linear attention, beside which the layers with full attention have gates."""
+    """Linear attention, if some layers have it; the layers with full attention then have gates."""
     windowed: range = range(0)
-    """The layers whose attention sees the last ``window`` tokens alone."""
+    """The layers whose attention sees only the last ``window`` tokens."""
     window: int = 0
     adapters: Mapping[tuple[int, bool, bool], int] = field(default_factory=dict, compare=False)
     """With LoRA: ``AdapterTable.sizes``."""
@@ -95,8 +95,8 @@ class Shape:
 
     @property
     def multiplied_weights(self) -> int:
-        """Number of weights that multiply a token: all but the input embedding (unless it is also the output layer) and
-        the experts that do not compute the token."""
+        """Number of weights that multiply a token. Experts that do not compute the token are left out, and so is the
+        input embedding unless it is also the output layer."""
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
@@ -118,7 +118,7 @@ class Shape:
         return (2 if net is None else 3) * self.query_channels + self.key_value_channels
 
     def full_attention(self, layers: Iterable[int] | None = None) -> int:
-        """Return how many layers, among all or among ``layers``, have full attention: no delta net and no window."""
+        """Return how many of all layers, or of ``layers``, have full attention: no delta net and no window."""
         others = self.windowed if self.delta_net is None else self.delta_net.layers
         return sum(layer not in others for layer in (range(self.layers) if layers is None else layers))
 
@@ -135,7 +135,7 @@ class Shape:
 
     @property
     def query_channels(self) -> int:
-        """Number of query channels of one layer; the mean of query and value channels where the two differ."""
+        """Number of query channels of one layer, or the mean of query and value channels if the two differ."""
         return self.heads * (self.head_dim if self.latents is None else (self.head_dim + self.latents.value) // 2)
 
     @property
@@ -149,13 +149,15 @@ class Shape:
         return self.full_attention() * self.query_channels
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the KV cache's bytes per token: keys and values, or their latents, unsharded, of full attention."""
+        """Return the KV cache's bytes per token, unsharded: keys and values, or their latents, of full attention."""
         held = self.key_value_channels if self.latents is None else self.latents.key + self.latents.rotated
         return self.full_attention() * held * BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes that an engine keeps per sequence of any length for the layers without full attention,
-        unsharded: a matrix per head in fp32 and the convolution's last inputs, or a window's keys and values."""
+        """Return an engine's unsharded bytes per sequence for the layers without full attention, at any length.
+
+        A delta net has a matrix per head in fp32 and the convolution's last inputs, a window has keys and values.
+        """
         if (net := self.delta_net) is None:
             return len(self.windowed) * self.window * self.key_value_channels * BYTES[dtype]
         matrices = 4 * net.values * net.key_head_dim

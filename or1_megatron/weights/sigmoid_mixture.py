@@ -1,7 +1,7 @@
 """The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), which GLM-4.5 also has.
 
-The first layers are dense. In the others the router scores each expert by a sigmoid. A correction bias per expert,
-which balanced the experts' load in pre-training, affects only the choice. A shared expert computes every token.
+The first layers are dense. In the others the router scores each expert by a sigmoid. A correction bias per expert, for
+balanced load in pre-training, affects only the choice of experts. A shared expert computes every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *("routed_scaling_factor", "n_group", "topk_group"),
 )
 _ONLY: Final = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Keys with the only value supported, which is also the default of a config that lacks the key."""
+"""Keys with the only supported value, which is also the default if a config lacks the key."""
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:

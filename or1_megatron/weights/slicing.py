@@ -19,7 +19,7 @@ class Cut(Enum):
     ROW = "row"
     """Axis 1, equal parts (linears that split their inputs)."""
     HALVES = "halves"
-    """Axis 0, each half cut by itself; a rank holds its part of the first half above that of the second (gate/up)."""
+    """Axis 0, each half cut by itself; a rank holds a part of the first half, then a part of the second (gate/up)."""
     VOCABULARY = "vocabulary"
     """Axis 0, padded with zero rows to a multiple of the ranks (embeddings, output layer)."""
 

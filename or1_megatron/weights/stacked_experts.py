@@ -1,7 +1,7 @@
 """Names and views of the parts of a tensor that holds all experts of a layer, as gpt-oss's files store them.
 
-The weight table names one matrix of one expert ``NAME[e, p::n]``: entry e of the tensor NAME [experts, in, n * out],
-of which every n-th column from p on, transposed to [out, in]. NAME of biases is [experts, n * out], their part [out].
+In the weight table, ``NAME[e, p::n]`` means one matrix [out, in] of expert e. It is made of entry e of the tensor NAME
+[experts, in, n * out]: every n-th column from p on, transposed. A tensor of biases is [experts, n * out], a part [out].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PART = re.compile(r"(.+)\[(\d+), (\d+)::(\d+)\]")
 
 
 class Part(NamedTuple):
-    """A part of a stack of experts' tensors."""
+    """One expert's part of a stack, the tensor that holds all experts of a layer."""
 
     stack: str
     expert: int
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         return f"{self.stack}[{self.expert}, {self.first}::{self.step}]"
 
     def of(self, entry: Tensor) -> Tensor:
-        """Return the view [out, in] or [out] of the expert's entry [in, step * out] or [step * out]."""
+        """Return this part as a view [out, in] (or [out]) of the expert's entry [in, step * out] (or [step * out])."""
         return entry[..., self.first :: self.step].t()
 
 
@@ -39,17 +39,17 @@ def part_of(name: str) -> Part | None:
 
 
 def in_files(name: str) -> str:
-    """Return the name of the tensor in a file that holds this one."""
+    """Return the name of the tensor in a file that holds the table's tensor ``name``."""
     return name.partition("[")[0]
 
 
 def loaded_as(name: str) -> str:
-    """Return the name of what vLLM loads of this tensor at once: the tensor itself, or an expert's entry in a stack."""
+    """Return the name of what vLLM loads at once: the table's tensor ``name``, or its expert's entry in a stack."""
     return re.sub(r"\.experts\.(\w+)\[(\d+), .*", r".experts.\2.\1", name)
 
 
 def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in files by name, in their order, given the shapes of the table's tensors."""
+    """Return the shapes of tensors in files, by name in the table's order, from ``shapes`` of the table's tensors."""
     found = {}
     for name, shape in shapes.items():
         part = part_of(name)
@@ -58,7 +58,7 @@ def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of files under the table's names: gpt-oss's stacks, which have biases, in parts."""
+    """Return tensors of files under the table's names. Stacks that have biases (gpt-oss's) are divided into parts."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:
@@ -73,7 +73,7 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def joined(
     tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield tensors as files hold them, given the table's in its order; ``shapes`` are those of ``file_shapes``."""
+    """Yield tensors as files hold them, from the table's tensors in order; ``shapes`` is made by ``file_shapes``."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if (part := part_of(name)) is None:

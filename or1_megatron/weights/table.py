@@ -30,7 +30,7 @@ class Row:
     cut: Cut
     layout: Layout = Layout()
     in_layer: Callable[[HFConfig, int], bool] = lambda hf, layer: True
-    """Whether this layer has the row: models may mix dense layers and mixtures of experts."""
+    """Whether a layer has the row; some models have both dense layers and layers with experts."""
     expert: int | None = None
     """For a weight of an expert: the expert's number in its layer."""
     float32: bool = False
@@ -76,11 +76,11 @@ class Experts:
     shared: int = 0
     """Width of the expert that computes every token; 0 without one."""
     sigmoid: bool = False
-    """Whether the router scores each expert by itself and adds the expert's correction bias for the choice alone."""
+    """Whether the router scores each expert by a sigmoid and adds the expert's correction bias only for the choice."""
     scale: float = 1.0
     """Factor of the chosen experts' weights."""
     groups: int | None = None
-    """The groups of experts of which a token uses only the best ``chosen_groups``; None where it may use all."""
+    """Number of groups of experts, of which a token uses only the best ``chosen_groups``; None: a token may use all."""
     chosen_groups: int | None = None
 
 
@@ -99,14 +99,14 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
-    """Taps of the convolution before the delta net: it sees a token and those just before."""
+    """Taps of the convolution before the delta net, which sees a token and the tokens just before."""
     layers: tuple[int, ...]
     """The layers with a delta net; the other layers have full attention."""
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes by axis letter: C convolved channels, T taps, N value heads, B channels of a value head, W all value
-        channels, P outputs of the projection to queries, keys, values and gates, Z of that to betas and alphas."""
+        channels, P projected queries, keys, values and gates, Z projected betas and alphas."""
         return {
             "C": self.mixed,
             "T": self.conv_kernel_dim,
@@ -143,7 +143,7 @@ class ModelFamily:
     delta_net: Callable[[HFConfig], DeltaNet | None] = lambda hf: None
     """Returns the linear attention; None for a model with full attention in all layers."""
     windowed: Callable[[HFConfig], range] = lambda hf: range(0)
-    """Returns the layers whose attention sees the last ``sliding_window`` tokens alone."""
+    """Returns the layers whose attention sees only the last ``sliding_window`` tokens."""
     zero_centred: bool = False
     """Whether norms multiply by 1 + their weight."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class ModelFamily:
 
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
-        """Return the number of channels of a head's query, which its key has too."""
+        """Return the number of channels of a head's query, and of its key."""
         if has_latents(hf):
             return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
@@ -187,10 +187,10 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, M their number, K all key (or value) heads, D one head. A
-    mixture also has E experts, X one expert's intermediate, S that of the shared expert. Latent attention has A and L
-    latents of queries and of keys and values, R latents with the keys' rotated part, U keys and values made of latents,
-    O all heads' values. Beside a delta net (``DeltaNet.axes``) attention has G queries and their gates.
+    V vocabulary, H hidden, F intermediate, Q all query heads, M number of query heads, K all key (or value) heads, D
+    one head. A mixture of experts has E experts, X intermediate of one expert, S intermediate of the shared expert.
+    Latent attention has A latents of queries, L latents of keys and values, R the L latents and the keys' rotated part,
+    U keys and values made of latents, O values. With a delta net (``DeltaNet.axes``) attention has G queries and gates.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}

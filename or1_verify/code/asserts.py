@@ -1,9 +1,9 @@
 """Reads tests written as Python: assert statements that call the submission, and LeetCode's ``check(candidate)``.
 
-They never run in the submission's process, which could read what they expect. A problem's statements are one program,
-which runs in a sandbox of its own; its calls go to the submission's sandbox as data
-(``code.in_sandbox.program_runner``). Tests by which a submission could judge itself are refused when data is loaded,
-such as ``assert same(f(1), [2])`` without a definition of ``same``: the submission could define it.
+The tests never run in the submission's process, which could read the expected values. A problem's statements are one
+program, which runs in a sandbox of its own; the program's calls go to the submission's sandbox as data
+(``code.in_sandbox.program_runner``). Tests by which a submission could judge itself are refused when data is loaded.
+An example is ``assert same(f(1), [2])`` without a definition of ``same``, because the submission could define ``same``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
 
 
 def _whole_functions(module: ast.Module) -> set[str]:
-    """Return the names of a module's functions whose body does more than a signature with a docstring (a prompt)."""
+    """Return the names of a module's functions that have more than a signature and a docstring (as in a prompt)."""
     return {
         node.name
         for node in module.body
@@ -147,8 +147,8 @@ def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 
 def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
-    """Whether the submission decides the truth of ``test``: one of its functions gets one of its results, or only its
-    own results are compared. ``results``: the variables that hold results of the submission."""
+    """Whether the submission decides the truth of ``test``: a submission's function gets a submission's result, or
+    only such results are compared. ``results``: the variables that hold results of the submission."""
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote, results) for value in test.values)
     if isinstance(test, ast.UnaryOp):

@@ -1,8 +1,8 @@
 """Runs checker programs, for problems with several valid outputs: Python functions and testlib checkers in C++.
 
 Checkers come from the data, not from the submission, and still run in a sandbox (docs/code_verifier.md says how they
-are called). They get the submission's output as data, after its process has ended. If a checker meets a limit, the
-output counts as wrong, provided that the checker accepts the expected output in time; else the checker has failed.
+are called). Checkers get the submission's output as data, after the submission has ended. If a checker meets a limit,
+the output counts as wrong if the checker accepts the expected output in time; else the checker has failed.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _multiset(value: Any, depth: int) -> str:
 
 
 def as_json(encoded: Any, sets: bool = False) -> Any:
-    """Return an encoded value as plain JSON: tuples become lists, keys strings, and with ``sets`` sets lists."""
+    """Return an encoded value as plain JSON: tuples (and sets, if ``sets`` is true) become lists, keys become text."""
     if isinstance(encoded, list):
         return [as_json(item, sets) for item in encoded]
     if not isinstance(encoded, dict):

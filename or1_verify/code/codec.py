@@ -1,9 +1,9 @@
 """Encodes Python values as plain JSON and back, to pass them between a submission's process, a test program's and ours.
 
-It imports only the standard library, because the programs inside the sandboxes import it too. Decoding makes only
+This file imports only the standard library, as the programs inside the sandboxes import it too. Decoding makes only
 exact built-in types and the two LeetCode structures, never an object of the sender's classes.
 
-None, bool, str, list, float and small int are encoded as themselves, all else as an object with one key, its tag:
+None, bool, str, list, float and small int are encoded as themselves, other values as objects with one key, the tag:
 ``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
 (values of a linked list), ``tree_node`` (LeetCode's level order, None for a missing child).
 """
@@ -134,7 +134,7 @@ def walk_list(node: Any) -> list[Any]:
 
 
 def walk_tree(root: Any) -> list[Any]:
-    """Return a tree's values in LeetCode's level order: None for a missing child, except at the end."""
+    """Return a tree's values in LeetCode's level order, with None for a missing child, but without None at the end."""
     values: list[Any] = []
     level = [root]
     for node in level:

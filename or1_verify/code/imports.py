@@ -1,4 +1,4 @@
-"""Adds to a submission the imports that it lacks and graders provide, such as ``List`` or ``defaultdict``.
+"""Adds to a submission the missing imports that graders provide, such as ``List`` or ``defaultdict``.
 
 LeetCode's and LiveCodeBench's harnesses execute a long list of star imports before a submission, and models rely on
 them. The whole list would cost tens of milliseconds per test, so only names that a program uses and never binds are
@@ -22,7 +22,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided, in order: of two equal names the later wins, and a module's own name always."""
+"""Modules whose names are provided. Of two equal names the later module's wins; a module's own name always wins."""
 
 
 @cache
@@ -65,8 +65,8 @@ def names_of(source: str) -> tuple[list[str], set[str]]:
 def with_imports(source: str, prefix: str = "") -> str:
     """Return a submission's source with the graders' recursion limit and the provided imports that it lacks.
 
-    ``prefix`` is a program that runs before it, with imports of its own. The additions come after a docstring and
-    ``from __future__`` statements. Raises SyntaxError."""
+    ``prefix`` is a program that runs before the submission, with imports of its own. The additions come after a
+    docstring and ``from __future__`` statements. Raises SyntaxError."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
     given, statements = names_of(prefix)[1], _statements()
     missing = [name for name in names_of(source)[0] if name in statements and name not in given]

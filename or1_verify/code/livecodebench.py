@@ -22,7 +22,7 @@ _HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PU
 
 
 def as_input_output(decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tests of a LiveCodeBench row as {inputs, outputs, fn_name?, starter_code?}, public ones first.
+    """Return the tests of a LiveCodeBench row as {inputs, outputs, fn_name?, starter_code?}, public tests first.
 
     Raises ValueError with the field, what was found and what was expected.
     """

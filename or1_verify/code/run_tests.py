@@ -33,7 +33,7 @@ _OUT_OF_TURN = "wrote to the channel out of turn"
 
 
 TestOutcome = tuple[str, str | None]
-"""(name of the test, why the submission failed it or None if it passed)."""
+"""(name of the test, the reason why the submission failed the test, or None if it passed)."""
 
 
 class CodeRun:
@@ -48,7 +48,7 @@ class CodeRun:
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
         """Run test after test, and yield each outcome. A caller that stops iterating stops the run.
 
-        Raises SandboxFailure or CheckerFailed if no outcome can be known, through no fault of the submission.
+        Raises SandboxFailure if a sandbox fails, CheckerFailed if a checker fails; neither is the submission's fault.
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
@@ -106,7 +106,7 @@ class CodeRun:
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
         """Run a test program: carry lines between its sandbox and the submission's. Return why it failed, or None.
 
-        A test program makes many calls: each has the wall time limit, and all together the budget as CPU time.
+        A test program makes many calls. Each call has the wall time limit; all calls share the budget as CPU time.
         """
         limits = replace(limits, cpu_s=self._budget_s, keys={**limits.keys, "cpu_time": "verify.budget_s"})
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
@@ -135,7 +135,7 @@ class CodeRun:
 
 
 def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
-    """Return the sandbox's limits, replaced by those that a problem sets; memory is at most the node's."""
+    """Return a problem's own limits, else those of the sandbox; memory is at most the node's limit."""
     limits, keys = sandbox.limits, dict(sandbox.limits.keys)
     if row.time_s is not None:
         keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
@@ -148,7 +148,9 @@ def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
 
 
 class _Calls:
-    """Calls of a submission in a sandbox, where it is loaded at the first call; each call runs in a fork of it.
+    """Calls of a submission, which is loaded in a sandbox at the first call.
+
+    Each call runs in a fork of the submission, or in a new sandbox if processes cannot fork there.
 
     ``for_program``: a test program makes the calls; one process runs them all, and keeps the objects that they make.
     """
@@ -214,7 +216,7 @@ class _Calls:
 
 
 def _from_program(judge: ConfinedProcess, line: bytes, asked: int) -> bytes:
-    """Return a test program's next line. If it ends after an answer of the submission, the submission is to blame."""
+    """Return a test program's next line. Raises SessionEnded if it ends after a call, SandboxFailure if earlier."""
     try:
         return judge.ask(line)
     except SessionEnded as error:

@@ -28,7 +28,7 @@ class CallTest:
     """A test that calls a function or method, whose result the problem's checker compares with ``expected``.
 
     ``wrapped``: the only item of the list ``expected`` is accepted too, because data sets whose outputs are lists often
-    wrap the result in one.
+    wrap the result in another list.
     """
 
     name: str
@@ -45,7 +45,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, which runs in a sandbox of its own. ``stand_ins``: name in it -> name in the submission."""
+    """A test program, which runs in a sandbox of its own. ``stand_ins``: program's name -> submission's name."""
 
     name: str
     program: str
@@ -57,7 +57,7 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """The limits that a problem sets for its submission in each test; None: those of the configuration."""
+    """The limits that a problem sets for each test of a submission; None means the configuration's limit."""
 
     time_s: float | None = None
     """CPU time limit, from which the wall time limit follows."""

@@ -38,7 +38,7 @@ _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 class CodeVerifier(Verifier):
     """The ``types.Verifier`` of code problems.
 
-    Runs submissions in ``sandbox`` (None: the one that ``config`` asks for), with its limits, and closes it at the end.
+    Runs submissions in ``sandbox`` (None: the one that ``config`` asks for), with its limits. ``close`` closes it.
     A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if no sandbox
     works.
     """
@@ -53,7 +53,7 @@ class CodeVerifier(Verifier):
         self._tests_of = lru_cache(maxsize=1)(parse_code_tests)  # a group's responses come in a row
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError if the ground truth has no usable tests, or tests or checker cannot run on this machine."""
+        """Raise ValueError if the ground truth has no usable tests, or if its tests or checker cannot run here."""
         tests = parse_code_tests(problem.ground_truth)
         self._checkers.prepare(tests.checker)
         programs = [tests.prefix, *(test.program for test in tests.tests if isinstance(test, ProgramTest))]

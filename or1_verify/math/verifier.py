@@ -1,6 +1,6 @@
 r"""The math verifier: compares the last box after the reasoning with the gold answers, by their types.
 
-A truncated response, or a response that never closes its reasoning, has reward 0 (not with the judge ``math_verify``).
+A truncated response, or one that never closes its reasoning, has reward 0, except with the judge ``math_verify``.
 The answer is the last box after ``</think>``, or, without a box, the value that the last sentence claims
 (``math.claim``). It is right if it equals a gold answer as text, or by the rules of ``math.reader``
 (docs/math_verifier.md).
@@ -24,7 +24,7 @@ from or1_verify.math.claim import claimed_answer
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
-"""Without a box the claim is looked for in the last characters only."""
+"""In a text without a box, only this many last characters are searched for a claim."""
 
 _BOX_CHARS = 8000
 """A longer box is wrong; the golds of the data have a few hundred characters at most."""
@@ -35,7 +35,7 @@ _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, 
 class MathVerifier:
     """The ``types.Verifier`` for ability "math"; uses the default rules unless others are given.
 
-    Its child process starts when it is first needed.
+    The child process starts when a verdict first needs it.
     """
 
     def __init__(self, timeout_s: float, rules: MathConfig | None = None) -> None:

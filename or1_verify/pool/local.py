@@ -61,6 +61,6 @@ class LocalWorker:
         return answer
 
     def _end(self) -> None:
-        """Close the child's input, after which it closes its verifiers and ends, and wait for its end."""
+        """Close the child's input, so that the child closes its verifiers and ends; wait for that end."""
         close_pipes(self._child)
         self._child.wait()

@@ -54,8 +54,8 @@ class VerifierPool:
     """Judges responses on ``config.workers`` workers, each made by ``make_worker``.
 
     A worker is replaced if it dies, or takes longer than ``call_timeout_s`` (None: ``config.budget_s`` and a minute)
-    for a response. The response is then tried once more, after those that wait; if it fails twice, its verdict has the
-    status ``error``. ``retries`` counts the second tries.
+    for a response. The response is then tried once more, after the responses that wait; after a second failure its
+    verdict has the status ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class VerifierPool:
         self._start_feeders()
 
     async def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict on one response. No response makes this raise; an ability outside the pool's does."""
+        """Return the verdict on one response. Only an ability outside the pool's raises an error (ValueError)."""
         if problem.ability not in self._abilities:
             raise ValueError(
                 f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"

@@ -47,7 +47,7 @@ def leetcode(row: Columns) -> Published:
 
 
 def livecodebench(row: Columns) -> Published:
-    """LiveCodeBench: its tests stay in the packed form, which the code verifier reads itself."""
+    """Read a row of LiveCodeBench; its tests stay in the packed form, which the code verifier reads itself."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
     tested = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
@@ -62,7 +62,7 @@ def livecodebench(row: Columns) -> Published:
 
 
 def humaneval(row: Columns) -> Published:
-    """HumanEval: the problem's statement is the beginning of a program."""
+    """Read a row of HumanEval, where the problem's statement is the beginning of a program."""
     program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
     return of_code(
         program,
@@ -74,8 +74,8 @@ def humaneval(row: Columns) -> Published:
 
 
 def mbpp(row: Columns) -> Published:
-    """MBPP in full (``text``, ``test_setup_code``) or sanitized (``prompt``, ``test_imports``), and MBPP+, whose tests
-    are the program ``test``. The prompt shows only ``test_list``."""
+    """Read a row of MBPP, in full (``text``, ``test_setup_code``) or sanitized (``prompt``, ``test_imports``), or of
+    MBPP+, whose tests are the program ``test``. The prompt shows only ``test_list``."""
     tests, program = row.texts("test_list"), row.optional("test")
     cases = [*some(row.optional("test_setup_code"), *row.texts("test_imports")), *tests]
     return of_code(
@@ -88,7 +88,10 @@ def mbpp(row: Columns) -> Published:
 
 
 def intellect2(row: Columns) -> Published:
-    """INTELLECT-2: {ground_truth} for math, {test_cases: [{input, output, fn_name}]} for code; else RowError."""
+    """Read a row of INTELLECT-2: {ground_truth} for math, {test_cases: [{input, output, fn_name}]} for code.
+
+    Raises RowError for other tasks.
+    """
     task, truth = row.text("task_type"), row.decoded("verification_info", dict) or {}
     if task == "verifiable_math":
         gold = str(truth.get("ground_truth") or "").strip().removeprefix("$").removesuffix("$")
@@ -115,7 +118,7 @@ def deepcoder(row: Columns) -> Published:
 
 
 def kodcode(row: Columns) -> Published:
-    """KodCode: the tests are pytest functions that import the solution; here a ``check`` calls them one by one."""
+    """Read a row of KodCode. Its tests are pytest functions; here a function ``check`` calls them one by one."""
     test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
     info: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
     imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
@@ -153,7 +156,7 @@ def code_contests(row: Columns) -> Published:
 
 
 def _cases(cases: Any, function: str | None = None) -> dict[str, Any]:
-    """Return the ground truth made of a list of test cases {input, output, fn_name?}; empty for anything else."""
+    """Return the ground truth made of a list of test cases {input, output, fn_name?}, or {} for anything else."""
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
         return {}
     named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)

@@ -12,7 +12,7 @@ from or1_verify.problems.rows import MISSING, RowError, shown
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One problem read from a row of any column layout. ``source``: a part of the set that the row names, or ""."""
+    """One problem read from a row of any column layout. ``source``: the part of the set that the row names, or ""."""
 
     ability: str
     statement: str

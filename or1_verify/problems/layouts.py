@@ -3,8 +3,8 @@
 Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
 code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself. Held-out sets: HuggingFaceH4/MATH-500, math-ai/amc23,
-math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp. And
-MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so. For
+math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp. Also
+MATH as first published (hendrycks/math), and Minerva in that form: the answers are boxed in the solutions. For
 RL: BytedTsinghua-SIA/DAPO-Math-17k and AIME-2024, ganler/code-r1-12k (as Skywork-OR1-RL-Data), SynthLabsAI/Big-Math-RL
 (as DeepScaleR), zwhe99/DeepMath-103K, nvidia/OpenMathReasoning, PrimeIntellect/INTELLECT-2-RL-Dataset, inclusionAI/
 AReaL-RL-Data, allenai/RLVR-GSM-MATH-IF-Mixed-Constraints, Open-Reasoner-Zero/orz_math_57k_collection,
@@ -35,7 +35,10 @@ def fitting_layouts(columns: Mapping[str, Any]) -> list[str]:
 
 
 def read_published(row: Any, layout: str, origin: str) -> Published:
-    """Read one decoded row in a column layout, or "auto". Raises RowError with ``origin``, the column and the fault."""
+    """Read one decoded row in the given column layout; "auto" detects the layout.
+
+    Raises RowError with ``origin``, the column and the fault.
+    """
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, Mapping):
@@ -79,7 +82,7 @@ def _own_layout(columns: Columns) -> Published:
 
 
 def _answered(row: Columns) -> Published:
-    """Math problems with an answer, under the column names of many sets; GSM8K's answers end in ``#### 1,234``."""
+    """Read a math problem with an answer, by the column names of many sets; GSM8K's answers end in ``#### 1,234``."""
     given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
     worked, marked, gold = given.rpartition("####")
     names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -108,7 +111,7 @@ def _math(row: Columns) -> Published:
 
 
 def _olympiadbench(row: Columns) -> Published:
-    """OlympiadBench: the answer has one or more parts, each between dollars; all parts are required."""
+    """Read a row of OlympiadBench; all parts of the answer, each between dollars, are required."""
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
     parts = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
@@ -127,7 +130,7 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """RLVR: the prompt is the user's message, worked examples included; tasks that are not math are refused."""
+    """Read a row of RLVR; the prompt is the user's message, worked examples included. Raises RowError if not math."""
     named, truth = (
         value[0] if isinstance(value, list) and len(value) == 1 else value
         for value in (row.row.get("dataset") or "math", row.row["ground_truth"])
@@ -142,7 +145,7 @@ def _rlvr(row: Columns) -> Published:
 
 
 def _orz(row: Columns) -> Published:
-    """Open-Reasoner-Zero: two turns, {from, value} and {from, ground_truth: {value}}."""
+    """Read a row of Open-Reasoner-Zero: two turns, {from, value} and {from, ground_truth: {value}}."""
     asked, answered = row.decoded("0", dict) or {}, row.decoded("1", dict) or {}
     gold = Columns(answered.get("ground_truth") or {"value": None}, row.layout, row.origin).answer("value")
     return Published("math", str(asked.get("value") or "").strip(), golds(gold))

@@ -1,9 +1,10 @@
 """Validates data rows in our own two column layouts, and defines the errors for a bad row.
 
-Skywork-OR1-RL-Data (docs/schemas.md), as verl's files: ``data_source``, ``prompt`` [{role, content}], ``ability``,
-``reward_model`` {ground_truth: string, style}, ``extra_info`` {model_difficulty}. A math ground truth is the JSON of a
-list of answers, or one plain answer. Plain: ``prompt`` (string or messages) and ``answer``, ``label`` or
-``ground_truth``. Other keys are ignored. Integers may be floats, as pandas writes a column with gaps; NaN is no value.
+The layout of Skywork-OR1-RL-Data (docs/schemas.md) and verl has ``data_source``, ``prompt`` [{role, content}],
+``ability``, ``reward_model`` {ground_truth: string, style}, ``extra_info`` {model_difficulty}. A math ground truth is
+the JSON of a list of answers, or one plain answer. The plain layout has ``prompt`` (string or messages) and ``answer``,
+``label`` or ``ground_truth``. Other keys are ignored. An integer may be a float, as pandas writes a column with gaps;
+NaN means no value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DataError(UserError, ValueError):
 
 
 class RowError(DataError):
-    """One data row cannot be used. ``reason`` is a short text, equal for all rows with this fault, to count by."""
+    """One data row cannot be used. ``reason`` is a short text, the same for all rows with this fault, for counts."""
 
     def __init__(self, origin: str, reason: str, detail: str) -> None:
         super().__init__(f"{origin}: {detail}")
@@ -229,7 +230,7 @@ def shown(value: Any) -> str:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:row, row) for each row of a Parquet file, counted from 1. Raises DataError if it cannot be read."""
+    """Yield (file:row, row) for each row of a Parquet file, from row 1. Raises DataError if the file is unreadable."""
     try:  # here: most files are JSONL, pyarrow takes a while to import, and it is not a dependency of or1_verify
         import pyarrow as pa
         import pyarrow.parquet as pq

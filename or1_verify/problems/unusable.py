@@ -39,7 +39,7 @@ class UnusableRows:
         """Raise DataError for the collected rows (policy refuse), or log how many are left out (policy drop).
 
         Args:
-            file: file to write the rows to, as JSON lines of row, reason and message, if the error does not show all.
+            file: gets the rows as JSON lines (row, reason, message) if they are dropped or the error does not show all.
             setting: the setting that leaves such rows out, e.g. ``data.unusable=drop``.
 
         Raises:
@@ -51,7 +51,7 @@ class UnusableRows:
             log.warning("%s: %s left out; %s", setting, self._counted(), self._write(file))
 
     def refuse(self, file: Path | None = None, advice: str = "") -> None:
-        """Raise DataError if rows were collected, with their number by reason, the first 20, and the file of all."""
+        """Raise DataError if rows were collected. The message has counts by reason, 20 rows, and the file of all."""
         lines = [" ".join(str(error).split()) for error in self._sorted()[:_SHOWN]]
         if not lines:
             return
@@ -68,7 +68,7 @@ class UnusableRows:
         return f"{len(self)} unusable row{'s' if len(self) > 1 else ''} ({reasons})"
 
     def _write(self, file: Path) -> str:
-        """Write the rows to ``file``, and return in words what it lists."""
+        """Write the rows to ``file``, and return in words what the file lists."""
         file.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"row": error.origin, "reason": error.reason, "message": str(error)} for error in self._sorted()]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))

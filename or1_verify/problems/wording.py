@@ -45,6 +45,6 @@ ONE_BLOCK: Final = "\nPut the whole program into one ```python block."
 
 
 def livecodebench_instructions(starter: str) -> str:
-    """Return the prompt's text after a LiveCodeBench statement; ``starter``: its starter code, "" if it reads stdin."""
+    """Return the prompt's text after a LiveCodeBench statement; ``starter``: starter code, "" for stdin."""
     asked = LIVECODEBENCH_WITH_STARTER if starter else LIVECODEBENCH_STDIN
     return f"\n\n{asked}\n```python\n{starter or LIVECODEBENCH_NO_STARTER}\n```\n\n"

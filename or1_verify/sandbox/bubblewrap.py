@@ -1,7 +1,8 @@
 """The sandbox's first tier: bubblewrap, which gives each run namespaces of its own.
 
 A program in it has no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp
-and /dev/shm, an unprivileged uid, and its own session. All its processes die with its first, which dies with this one.
+and /dev/shm, an unprivileged uid, and its own session. All processes of a sandbox die with its first process, which
+dies with ours.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BOX = "/box"
 class Bubblewrap:
     """Launches programs under bubblewrap.
 
-    Raises SandboxUnavailable at construction if it is not installed, or there is no seccomp filter for the processor.
+    Raises SandboxUnavailable at construction if bubblewrap is not installed, or the processor has no seccomp filter.
     """
 
     name = "bubblewrap"

@@ -24,7 +24,7 @@ _numbers = itertools.count()  # shared by all pools of this process, so that no 
 
 @dataclass(slots=True)
 class Cgroup:
-    """One cgroup: its folder for each controller (in v2 the same). Not thread-safe: one run uses it at a time."""
+    """One cgroup, with its folder for each controller (in v2 the same). Not thread-safe: one run uses it at a time."""
 
     folders: dict[str, Path]
     unified: bool
@@ -37,7 +37,7 @@ class Cgroup:
         self._before = self._counts()
 
     def add(self, pid: int) -> None:
-        """Put a process, and all processes that it starts later, into the group. Raises OSError if it has ended."""
+        """Put a process, and all that it starts later, into the group. Raises OSError if the process has ended."""
         for folder in set(self.folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
@@ -153,7 +153,7 @@ class CgroupPool:
 
 
 def _unified_base() -> dict[str, Path]:
-    """Return this process's cgroup v2 by controller, if its children get the controllers memory and pids; else {}."""
+    """Return this process's cgroup v2 by controller; {} if child cgroups do not get the controllers memory and pids."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             base = _existing(_MOUNT, line.removeprefix("0::"))

@@ -26,8 +26,8 @@ from or1_verify.sandbox.program import SandboxFailure, SandboxResult, SessionEnd
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
 PYTHON_OPTIONS = ("-I", "-S", "-B")
-"""Options for no user site, no PYTHON* variables, no script folder on the path; no .pth files, which may import
-anything at every start (the runner adds the folders of packages itself); no bytecode written."""
+"""-I: no user site, no PYTHON* variables, no script folder on the path. -S: no .pth files, which may import anything
+at every start (the runner adds the folders of packages itself). -B: no bytecode is written."""
 UNPRIVILEGED_ID = 65534  # nobody
 ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _SET_UP_S = 60.0
@@ -77,7 +77,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     ) -> ConfinedProcess:
         """Start ``command``, the runner, with the descriptor of its end of the gate as the last argument.
 
-        ``stdin``: content, or None for a pipe that stays open. ``options`` are Popen's. Raises OSError if none starts.
+        ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if none can start.
         """
         gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
@@ -111,7 +111,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
         """Put the runner into a cgroup of ``cgroups``, and wait until it is confined.
 
-        Raises SandboxFailure, with what the runner wrote, if it ends before.
+        Raises SandboxFailure if the runner is late, or (with what the runner wrote) if it ends first.
         """
         self.gate.settimeout(_SET_UP_S)
         try:
@@ -153,7 +153,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         """Send one line to a released program, and return the next line that it writes (both without line ends).
 
         The answer must come within the wall time limit; CPU time and memory are limited as in any run. Raises
-        SessionEnded, after which the sandbox can only be closed, and SandboxFailure as ``finish`` does.
+        SessionEnded if no answer comes; the sandbox can then only be closed. Raises SandboxFailure as ``finish`` does.
         """
         stopped = self.read(line)
         if stopped is not None:
@@ -170,7 +170,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         """Read the program's output until it ends, or, if a ``line`` is sent, until it has written a line.
 
         Returns the limit that the program met, "exited" if it ended by itself, or None if it has written a line. Time
-        in which this process did not run (on a busy or paused machine) is not counted; output from that time is.
+        in which this process did not run (on a busy or paused machine) is not counted, but output from then is read.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
         left_s, late, starved_s = limits.wall_s, False, self.starved_s()
@@ -213,9 +213,10 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return "exited" if _exited(process.pid, max(left_s, _CLOSED_S)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
-        """End every process, and return the result; its ending is ``stopped``, or a kernel limit that was met before.
+        """End every process, and return the result, whose ending is ``stopped``.
 
-        Raises SandboxFailure if the kernel killed the program for memory although it was within its own limit.
+        If ``stopped`` is "exited" and the program met a kernel limit, this limit is the ending instead.
+        Raises SandboxFailure if the kernel killed the program for memory although the program was within its own limit.
         """
         cpu_s = self.end()
         met = self.limit_met(cpu_s)

@@ -1,9 +1,9 @@
 """The sandbox's second tier, for machines that refuse user namespaces: one process, confined by Landlock and seccomp.
 
 The program can read only /usr, the interpreter, a few devices and its own folder, and write no file. It cannot start
-processes, use sockets, or signal other processes; started by root, it gets a uid that no other process has. Killing its
-one process ends it, and no files are left behind. Landlock does not cover stat, so names and sizes of host files can be
-seen.
+processes, use sockets, or signal other processes. Started by root, the process gets a uid of its own. Killing the
+process ends the sandbox, and no files are left behind. Landlock does not cover stat, so names and sizes of host files
+can be seen.
 
 The runner confines itself, from inside, before it comes to the gate (``runner.lock``). Source: landlock(7),
 linux/landlock.h.
@@ -48,7 +48,8 @@ def landlock_version() -> int:
 class Landlock:
     """Launches programs under Landlock and seccomp, or, with ``confine_files=False``, under seccomp alone (weaker).
 
-    Raises SandboxUnavailable at construction if the kernel has no Landlock, or there is no filter for the processor.
+    Raises SandboxUnavailable at construction if Landlock is needed and missing, if the processor has no seccomp filter,
+    or if root cannot become another user.
     """
 
     name = "landlock"
@@ -128,7 +129,7 @@ class Landlock:
 def _own_identity() -> dict[str, Any]:
     """Return Popen's options for a uid that no other process has, so that the limit on processes counts no others.
 
-    Only root can set a uid; for other users the options are empty.
+    Only root can set a uid; for other users the options are empty. Where that uid cannot be set, the uid is nobody's.
     """
     if os.geteuid() != 0:
         return {}

@@ -1,6 +1,7 @@
 """The limits of one sandboxed run, their rlimits, and the message of a run that met one.
 
-``sandbox.open_sandbox`` chooses them by configuration, ``code.run_tests`` those of a problem."""
+``sandbox.open_sandbox`` makes the limits from the configuration; ``code.run_tests`` applies those that a problem sets.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from or1_verify.child_process import describe_exit
 from or1_verify.config import VerifyConfig
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""exited: the program ended by itself or by a signal; others: it was killed because it exceeded this limit."""
+"""exited: the program ended by itself or by a signal. Others: the program was killed because it exceeded this limit."""
 
 WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
@@ -53,7 +54,7 @@ class SandboxLimits:
     def rlimits(self, in_cgroup: bool) -> dict[str, int]:
         """Return the resource limits of each process, by the names of the module ``resource``.
 
-        ``in_cgroup``: a cgroup also limits the number of processes, and must be the first to refuse, as it counts that.
+        ``in_cgroup``: a cgroup also limits the number of processes. The cgroup must refuse first: it counts refusals.
         """
         return {
             "RLIMIT_CPU": math.ceil(self.cpu_s)

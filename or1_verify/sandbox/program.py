@@ -30,7 +30,7 @@ class SandboxUnavailable(UserError, RuntimeError):
 
 
 class SandboxFailure(UserError, OSError):
-    """The sandbox of one run failed, not its program: it did not start, or the machine ran out of a resource."""
+    """The sandbox of a run failed, not its program: the sandbox did not start, or a resource of the machine ran out."""
 
 
 class SessionEnded(Or1Error):

@@ -1,6 +1,6 @@
 """The first program inside every sandbox: sets the given limits, confines itself, then runs the program.
 
-The sandbox gets it as a file; it is never imported here. It starts once per run, so it imports as little as possible.
+The sandbox gets this file's text; no module imports it. The file starts once per run, so it imports little.
 Its argument is the descriptor of the gate, a socket. From the gate it reads its instructions, a marshalled dict:
 ``rlimits`` {name: value}, ``command``, and ``lock`` for a tier that confines from inside. Then it writes to the gate
 that it is ready, waits for an answer and closes the gate. The limits are hard limits, which an unprivileged process
@@ -28,7 +28,7 @@ STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 def lock(to: dict[str, Any]) -> None:
     """Confine this process for good: it dies with ``parent``, gains no rights by exec, obeys Landlock and seccomp.
 
-    ``filter``: a seccomp program; ``attributes``: the Landlock ruleset's, 64 bits each; ``rules``: (path, rights).
+    ``filter``: a seccomp program; ``attributes``: of the Landlock ruleset, 64 bits each; ``rules``: (path, rights).
     The numbers are from linux/prctl.h and linux/landlock.h.
     """
     import ctypes
@@ -68,7 +68,7 @@ def set_up_site() -> None:
 
 
 def open_streams(open_path: Any) -> Any:
-    """Return ``open_path`` with /dev/stdin, /dev/stdout and /dev/stderr, which need a /proc, opened as streams."""
+    """Return ``open_path``, changed to open /dev/stdin, /dev/stdout and /dev/stderr without a /proc."""
 
     def opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
         name = os.fspath(file) if hasattr(file, "__fspath__") else file

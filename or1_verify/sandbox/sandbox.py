@@ -40,7 +40,7 @@ _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
     "weak": partial(Landlock, confine_files=False),
 }
 _PACKAGES = ("numpy", "numpy.libs", "pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments")
-"""Packages that programs may import beside the standard library: NumPy, and pytest with what it needs."""
+"""Packages that programs may import in addition to the standard library: NumPy, and pytest with what it needs."""
 _LEFT_OUT = shutil.ignore_patterns("*-packages", "test", "tests", "config-*", "ensurepip", "idlelib", "tkinter")
 NO_NUMPY = "programs cannot import numpy in the sandbox, whose Python is {}: those that do are judged wrong"
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
 
     def missing(self, modules: Iterable[str]) -> set[str]:
-        """Return which of the top-level ``modules`` programs in the sandbox cannot import."""
+        """Return those of the top-level ``modules`` that programs in the sandbox cannot import."""
         return set(self.run(_FINDER, " ".join(modules).encode(), _PROBE_LIMITS).output.decode().split())
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
@@ -128,7 +128,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 
 def open_sandbox(config: VerifyConfig) -> Sandbox:
-    """Return the sandbox that the configuration asks for. Raises SandboxUnavailable if it does not work here."""
+    """Return the sandbox that the configuration names. Raises SandboxUnavailable if that sandbox does not work here."""
     limits = SandboxLimits(
         cpu_s=config.timeout_s,
         wall_s=WALL_PER_CPU * config.timeout_s,
@@ -155,7 +155,7 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
 def _interpreters() -> Iterator[Path]:
     """Yield the interpreters to try, our own first, so that submissions get the Python version that the user runs.
 
-    In a virtual environment, whose packages the base interpreter lacks, a copy with these packages comes first.
+    In a virtual environment the base interpreter lacks the packages, so a copy with _PACKAGES comes first.
     """
     ours = Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
     if sys.prefix == sys.base_prefix:
@@ -166,9 +166,9 @@ def _interpreters() -> Iterator[Path]:
 
 
 def _with_packages(python: Path) -> Path:
-    """Return a copy of our Python with the installed ones of _PACKAGES, made once where a sandbox's user can read it.
+    """Return a copy of our Python with those of _PACKAGES that are installed. A sandbox's user can read the copy.
 
-    Raises OSError, RuntimeError or ValueError if it cannot be made.
+    The copy is made at the first call. Raises OSError, RuntimeError or ValueError if it cannot be made.
     """
     stdlib, cache = Path(sysconfig.get_path("stdlib")), Path("/var/cache")  # root's home is nobody else's to read
     if os.geteuid() != 0:

@@ -1,10 +1,10 @@
 """The seccomp filter of the sandbox: which system calls a program may make, assembled here as classic BPF.
 
 A call that is not listed fails with ENOSYS, as on an older kernel, so that libraries fall back; a call of another
-architecture kills the program. So there are no sockets but pairs, no shared or anonymous memory files (which no limit
-counts), no ptrace, no keys, no namespaces, no io_uring, and no calls of future kernels until they are listed.
+architecture kills the program. So there are no sockets except socket pairs, no shared or anonymous memory files (which
+no limit counts), no ptrace, no keys, no namespaces, no io_uring, and no calls of future kernels until they are listed.
 
-Sources: seccomp(2) and linux/filter.h for the program's form, the kernel's tables of numbers for x86-64 and aarch64.
+Sources: seccomp(2) and linux/filter.h for the filter's form; the kernel's tables for the numbers (x86-64, aarch64).
 """
 
 from __future__ import annotations

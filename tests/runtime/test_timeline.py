@@ -1,6 +1,6 @@
 """Tests what processes write to a run's timeline, the comparison of clocks, and what `or1 timeline` makes of them.
 
-Not proven: that ui.perfetto.dev draws the trace (Perfetto's own classes read it back), several real nodes."""
+Not proven: several real nodes. Perfetto's own classes read the trace back."""
 
 from __future__ import annotations
 

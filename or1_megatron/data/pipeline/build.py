@@ -83,7 +83,7 @@ def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
-    """Replace ``folder`` by ABILITY.parquet files of the shards' candidates; return the number by ability."""
+    """Replace ``folder`` by ABILITY.parquet files of the shards' candidates; return each ability's number."""
     models = sorted({model for row in read_candidates(shards) for model in row.difficulty})
     measured = [pa.field("model_difficulty", pa.struct([(model, pa.int64()) for model in models]))] if models else []
     schema = pa.schema(
@@ -148,7 +148,7 @@ def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
     """Return (step, its decision) for each row of one problem; for a kept row, the step is "".
 
     ``wanted``: the problem's id, the id's first digits, or an origin such as file.jsonl:12. An id can have several
-    rows, as exact duplicates within a source share it. Raises DataError if no problem or several problems fit.
+    rows, because exact duplicates within a source share an id. Raises DataError if no problem or several problems fit.
     """
 
     def is_wanted(row: Candidate) -> bool:

@@ -27,7 +27,7 @@ class _Evaluated:
 
 
 class Decontamination(PipelineStep[DecontaminationConfig]):
-    """Excludes a problem whose normalised text equals an evaluation problem's, or shares enough n-grams with it.
+    """Excludes a problem whose normalised text equals an evaluation problem's text or shares enough n-grams with it.
 
     The overlap is a share of the shorter text's n-grams, so a problem inside a longer statement is found, too.
     """
@@ -69,7 +69,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
         return frozenset(" ".join(parts[start : start + size]) for start in range(len(parts) - size + 1))
 
     def _evidence(self, text: str) -> dict[str, Any] | None:
-        """Return the evidence that a text matches an evaluation problem (the one of largest overlap), or None."""
+        """Return evidence for the evaluation problem that a text equals or overlaps most; None if it matches none."""
         if (equal := self._by_text.get(text_key(text))) is not None:
             return {"match": "normalised text", **_named(equal)}
         grams = self._grams(text)

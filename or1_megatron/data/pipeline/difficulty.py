@@ -1,4 +1,4 @@
-"""Difficulty filter of the data build: models try each problem N times; always or never solved ones are excluded."""
+"""Difficulty filter of the data build: excludes problems that each model solves in all or none of N tries."""
 
 from __future__ import annotations
 

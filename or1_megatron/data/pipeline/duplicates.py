@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare each problem with earlier ones that share a band key; only statements with shared keys are kept."""
+        """Compare each problem with earlier problems that share a band key; no other statements are held in memory."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
@@ -147,7 +147,7 @@ def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
 
 
 def _occurs_again(band: UInt64Array) -> BoolArray:
-    """Return for each problem, [problems], whether another one has the same key in this band."""
+    """Return for each problem, [problems], whether another problem has the same key in this band."""
     _, place, counts = np.unique(band, return_inverse=True, return_counts=True)
     return counts[place] > 1
 

@@ -24,7 +24,7 @@ _LONGEST_TOKENS = 512
 class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
     """Excludes problems of the chosen abilities whose embedding is close to that of an earlier problem that stays.
 
-    N problems take N^2 / 2 products of vectors, all in memory: 100,000 of dimension 768 are 300 MB.
+    N problems take N^2 / 2 products of vectors. All vectors are in memory; 100,000 of dimension 768 take 300 MB.
     """
 
     name = "embedding_duplicates"

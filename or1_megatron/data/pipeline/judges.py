@@ -45,7 +45,7 @@ _MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 
 
 def read_vote(answer: str) -> str:
-    """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if one is missing after the reasoning.
+    """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if an answer is missing after the reasoning.
 
     If a criterion is answered more than once, the last answer counts.
     """
@@ -55,7 +55,7 @@ def read_vote(answer: str) -> str:
 
 
 class Judges(ModelStep[JudgesConfig]):
-    """Asks models for votes on math problems, and excludes problems with too few in favour; a result is a vote."""
+    """Asks models for votes on math problems, and excludes problems with too few votes for them; a result is a vote."""
 
     name = "judges"
     only_counts = frozenset({"votes", "keep_at_least"})

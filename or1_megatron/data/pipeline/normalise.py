@@ -27,7 +27,7 @@ UNUSABLE = "unusable_row"
 
 
 def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Manifest:
-    """Run the step and return its manifest. Raises DataError for an unreadable source, or (refuse) unusable rows."""
+    """Run the step and return its manifest. Raises DataError for an unreadable source and for refused rows."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     folder = step_folder(0, NAME, settings, [source_digest(source) for source in sources])
     if (finished := finished_step(out, folder, say)) is not None:
@@ -105,7 +105,7 @@ def _source_name(source: BuildSource, row: Published) -> str:
 
 
 def source_digest(source: BuildSource) -> str:
-    """Return a hash of all bytes of a source; of a set on the hub only its name, so a new revision goes unnoticed."""
+    """Return a hash of all bytes of a source; for a set on the hub its id, so that a new revision goes unnoticed."""
     if is_hub_id(source.path):
         return f"hub:{source.path}"
     digest = hashlib.sha256()

@@ -50,7 +50,7 @@ class DuplicatesConfig(Section):
     """Exclusion of near-duplicates by MinHash; the defaults are ours, because the paper gives none."""
 
     threshold: Fraction = 0.5
-    """Jaccard similarity, of the statements' 5-character shingles, from which on problems are near-duplicates."""
+    """Problems are near-duplicates if their statements' 5-character shingles have at least this Jaccard similarity."""
     embedding: EmbeddingConfig | None = None
 
 
@@ -58,7 +58,7 @@ class DecontaminationConfig(Section):
     against: tuple[BuildSource, ...] = ()
     ngram_words: Positive = 8
     overlap: Fraction = 0.5
-    """Share of the shorter text's n-grams, also in the other text, from which on a problem is excluded."""
+    """A problem is excluded if at least this share of the shorter text's n-grams is in the other text too."""
 
 
 class SampledModel(AskedModelConfig):
@@ -98,12 +98,12 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 
 class JudgesConfig(SampledStepConfig):
-    """Quality votes. The paper has two 70B-class judges with 16 votes each, keeps 9 of 32 in favour, and only math."""
+    """Quality votes. In the paper two 70B-class judges vote 16 times each, on math only; 9 of 32 votes suffice."""
 
     votes: Positive = 16
     """Number of votes of each model per problem."""
     keep_at_least: Positive = 9
-    """Number of votes in favour, of all models together, from which on a problem is kept."""
+    """A problem is kept if at least this many votes, of all models together, are in favour."""
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
 
@@ -129,6 +129,6 @@ class Recipe(Section):
     duplicates: DuplicatesConfig = DuplicatesConfig()
     decontaminate: DecontaminationConfig = DecontaminationConfig()
     code: VerifiedStepConfig | None = VerifiedStepConfig()
-    """Code: keep problems one of whose first three reference solutions passes every test. null: no check."""
+    """Code: keep problems if one of the first three reference solutions passes every test. null: no check."""
     difficulty: DifficultyConfig | None = None
     judges: JudgesConfig | None = None

@@ -26,7 +26,7 @@ from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
 
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
-"""Opens a sampler, whose engines end with the context, from (model, sampling, longest prompt in tokens)."""
+"""(model, sampling, longest prompt in tokens) -> context with a sampler, whose engines end with the context."""
 
 Answers = Iterator[tuple[Candidate, ChatCompletion]]
 
@@ -38,7 +38,7 @@ class ResultStore:
     """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """Open the store of the settings, such as sampling, that affect a result."""
+        """Open a model's store; ``request_settings``: all settings, such as sampling, that affect a result."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)

@@ -27,7 +27,7 @@ def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> Verifi
 
 
 class SolutionStep(PipelineStep[VerifiedStepConfig]):
-    """Judges the solutions of each problem of one ability until one is right; problems of other abilities are kept.
+    """Judges the solutions of each problem of one ability until a solution is right; keeps other problems.
 
     If no problem has the ability, no verifier is made, so no sandbox is needed.
     """
@@ -38,7 +38,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
     tries: int
     """Largest number of solutions of a problem that are judged."""
     response: str
-    """Format string that makes a solution a model's response, as the verifier reads it."""
+    """Format string that turns a solution into a response that the verifier can read."""
 
     def __init__(self, config: VerifiedStepConfig) -> None:
         super().__init__(config)
@@ -117,7 +117,7 @@ class Answers(SolutionStep):
 
 
 class CodeSolutions(SolutionStep):
-    """Excludes code problems with incomplete tests, or none of whose reference solutions passes the tests (sandbox)."""
+    """Excludes code problems with incomplete tests, without solutions, or whose first three solutions fail."""
 
     name = "code"
     ability = "code"

@@ -78,7 +78,7 @@ def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """Return the answer of a ground truth that is a JSON list of one, else the ground truth unchanged."""
+    """Return the answer of a ground truth that is a JSON list of one answer, else the ground truth unchanged."""
     if not ground_truth:
         return ""
     try:

@@ -51,7 +51,7 @@ class PipelineStep[C: Section]:
         """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """Return an outcome for each candidate of a shard; ``first``: the first one's number within the whole input."""
+        """Return an outcome for each candidate of a shard; ``first``: the first candidate's number in the input."""
         return [self.decide(row, number) for number, row in enumerate(rows, start=first)]
 
     def decide(self, row: Candidate, number: int) -> Outcome:
@@ -133,7 +133,7 @@ def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, 
 
 
 def _rows_written(shard: Path) -> int:
-    """Return the number of outcomes in a shard; -1 if the file is missing or torn."""
+    """Return the number of outcomes in a shard; -1 if the file is missing or incomplete."""
     try:
         return int(pq.read_metadata(shard).num_rows)
     except (OSError, pa.ArrowException):

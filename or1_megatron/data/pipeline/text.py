@@ -61,7 +61,10 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """Return a statement as ``plain`` does, and without commands ("find") and words about the answer's form."""
+    """Return ``plain(statement)`` without commands ("find") and words about the answer's form.
+
+    Digits replace number words ("two").
+    """
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
         text = _BOILERPLATE.sub(" ", text)
@@ -89,7 +92,7 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str, chars: int) -> UInt64Array:
-    """Return the sorted, distinct hashes of a text's shingles (runs of ``chars`` bytes); a shorter text is one."""
+    """Return the sorted, distinct hashes of a text's shingles (runs of ``chars`` bytes), or of a shorter text."""
     return np.unique(_batch_shingles([text], chars)[0])
 
 
@@ -114,7 +117,7 @@ def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
 
 
 def band_keys(signed: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Array:
-    """Return band keys [texts, bands]: two texts share a band's key only if its columns and their guards are equal."""
+    """Return band keys [texts, bands]; two texts share a band's key only if its columns and their guards agree."""
     rows, size = signed.shape
     grouped = signed.reshape(rows, bands, size // bands).astype(np.uint64)
     keys = np.broadcast_to(guards[:, None], (rows, bands)) + np.arange(bands, dtype=np.uint64)
@@ -131,7 +134,7 @@ def mixed(values: UInt64Array) -> UInt64Array:
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hashes of all texts' shingles, index of each text's first); a short text is padded to one shingle."""
+    """Return (hashes of all texts' shingles, index of each text's first hash); pads a short text to one shingle."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

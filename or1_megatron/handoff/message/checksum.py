@@ -2,7 +2,8 @@
 
 A slice's 8-byte words are laid out in rows of 1,024 words. The column sums are weighted and added, and then a hash of
 the slice's identity and a multiple of the handoff's number. A single changed word always changes the checksum, since
-its weight is odd. Other changes are missed with odds of 2^-64, but words swapped over a multiple of 8 KiB more often.
+its weight is odd. Other changes are missed with odds of 2^-64, except that a swap of two words of one column, a
+multiple of 8 KiB apart, is always missed in complete rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 def word_sum(flat: Tensor) -> int | Tensor:
-    """Return the sum of a slice's 8-byte words, each times its column's odd weight, modulo 2^64. Bytes are [n] uint8.
+    """Return the sum of a slice's 8-byte words, each times its column's odd weight, modulo 2^64. ``flat``: [n] uint8.
 
     For a tensor on a GPU the result is an int64 tensor [], and the host does not wait for it.
     """
@@ -47,7 +48,7 @@ def checksum(part: Slice, flat: Tensor, handoff: int) -> int:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd int64 weights [columns]. A word's weight depends on its column, so that swapped words are noticed."""
+    """Return odd int64 weights [columns]. Columns have different weights, so that swaps within a row are noticed."""
     generator = torch.Generator().manual_seed(20250522)
     return (torch.randint(-(1 << 62), 1 << 62, (_COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -66,7 +67,7 @@ def _identity(part: Slice) -> int:
 def host_sum(content: NDArray[np.uint8]) -> int:
     """Return the weighted sum of the bytes [n], computed by NumPy in a fifth of torch's time.
 
-    It makes few calls of NumPy, because a call is several times slower while the caches are full of model weights.
+    This makes few calls of NumPy, because a call is several times slower while the caches are full of model weights.
     """
     if end := content.size % _WORD:
         content, rest = content[:-end], content[-end:].tobytes()

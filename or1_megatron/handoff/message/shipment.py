@@ -126,7 +126,7 @@ def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSl
     On CPU the caller verifies each slice when reading it. On a GPU all slices are verified here, with one wait.
 
     Raises:
-        SliceMismatch: on a GPU, the slice that the error names does not match the checksum sent with it.
+        SliceMismatch: on a GPU, a slice does not match the checksum sent with it. The message names the slice.
     """
     came = [signed % (1 << 64) for signed in message[shipment.payload_bytes :].view(torch.int64).tolist()]
     received = [

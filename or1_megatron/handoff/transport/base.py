@@ -48,7 +48,7 @@ class Transport(ABC):
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         """Start to send ``buffer`` [n] uint8, the beginning of memory that ``allocate`` returned.
 
-        The buffer must not change until the future is done. The receiver no longer needs the buffer then.
+        The buffer must not change until the future is done. From then on the receiver does not need the buffer.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Chooses the transport of handoffs by the ranks' locations, or checks the one that the configuration names."""
+"""Chooses the transport of handoffs by the ranks' locations, or checks the transport that the configuration names."""
 
 from __future__ import annotations
 

@@ -51,7 +51,10 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
 
 
 def compare_clocks(group: Any, world_size: int) -> dict[str, int]:
-    """Return how far this clock is ahead of rank 0's, and how exact that is: all ranks read theirs as barriers end."""
+    """Return by how many ns this rank's clock is ahead of rank 0's, and within how many ns this is known.
+
+    All ranks read their clocks whenever a barrier ends.
+    """
     read = []
     for _ in range(16):
         group.barrier().wait()

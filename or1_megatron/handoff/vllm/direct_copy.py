@@ -4,9 +4,9 @@ The trace of the loaders (``vllm.loader_trace``) shows that most loaders only co
 of parameters. A layer is filled by direct copies if they write each element of its parameters exactly once. All other
 layers are loaded by their loaders.
 
-A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other layer is
-filled outside the model. vLLM then processes it (on CPU, for instance, packs it for oneDNN) and copies the result to
-the tensors that the layer computes with.
+A layer that computes with its parameters in the form that is loaded (norms, embeddings) is filled in place. Any other
+layer is filled outside the model. vLLM then processes the layer (on CPU, for instance, packs it for oneDNN) and copies
+the result to the tensors that the layer computes with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEEPS = "UnquantizedEmbeddingMethod"  # this method at most packs a copy of the
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Return the names of the tensors that need no loader. A layer has either all of its tensors among them or none."""
+    """Return the names of the tensors that need no loader: for each layer, all of its tensors or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
@@ -74,7 +74,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
-    """Return whether the traced copies alone write all elements of this layer that vLLM waits for, each once."""
+    """Return whether traced copies alone write all elements for which vLLM waits in this layer, each element once."""
     total = 0
     for parameter, views in filled.items():
         written = [source_box_of(target.shape, target.view) for target in views]

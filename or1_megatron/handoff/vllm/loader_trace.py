@@ -9,8 +9,9 @@ At a weight update most layers need no loader (``direct_copy``). The loaders of 
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
 
-Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out]: the transpose of a contiguous
-tensor in whose rows the entry's n parts take turns. A copy of these rows counts as copies of the parts.
+Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out], which is the transpose of a
+contiguous tensor. Row i of the contiguous tensor belongs to part i modulo n of the entry. A copy of such rows counts as
+copies of the parts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SourceBox:
 
     box: Box
     axes: tuple[int, ...]
-    """For each axis of the view that the loader copies, the tensor's axis that it shows; -1 for an axis of size 1."""
+    """For each axis of the copied view, the tensor's axis from which it comes; -1 for an axis of size 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class LoaderTrace:
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
     offered: dict[str, Slice] = field(default_factory=dict)
-    """What loaders get: the tensors, but entries of experts in place of parts, whose names ``parts`` has."""
+    """What loaders get: the tensors, except that an entry of an expert replaces its parts (names: ``parts``)."""
     parts: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
     """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
@@ -172,7 +173,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def by_part(self, destination: Tensor, name: str, source: Tensor) -> Iterator[tuple[Tensor, str, View]]:
-        """Yield (destination, name, view) of the copies of parts that a copy is; itself if ``name`` has no parts."""
+        """Split a copy by parts: yield (destination, name, view) of each, or of the copy if ``name`` has no parts."""
         if (names := self.trace.parts.get(name)) is None:
             yield destination, name, view_of(source)
             return
@@ -325,7 +326,7 @@ class SliceLoader(_Placeholders):
                 part.keep()
 
     def _stand_in(self, name: str) -> Tensor:
-        """Return the tensor that the loaders get: a placeholder, or the received tensor if they need it whole."""
+        """Return the tensor that the loaders get: a placeholder, or the received tensor if they need all of it."""
         tensor, parts = self.trace.offered[name], self.trace.parts.get(name, [name])
         if parts[0] not in self.trace.whole:
             return self.placeholder(tensor)

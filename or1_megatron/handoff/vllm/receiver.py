@@ -1,6 +1,6 @@
 """Receives the weights of a handoff in a vLLM worker, as a weight-transfer engine that vLLM calls.
 
-``rollout.engine`` triggers it. The engine pauses requests before, and drops the prefix cache afterwards.
+``rollout.engine`` triggers each handoff; it pauses requests before, and drops the prefix cache afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Begins vLLM's layerwise weight reload, and ends it: completes it, or breaks it off."""
+"""Begins vLLM's layerwise weight reload, and completes or breaks off this reload."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 def begin_reload(model: torch.nn.Module) -> None:
     """Begin a layerwise reload.
 
-    On CPU vLLM 0.32 packs experts' weights only when it makes their kernel; with an old kernel, new weights would stay
-    unpacked. So this function drops the kernels, and vLLM makes new ones.
+    On CPU vLLM 0.32 packs experts' weights only when it makes the experts' kernel; with an old kernel, new weights
+    would stay unpacked. So this function drops the kernels, and vLLM makes new ones.
     """
     for layer in model.modules() if current_platform.is_cpu() else ():
         method: Any = getattr(layer, "quant_method", None)
@@ -27,7 +27,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, also of tied layers.
 
     A layer that shares another layer's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU such a layer computes with a oneDNN copy from when the model was built. This copy is renewed here.
+    again. On CPU such a layer computes with a oneDNN copy, made when the model was built, which this function renews.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()

@@ -98,7 +98,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show a verb in the bar. ``step``: number of rollout steps done, from ``hand_off`` on with the current one."""
+        """Show a verb in the bar. ``step``: number of rollout steps done, including this step from ``hand_off`` on."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"

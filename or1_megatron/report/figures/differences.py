@@ -14,7 +14,7 @@ from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
 def draw_differences(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
     """Return a figure as SVG with a panel for each row (positions, differences, the model's noise), each [N].
 
-    A dot is a token; lines are means over 16 bins of positions, grey of the noise.
+    A dot is a token. The lines are means over 16 bins of positions: blue of |differences|, grey of the noise.
     """
     figure, axes = panels(len(rows))
     for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):

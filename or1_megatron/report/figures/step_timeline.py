@@ -15,7 +15,7 @@ from or1_megatron.runtime.jsonl import read_rows
 
 Span = tuple[str, str, int, int, dict[str, Any]]  # name, thread, start and end in ns, arguments
 Processes = Mapping[str, list[list[Span]]]
-"""By process its spans in lanes: of one thread, one after another. What is inside another span is in a later lane."""
+"""Each process's spans, in lanes: a lane has successive spans of a thread. A span inside another is in a later lane."""
 
 _COLOURS: Final = {
     "forward_step": "#2b6cb0", "backward_step": "#7fb2e5", "optimizer": "#153e75", "decode": "#dd8a2b",
@@ -25,9 +25,9 @@ _COLOURS: Final = {
 
 
 def read_step(folder: Path, step: int | None) -> tuple[int, Processes]:
-    """Return the step (None: the newest) and its processes. Times are by rank 0's clock, and cut to the step's.
+    """Return the step (None: the newest) and its processes. Times are by rank 0's clock; spans are cut to the step.
 
-    Raises ValueError: the folder has no timeline, or not of this step. Lines that cannot be read are left out.
+    Lines that cannot be read are left out. Raises ValueError if the folder has no timeline, or none of this step.
     """
     files = sorted(folder.glob("*.jsonl"))
     steps, ahead_ns = dict[int, tuple[int, int]](), dict[str, int]()
@@ -68,7 +68,7 @@ def _lanes(spans: Iterator[Span], first_ns: int, last_ns: int, ahead_ns: int) ->
 
 
 def perfetto_trace(processes: Processes) -> bytes:
-    """Return a trace for ui.perfetto.dev, which draws a thread's lanes as one track, since they have one name."""
+    """Return a trace for ui.perfetto.dev, which draws a thread's lanes as one track, as the lanes have one name."""
     packets, ids = list[dict[str, Any]](), itertools.count(1)
     for process, lanes in processes.items():
         owner = next(ids)  # also as pid: true pids may be equal on two nodes
@@ -87,7 +87,7 @@ def perfetto_trace(processes: Processes) -> bytes:
 
 @styled
 def draw_step(step: int, processes: Processes, path: Path) -> None:
-    """Draw who is busy and who waits: spans inside others over them, threads other than the first one thin."""
+    """Draw who is busy and who waits. Inner spans cover outer spans; threads other than a process's first are thin."""
     start_ns = min(span[2] for lanes in processes.values() for lane in lanes for span in lane)
     figure = Figure((12, 1.2 + 0.4 * len(processes)), layout="constrained")
     axes = figure.add_subplot(ylim=(len(processes), 0), title=f"step {step}", xlabel="seconds")

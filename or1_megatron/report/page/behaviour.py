@@ -45,10 +45,11 @@ _COLUMNS: Final = ("step", "prompt", "response", "response_token_ids", "log_prob
 def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[str, float]]:
     """Return means over the responses of each step of rollout files, by step and name; a mean of nothing is left out.
 
-    length/right, /wrong, /truncated: tokens. truncated, repeats (fewer than half of the n-grams of the tail are
-    distinct), changed (boxes with different answers): shares of responses. other_script: share of letters that are not
-    of the prompt's script; a character of CJK counts as three. checks: checking words per 1,000 tokens. entropy/tenth/*
-    (of the response, from 0) and entropy/kind/* (of KINDS): minus the engine's log-prob, nats per token.
+    length/right, length/wrong and length/truncated are tokens. The following are shares of responses: truncated;
+    repeats (fewer than half of the tail's n-grams are distinct); changed (boxes with different answers). other_script
+    is the share of letters outside the prompt's script; a CJK character counts as three. checks counts checking words
+    per 1,000 tokens. entropy/tenth/* (tenths of the response, from 0) and entropy/kind/* (of KINDS) are minus the
+    engine's log-prob, in nats per token.
     """
     texts = cache(lambda token: "?" if tokens is None else tokens.cut([token])[0])
     kind = cache(lambda token: next(i for i, of in enumerate(KINDS.values()) if re.fullmatch(of, texts(token), re.S)))
@@ -63,7 +64,7 @@ def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[
 
 
 def _responses(batch: pa.RecordBatch) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, sum, number of what is summed)."""
+    """Yield (name, sum, number of summed values)."""
     texts, ids, rows = batch["response"], batch["response_token_ids"].to_numpy(zero_copy_only=False), batch.num_rows
     tokens, cut = pc.list_value_length(batch["log_probs"]).to_numpy(), batch["truncated"].to_numpy(zero_copy_only=False)
     right = pc.equal(batch["status"], "right").to_numpy(zero_copy_only=False)
@@ -88,7 +89,7 @@ def _loops(ids: NDArray[np.int32]) -> bool:
 
 
 def _letters(texts: pa.StringArray) -> NDArray[np.int64]:
-    """Return the number of letters of each script in each text, [n, scripts]; ASCII has 1 or 0, which saves time."""
+    """Return the number of letters of each script in each text, [n, scripts]; at most 1 for ASCII, to save time."""
     counts = np.zeros((len(texts), 256), np.int64)
     counts[:, ord("a")] = pc.match_substring_regex(texts, "[A-Za-z]").to_numpy(zero_copy_only=False)
     for i in np.flatnonzero(~pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)).tolist():

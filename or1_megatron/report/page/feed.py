@@ -37,12 +37,17 @@ class Feed:
         self._read(*((),) * len(runs))  # so that the first page waits for less
 
     def answer(self, name: str, asked: Mapping[str, str]) -> bytes | None:
-        """Return the page (/), or the packet that it asks for by path and parameters; None: nothing is new.
+        """Return the page for the path /, or the packet that the page asks for by path and parameters.
 
-        /data/head: facts and curves, unless ``version`` is the newest, and the names of the rollout files (``kept``),
-        such as 0/rollouts/12 and 1/evaluations/8 (run, folder, step). rows: the responses in the files ``of``. text:
-        their response ``row`` in full. counts: the responses of every n-th step, with their behaviour.
-        Raises FileNotFoundError when a run's folder is gone, LookupError or ValueError for what is not there.
+        /data/head: facts, curves, and the names of the rollout files (``kept``), such as 0/rollouts/12 and
+        1/evaluations/8 (run, folder, step); None if ``version`` is the newest. /data/rows: the responses in the files
+        ``of``. /data/text: response ``row`` of these files, in full. /data/counts: the responses of every n-th step,
+        with their behaviour.
+
+        Raises:
+            FileNotFoundError: a run's folder is gone.
+            LookupError: the path, a parameter or a response does not exist.
+            ValueError: a parameter is not a number, or a file cannot be read.
         """
         if name == "/":
             return html(self._labels, {}).encode()
@@ -81,7 +86,7 @@ class Feed:
         return rows_packet(table, table.index.tolist(), more | counted)
 
     def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[PageRun], pd.DataFrame]:
-        """Return the runs' records with the responses of these files of each run, which have their times of writing."""
+        """Return the runs' records and the responses of ``files``: per run, (rollout file, its time of writing)."""
         with self._reading:
             told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
         found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]

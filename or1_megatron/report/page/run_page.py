@@ -69,7 +69,7 @@ def write_report(
     """Write the page of ``runs`` to ``out``.
 
     Args:
-        ids: responses to show in full (``selection.named``), beside ``texts`` responses that are chosen.
+        ids: responses to show in full (``selection.named``), in addition to ``texts`` chosen responses.
         tokenizer: HF folder with the tokenizer; None: the run's export, else the model that the run started from.
 
     Raises:
@@ -96,8 +96,8 @@ def write_report(
 
 
 def head_packet(records: Sequence[PageRun], more: Mapping[str, Any], most: int = 0) -> bytes:
-    """Return the packet of all data but the responses, which the browser needs first. ``more``: further fields of its
-    header. ``most``: points of a curve, the lowest and highest of neighbouring steps; 0: all."""
+    """Return the packet of all data except the responses, which the browser needs first. ``more``: further fields of
+    its header. ``most``: limit of a curve's points, the lowest and highest of neighbouring steps; 0: all points."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for record in records for row in record.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -119,7 +119,7 @@ def head_packet(records: Sequence[PageRun], more: Mapping[str, Any], most: int =
 
 def _series(record: PageRun, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
-    that are not finite. A curve with fewer points than were measured has their number as a third element."""
+    that are not finite. A curve that leaves out points has a third element: the number of measured points."""
     series: dict[str, Any] = {}
     rows = [list(map(row.get, names, repeat(np.inf))) for row in record.metrics.values()]  # inf: not measured
     for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
@@ -150,7 +150,7 @@ def behaviours(records: Sequence[PageRun], table: pd.DataFrame, tokenizer: Path 
 
 
 def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
-    """Return the packet of the responses in ``table``. ``texts``: those in full. ``more``: see ``head_packet``."""
+    """Return the packet of responses in ``table``. ``texts``: rows to show in full. ``more``: see ``head_packet``."""
     columns: dict[str, NDArray[Any]] = {
         name: table[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
@@ -187,7 +187,7 @@ def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTex
 
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
-    """Return the page of the runs ``named``. Without ``embedded`` packets it asks its server for them."""
+    """Return the page of the runs ``named``. Without ``embedded`` packets the page asks its server for packets."""
     title = ", ".join(named)
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]
@@ -203,7 +203,7 @@ def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[by
 
 
 def _asset(name: str) -> str:
-    """Return the text of a file of ``web/``; before a file of ``vendor/`` stands its license, as a comment."""
+    """Return the text of a file of ``web/``. A file of ``vendor/`` gets its license as a comment at the start."""
     text = (_WEB / name).read_text(encoding="utf-8")
     if not name.startswith("vendor/"):
         return text

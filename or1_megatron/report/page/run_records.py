@@ -21,7 +21,7 @@ from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run, step_of
 
 ROWS = 250_000
-"""About as many responses of a folder of a run are listed in a written page; of more, those of every n-th step."""
+"""A page lists about this many responses of each rollout folder of a run; of more, only those of every n-th step."""
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
 
@@ -33,7 +33,7 @@ class PageRun:
     label: str
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
-    """Metrics by step and name; None for a value that is not finite. Steps that a resume repeats are there once."""
+    """Metrics by step and name; None for a value that is not finite. A step that a resume repeats is there once."""
     files: Sequence[Path]
     rows: pd.DataFrame
     model: Path | None
@@ -46,8 +46,9 @@ class PageRun:
 def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[PageRun]:
     """Return the records of runs in order, each run once and with a label of its own; ``steps`` are never left out.
 
-    Raises FileNotFoundError for a path that is not a run folder, ValueError for a line of metrics that is not a JSON
-    object, or if no run has recorded anything yet.
+    Raises:
+        FileNotFoundError: a path is not a run folder.
+        ValueError: a line of metrics is not a JSON object, or no run has recorded anything yet.
     """
     folders: list[Path] = []
     for run in runs:
@@ -66,8 +67,11 @@ def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[Pa
 def read_page_run(
     run: Path, label: str, metrics: Any = None, files: Sequence[Path] | None = None, steps: Collection[int] = ()
 ) -> PageRun:
-    """Return the records of a run folder, with its ``metrics`` if they are read already, and responses of ``files``, if
-    not of all: of many every n-th, and ``steps``. Files that cannot be read are left out, and named in its notes."""
+    """Return the records of a run folder. Files that cannot be read are left out, and named in the records' ``notes``.
+
+    ``metrics``: the metrics, if already read. ``files``: the rollout files whose responses to read; None: all files,
+    or of many files every n-th and the files of ``steps``.
+    """
     folder, notes = RunFolder(run), list[str]()
     config = _document(folder.config, yaml.safe_load, notes)
     if metrics is None:
@@ -100,7 +104,7 @@ def read_page_run(
 
 
 def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
-    """Return what a file of the run holds: {} if there is none, and with a note if it cannot be read."""
+    """Return a file's content; {} if there is no file, or if it cannot be read, which is added to ``notes``."""
     try:
         found = (load(path.read_text()) or {}) if path.is_file() else {}
         if isinstance(found, dict):
@@ -112,7 +116,7 @@ def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mappi
 
 
 def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:
-    """Return every n-th rollout file, the newest among them: as many as have about ``rows`` responses together."""
+    """Return every n-th rollout file, counted back from the newest: together they have about ``rows`` responses."""
     each = 1
     with suppress(OSError, ValueError, IndexError):
         each = max(1, open_rollouts(files[-1]).metadata.num_rows)

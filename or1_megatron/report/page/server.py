@@ -17,13 +17,13 @@ _HEADERS: Final = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"
 
 
 class PageServer(ThreadingMixIn, TCPServer):
-    """A thread per request, and no work between requests. At an address other than this machine's own, a request needs
-    the token in ``url``."""
+    """Serves each request on a thread, and does nothing between requests. At an address other than this machine's own,
+    a request needs the token in ``url``."""
 
     allow_reuse_address = daemon_threads = True
 
     def __init__(self, feed: Feed, host: str, port: int) -> None:
-        """``port``: 0 for any that is free. Raises UserError if it cannot listen there."""
+        """``port``: 0 chooses a free port. Raises UserError if the server cannot listen at the port."""
         self.feed = feed
         self.token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
         try:

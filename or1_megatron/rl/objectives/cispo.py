@@ -15,7 +15,7 @@ from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surro
 class CISPO(PolicyGradientLoss):
     """J = stop_gradient(clip(rho, 1 - low, 1 + high)) A log pi_theta
 
-    A clip bounds a token's weight but keeps its gradient. The paper sets no lower bound, which is ``clip_low`` 1.
+    A clip bounds a token's weight but keeps its gradient. The paper sets no lower bound; ``clip_low`` 1 sets none.
 
     Worked example (low 1, high 0.2): rho 1.5, A 2, log pi -1 give J = 1.2 * 2 * -1 = -2.4 and d J / d log pi = 2.4.
     rho 0.5, A -1, log pi -2 give J = 0.5 * -1 * -2 = 1 and d J / d log pi = -0.5.

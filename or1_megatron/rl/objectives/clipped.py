@@ -19,7 +19,7 @@ class ClippedPolicyLoss(PolicyGradientLoss):
     rho = exp(log pi_theta - log pi_old), with both log-probs at ``temperature``. log pi_old is the constant
     ``TokenInputs.old_log_probs``. Dual clip: Ye et al. 2020, arXiv 1912.09729.
 
-    The loss is minus the sum of J minus alpha times the sum of H, a token's entropy (``PolicyGradientLoss`` adds it).
+    The loss is -(sum of J) - alpha (sum of H). H is a token's entropy; ``PolicyGradientLoss`` adds this term.
 
     Worked example (low = high = 0.2, alpha = 0.1), three tokens:
         rho 1.5, A  2, H 1: min(3.0, 1.2 * 2)   =  2.4, clipped, no gradient

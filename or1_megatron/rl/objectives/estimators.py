@@ -80,7 +80,7 @@ def kl_estimate(
 ) -> Tensor:
     """Return an estimate of KL(p || q) per sampled token, which is never negative. [N]. ``of_samples``: log p.
 
-    ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function ``k3``. Values above ``cap`` become ``cap``, gradient 0.
+    ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function ``k3``. Values above ``cap`` are cut, with gradient 0.
 
     In the mean under p, the gradient of k2 by p's parameters is the gradient of KL(p || q), and k3's gradient is that
     of KL(q || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
@@ -98,7 +98,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the values times the aggregation's token weights; ``weights`` None: the values."""
+    """Multiply the values by the aggregation's token weights, unless ``weights`` is None."""
     return values if weights is None else values * weights
 
 

@@ -1,4 +1,4 @@
-"""Checks a loss (objective) for faults, on random tokens without a model; ``or1 check-parity`` does so first."""
+"""Checks a loss (objective) for faults on random tokens, without a model; ``or1 check-parity`` runs this first."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _raised(name: str, error: Exception) -> str:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield a sentence per mean: a value that does not double, or a gradient that halves, if all tokens occur twice."""
+    """Yield a sentence for each value, and each gradient, that behaves like a mean when all tokens occur twice."""
     for what, once, both in _values(whole, twice):
         if not what.startswith(_LARGEST) and (once - both).abs() < (2 * once - both).abs():
             yield (
@@ -181,7 +181,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield a sentence for each value that differs between all tokens at once and two parts, as a batch is cut."""
+    """Yield a sentence for each value, and for gradients, that change when the tokens are evaluated in two parts."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     for what, value, *of_parts in _values(whole, *parts):
@@ -194,14 +194,14 @@ def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -
 
 
 def _values(*results: Result) -> Iterator[tuple[Any, ...]]:
-    """Yield the loss and each sum: (what it is, its value in each result)."""
+    """Yield (name in words, value in each result ...) for the loss and for each sum."""
     yield "its loss", *(loss for loss, _, _ in results)
     for key in results[0][1]:
         yield f"the sum '{key}'", *(sums[key].double() for _, sums, _ in results)
 
 
 def _parts(scope: Scope) -> list[Tensor]:
-    """Return the indices of two parts of the tokens, cut between sequences, or within one for scope "token"."""
+    """Return the indices of two parts of the tokens, cut between sequences, or for scope "token" within a sequence."""
     at = sum(_LENGTHS[:3]) + (2 if scope == "token" else 0)
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 

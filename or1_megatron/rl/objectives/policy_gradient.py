@@ -34,14 +34,14 @@ class Surrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradientLoss(ABC):
-    """The loss of every objective in this folder, in which a subclass defines J (``surrogate``):
+    """The loss that all objectives in this folder share; a subclass defines J (``surrogate``):
 
         sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
 
     omega: token weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean. w: importance weights
     (``correction_weights``). kl: ``kl_estimate``. H: the token's entropy.
 
-    ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)). rho is
+    ``on_policy`` (N_SGD = 1): pi_k is pi_theta. The ratio rho = exp(log pi_theta - stop_gradient(log pi_theta)) is then
     1 everywhere, and its gradient is the gradient of log pi_theta. The engine's log-probs then serve only to measure
     the mismatch of engine and policy, and to compute w.
     """

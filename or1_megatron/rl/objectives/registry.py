@@ -80,7 +80,7 @@ def find(name: str) -> type[Any]:
 
 
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
-    """Return the named objective, made from the common ``settings`` that it has fields for and its own ``args``.
+    """Return the named objective, made from its own ``args`` and those common ``settings`` for which it has a field.
 
     Raises ConfigError with all that is wrong.
     """

@@ -55,7 +55,7 @@ def needs_scores(objective: Objective, one_pass: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinearLoss:
-    """The loss sum_t g_t log pi_theta + h_t H_t, with g, h: ``log_prob_gradients``, ``entropy_gradients``."""
+    """The loss sum_t g_t log pi_theta + h_t H_t, where g is ``log_prob_gradients`` and h ``entropy_gradients``."""
 
     temperature: float
 

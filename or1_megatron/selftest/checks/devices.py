@@ -24,7 +24,7 @@ _SHARE: Final = {
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
 }
-"""Share of its data-sheet rate that a healthy device reaches; if it is lower, check clocks, slots and topology."""
+"""Share of its data-sheet rate that a healthy device reaches. If a share is lower, check clocks, slots and topology."""
 
 
 def expected_rate(gpu: str, rate: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Self-test of engines beside a trainer: sleep, and handoffs by every transport that the placement allows.
+"""Self-test of engines that run with a trainer: sleep, and handoffs by every transport that the placement allows.
 
 After every handoff the sender compares checksums, and the probe compares log-probs. The ranks start engines as a run
 does; the weights change before each handoff, so that old weights in the engines are detected.

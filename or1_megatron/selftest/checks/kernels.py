@@ -152,9 +152,12 @@ def head_loss(
 
 
 def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
-    """Return the largest difference between head and float64: of log-probs and entropies (in fp32: divided by
-    ``fp32_bounds``), and of gradients, relative to their norms (0 with ``shift``, since logits of 1e4 lose too many
-    digits). Both are infinite if a padding row has a gradient, or a probability is above 1."""
+    """Return the largest differences between head and float64: (of log-probs and entropies, of gradients).
+
+    In fp32 the first is divided by ``fp32_bounds``. The second is relative to the gradients' norms, and 0 with
+    ``shift``, since logits of 1e4 lose too many digits. Both are infinite if a padding row has a gradient, or a
+    probability is above 1.
+    """
     true, ours = oracle(case), run_head(case, epilogue, into_main_grad=True)
     if ours.of_weight[case.true_vocab_size :].any() or float(ours.log_probs.max()) > 0.0:
         return float("inf"), float("inf")
@@ -191,7 +194,7 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 
 
 def workspace_bytes(mode: str) -> int:
-    """Return the bytes that forward + backward allocate beside inputs, gradients and main_grad, at full size except H.
+    """Return the bytes that forward + backward allocate besides inputs, gradients and main_grad, at full size except H.
 
     An uncounted pass comes first, which compiles, and in which cuBLAS allocates a permanent workspace (32 MiB on
     Hopper) for each thread that multiplies matrices, autograd's among them.

@@ -45,8 +45,8 @@ TOLERANCE: Final = {
 In bfloat16 rounding causes the differences, because the reference computes in fp32 on the rounded weights. Three steps
 change parameters by less than bf16 resolves, so ``parameters`` is left out."""
 _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
-"""Largest tolerated ratio of a difference to the one that rounding alone causes in transformers, since the order of
-sums differs. In a deep model this allows more than ``TOLERANCE``."""
+"""Largest tolerated ratio of a difference to the difference that rounding alone causes in transformers, since the order
+of sums differs. In a deep model this ratio allows more than ``TOLERANCE``."""
 _DTYPES: Final[dict[str, Any]] = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
 """Defaults of a task: number of sequences, longest sequence in tokens, seed, and arguments of ``probe_objective``."""
@@ -99,7 +99,8 @@ def task_of(
         settings: values that replace those of ``DEFAULTS``.
 
     Raises:
-        LayoutError, ModelError: a layout cannot work, or the model cannot be read.
+        LayoutError: a layout cannot work.
+        ModelError: the model cannot be read.
     """
     task = {**DEFAULTS, **settings, "model": model.model_dump(mode="json"), "layouts": []}
     hf = read_hf_config(model.hf)
@@ -120,8 +121,9 @@ def differences(task: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str
     """Measure the layouts of a task on ranks that are started once. Call it in the main thread only.
 
     Returns:
-        A record (``measure_on_ranks``) for each layout that was measured before the ranks ended, with ``beyond``: a
-        sentence for each difference that exceeds its bound; and these sentences and what was not measured, in lines.
+        (records, lines). There is a record (``measure_on_ranks``) for each layout that was measured before the ranks
+        ended; its ``beyond`` has a sentence for each difference that exceeds its bound. The lines are these sentences,
+        and the layouts that were not measured.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
     dtype = task["model"]["dtype"]
@@ -161,8 +163,8 @@ def beyond(row: Mapping[str, Any], dtype: str) -> Iterator[str]:
 
 
 def bounds(rounding: Mapping[str, Any], dtype: str) -> dict[str, float]:
-    """Return the largest tolerated difference, by kind. On a GPU it is three times as large, because the order of a
-    product's sums depends on its size, so that fp32's last bits differ more than on CPU."""
+    """Return the largest tolerated difference, by kind. On a GPU the bound is three times as large, because the
+    order of a product's sums depends on its size, so that fp32's last bits differ more than on CPU."""
     times = 3.0 if torch.cuda.is_available() else 1.0
     return {kind: times * max(bound, _ROUNDINGS[dtype] * rounding[kind]) for kind, bound in TOLERANCE[dtype].items()}
 

@@ -1,6 +1,6 @@
 """Self-test of the machine (``or1 doctor``): packages, vLLM build, GPUs and driver, sandbox, memory, disk, ports.
 
-Each function tries one of them (imports, runs or binds it), and notes findings and what follows for training.
+Each function tries one of these (imports, runs or binds it), and notes what it finds and what follows for training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The causes that ``or1 doctor mismatch`` knows: each is a function from what was measured to (side, sentence) pairs.
 
-They are asked in order, from parts to what is computed with them. The first cause of a side (prompts, engine, policy,
-run) explains what else is measured of that side.
+``verdict`` calls the causes in order, from the parts to the results that are computed with the parts. It reports only
+the first cause that it finds for a side (prompts, engine, policy, run), because that cause explains the later ones.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ CAUSES: Final[tuple[Callable[[Comparison], Found], ...]] = (
 
 
 def verdict(m: Comparison) -> list[str]:
-    """Return a sentence for each side at fault; without any, one that begins with "noise"."""
+    """Return a sentence for each side at fault; if no side is, one sentence that begins with "noise"."""
     found: dict[str, str] = {}
     for cause in CAUSES:
         for side, sentence in cause(m):

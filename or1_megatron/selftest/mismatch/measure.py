@@ -1,7 +1,7 @@
 """Scores the same tokens with engine, policy and transformers in several ways, and compares the parts of each.
 
-transformers in float32, with weights rounded to the run's dtype, is the reference. Its own difference in bfloat16 is
-the model's noise; for float32 the noise is 2^-16 of that, as in ``parallel.parity``.
+transformers in float32, with weights rounded to the run's dtype, is the reference. The difference of transformers in
+bfloat16 is the model's noise; for float32 the noise is 2^-16 of this difference, as in ``parallel.parity``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from or1_verify.types import Problem
 
 _TIMES: Final = 5.0
 _LEAST: Final = {"float32": (2e-5, 1e-4), "bfloat16": (1e-3, 2e-2)}
-"""(log-probs in nats, relative outputs): a difference is more than noise above this and ``_TIMES`` the noise."""
+"""For (log-probs in nats, relative outputs): more than noise is a difference above both this and _TIMES * noise."""
 _MODULES: Final = ("embed_tokens", "norm", "self_attn.o_proj", "linear_attn", "mlp.gate", "mlp")
 
 Scored = tuple[Int32Array, Int32Array, Float32Array]
-"""(prompt [p], response [n], its log-probs [n])."""
+"""(prompt [p], response [n], log-probs [n] of the response)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probs of ``side`` minus the reference's over all tokens, with the model's noise and positions there, [N]."""
+    """Log-probs of ``side`` minus the reference's, the model's noise, and the positions: [N] each, of all tokens."""
 
     side: str
     name: str
@@ -67,7 +67,7 @@ class Difference:
     places: Any
     least: float
     ways: Mapping[str, float]
-    """Mean |difference| from the reference in another way of sampling, by that way in words."""
+    """Mean |difference| from a reference that samples in another way, by that way in words."""
 
     @property
     def mean(self) -> float:
@@ -83,13 +83,13 @@ class Difference:
 
 
 class Comparison:
-    """An engine, a policy on one rank, and transformers. ``examine`` sets all but the arguments."""
+    """An engine, a policy on one rank, and transformers. ``examine`` sets the following attributes."""
 
     rows: dict[str, Difference]
     parts: dict[str, dict[str, list[str]]]
-    """What is wrong with the parts of "engine" and "policy" ("dtype": the dtype)."""
+    """By side ("engine", "policy") and part, what is wrong with the part; for the part "dtype", the dtype."""
     strayed: str
-    """The engine's first module whose output is not the reference's, in words."""
+    """The engine's first module whose output differs from the reference's, in words."""
     head: tuple[float, float, float]
     """The engine's logits against fp32 products of its last hidden states: factor, error, share that bf16 expresses."""
 
@@ -114,7 +114,7 @@ class Comparison:
         self.ways = {"": (heat, 1.0)} | {words: way for words, way in ways.items() if way != (heat, 1.0)}
 
     def hand_off(self) -> None:
-        """Give the engine the policy's weights, as a run does. What it has cached before must not outlive that."""
+        """Fill the engine's prefix cache, and hand off the policy's weights as a run does; this must drop the cache."""
         self.control.score_prompts([self.long])
         self.sender.send(self.version)
         self.control.certify(self.version)
@@ -139,7 +139,7 @@ class Comparison:
         return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
 
     def as_prompt(self, end: int, tokens: slice) -> Scored:
-        """Score a long prompt up to ``end`` at temperature 1, the last token on the prefix cache; return ``tokens``."""
+        """Score ``tokens`` of the long prompt up to ``end`` at temperature 1, the last token on the prefix cache."""
         own = self.control.score_prompts([self.long[:end]])[0][0]
         return self.long[: tokens.start], self.long[tokens], own[tokens.start - 1 : tokens.stop - 1]
 

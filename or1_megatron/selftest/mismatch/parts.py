@@ -98,7 +98,7 @@ def held_in_engine(worker: Any) -> Iterator[tuple[str, Tensor]]:
 def parts_of_engine(
     folders: Mapping[int, Path], right: int, tokens: Int32Array, names: Collection[str], engine: Any
 ) -> tuple[dict[str, list[str]], dict[str, Float32Array]]:
-    """Return what is wrong in a VllmEngine by part, and what the modules ``names`` give for ``tokens``."""
+    """Return what is wrong in a VllmEngine, by part, and the outputs of the modules ``names`` for ``tokens``."""
     worker = engine._engine.model_executor.driver_worker.worker
     model, hf, rotary = worker.model_runner.model, read_hf_config(folders[right]), []
     for module in model.modules():

@@ -1,16 +1,16 @@
 """Loads a submission inside the sandbox, and answers calls of its functions.
 
-It reads lines from standard input, each a fresh nonce and a JSON object: first the set-up {prefix, source, starter,
-fork}, which is answered when the submission has been loaded, then calls, one at a time. An answer must repeat the
-nonce, so text that was written before a call cannot answer it.
+It reads lines from standard input, each with a fresh nonce and a JSON object. The first line is the set-up {prefix,
+source, starter, fork}, which is answered when the submission has been loaded; then calls come one at a time. An answer
+must repeat the nonce, so text that was written before a call cannot answer the call.
 
-The submission can do anything in this process, and also write to the channel of answers. But it can only give results
-of its own calls there: this process does not know the expected results.
+The submission can do anything in this process, and also write to the channel of answers. But the submission can only
+give results of its own calls there: this process does not know the expected results.
 
 Operations: ``call`` (function or method, with encoded arguments), and ``attribute``, ``length`` and ``items`` of an
-object that a call returned and that is not data (it stays here under a number). With ``fork`` each call runs in a fork
-of the loaded submission, so that calls do not affect each other; test programs, which make objects, use no forks. If a
-fork dies, the answer is {died, cpu_s}: its exit status (-n for signal n) and CPU time.
+object that a call returned and that is not data (the object stays here under a number). With ``fork`` each call runs
+in a fork of the loaded submission, so that calls do not affect each other; test programs, which make objects, use no
+forks. If a fork dies, the answer is {died, cpu_s}: the fork's exit status (-n for signal n) and CPU time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Submission:
         return {"object": len(self.objects) - 1}
 
     def find(self, expression: str) -> Any:
-        """Return a function: for ``f`` the function f, else Solution's method; for ``C().f`` C's method, else f."""
+        """Return the function that ``f`` (f, else Solution's method) or ``C().f`` (C's method, else f) means."""
         match = EXPRESSION.fullmatch(expression)
         assert match is not None
         owner, name = match.groups()
@@ -99,7 +99,7 @@ class Submission:
         return answer
 
     def changed(self, argument: Any) -> Any:
-        """Return a list of the argument's encoded state after a call if a call can change it, else None."""
+        """Return [the argument's encoded state after a call] if a call can change the argument, else None."""
         if not isinstance(argument, MUTABLE) and not hasattr(argument, "val"):
             return None
         try:
@@ -108,7 +108,7 @@ class Submission:
             return None
 
     def nodes_from_annotations(self, function: Any, name: str, arguments: list[Any]) -> str | None:
-        """Turn lists among the arguments into nodes, in place, by annotations; return a node result's annotation."""
+        """Turn lists in ``arguments`` into nodes as annotated; return the annotation of a result that is a node."""
         annotations = self.annotations(function)
         if not any("Node" in item for item in annotations.values()) and self.starter:
             annotations = self.starter_annotations(name) or annotations

@@ -2,7 +2,7 @@
 
 The test program sees stand-ins for the submission's functions. A call of a stand-in is written to standard output; its
 answer comes on standard input as plain data, which is decoded into exact built-in types. No code of the submission runs
-in this process, so neither its ``__eq__`` nor other code of it takes part in a comparison.
+in this process, so none of the submission's code, such as ``__eq__``, takes part in a comparison.
 
 Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
 {"passed": true}, or {"failed": words, "at": the line of the test program}.
@@ -80,7 +80,7 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Give the caller's argument the state that the call left its copy in, except within an assert.
+        """Give the caller's argument the state that its copy has after the call, except within an assert.
 
         In ``assert f(x) == expected(x)`` a submission could otherwise change what its result is compared with.
         """
@@ -97,8 +97,8 @@ class Channel:
 
 
 class Remote:
-    """A stand-in for a function, class or object in the submission's process. It can be called, and its attributes and
-    items read, but it cannot be compared."""
+    """A stand-in for a function, class or object in the submission's process. The test
+    program can call a stand-in and read its attributes and items, but cannot compare it."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -82,7 +82,7 @@ def compare(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_restated(gold: Reading, answer: Reading) -> bool:
-    """Compare a value in two notations: all of an answer's must be right, but one of a gold's is enough."""
+    """Compare a value in two notations: both notations of an answer must be right, one notation of a gold is enough."""
     if isinstance(answer, Restated):
         return all(compare(gold, way) for way in answer.ways)
     assert isinstance(gold, Restated)
@@ -234,7 +234,7 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
 
 
 def _is_solved(gold: Relation, answer: Quantity) -> bool:
-    """Return whether a formula of x is y by the gold's equation: ``6/x`` for ``xy = 6``."""
+    """Return whether the gold's equation makes y equal to a formula of x: ``6/x`` for ``xy = 6``."""
     named = Relation(("=",), (Quantity(Node("sym", name="y")), answer), ("y", ""))
     return "x" in symbols(answer.tree) and _same_curve(gold, named)
 
@@ -478,7 +478,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
-    """Return whether both have the same items, equally often; a greedy match is enough for ``equal``."""
+    """Return whether both sequences have the same items, equally often; items are matched greedily by ``equal``."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)
@@ -506,4 +506,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""Rules by the type of either side, in this order: for whole readings, then for readings that were spread."""
+"""_WHOLE_RULES is for whole readings, _SPREAD_RULES for spread ones; the first rule with either side's type decides."""

@@ -1,7 +1,7 @@
 """Compares what gold and answer say about their letters: where a formula holds, which numbers are meant.
 
-If both sides say something about a letter, it must be over the same numbers. If one side says nothing, a formula's
-condition may be left out, and so may the integers or reals that a parameter runs over.
+If both sides say something about a letter, both must say the same. If one side says nothing, a formula's condition
+may be left out, and so may the integers or reals that a parameter runs over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from or1_verify.math.reader.tree import Node, number_node, symbols
 from or1_verify.math.reader.units import NAMING, NEUTRAL, change_nothing
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
-"""The conditions by the letters that they are about."""
+"""Conditions, by the letters that each condition is about."""
 
 _INTEGERS = NumberSet("Z")
 _REALS = NumberSet("R")
@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Return whether a condition of the answer alone narrows it: ``x = 0`` for its x, a bound on the k of ``k\pi``."""
+    r"""Return whether a condition that only the answer has narrows the answer: ``x = 0``, a bound on k in ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3
@@ -168,7 +168,7 @@ def _formula(value: Reading) -> tuple[str, Node | None]:
 
 
 def parameter(gold: Said, answer: Said) -> str:
-    """Return the only letter that both sides declare an integer and restrict no further; "" if there is no such one."""
+    """Return the only letter that both sides declare an integer and restrict no further; "" if there is none."""
     both = [
         names
         for names in gold.keys() & answer.keys()

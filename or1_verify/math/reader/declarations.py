@@ -38,7 +38,7 @@ _ARGUMENT = re.compile(r"[A-Za-z]\w*\(([a-z])\)=")
 
 
 def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tuple[list[Token], tuple[Reading, ...]]:
-    """Return (the answer without statements about its letters, these as conditions). ``read`` reads one condition."""
+    """Return (answer without statements about its letters, those statements as conditions). ``read`` reads each."""
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)

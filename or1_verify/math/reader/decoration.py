@@ -1,6 +1,6 @@
 r"""Removes text around an answer that has no meaning: sizes, environments of one row, remarks, frames of a sentence.
 
-It also marks the words of languages without spaces, and writes in LaTeX what is typed without: ``x**2``, ``C(n, 2)``.
+It also marks the words of languages without spaces, and writes typed operators in LaTeX: ``x**2``, ``C(n, 2)``.
 """
 
 from __future__ import annotations

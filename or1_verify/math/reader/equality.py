@@ -2,7 +2,7 @@ r"""Decides whether two expressions are equal: exactly where both are rational, 
 
 Constants that are not rational are compared at 60 digits and, when they agree, at 300. Expressions in variables are
 compared at fixed irrational-looking points, positive and of mixed sign. An expression that is too large to evaluate
-(``9^{9^9}``) is equal only to one that is written the same way, up to the order of terms and factors.
+(``9^{9^9}``) is equal only to an expression that is written the same way, up to the order of terms and factors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def same(left: Node, right: Node) -> bool:
 
 
 def same_constant(left: Node, right: Node) -> bool:
-    """Return whether two constants agree, to twice the digits of their largest number or to 300 digits."""
+    """Return whether two constants agree to 300 digits, or to twice the digits of their longest part if more."""
     digits = 60
     for _ in range(2):
         with mpmath.workdps(digits + 10):
@@ -108,11 +108,11 @@ def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
 
 _SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
 _WIDE_DIGITS = 150
-"""Far from 0 a difference such as that of ``\\sqrt{x^6+1}`` and ``x^3`` loses many."""
+"""Digits at points far from 0, where a difference such as ``\\sqrt{x^6+1} - x^3`` loses many digits."""
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
-    """Yield points beyond all the trees' numbers, on both sides of 0, if a tree may change form there, as |x + 10|."""
+    """Yield points on both sides of 0, beyond the trees' numbers, if a tree such as |x + 10| may change form there."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
     numbers = [abs(node.number) for tree in trees for node in tree.walk()]
@@ -159,7 +159,7 @@ _CHECKED_POINTS = 200
 
 
 def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
-    """Return whether both agree at small integers, around multiples and powers of their numbers, at random integers."""
+    """Return whether both agree at small integers, near multiples and powers of their numbers, at random integers."""
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):
@@ -243,7 +243,7 @@ def fraction(tree: Node) -> tuple[Node, Node]:
 
 
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
-    """Return whether left / right is one constant other than zero (``positive``: above zero): the same curve."""
+    """Return whether left / right is one nonzero constant (with ``positive``: above zero), so both are one curve."""
     names = sorted(symbols(left) | symbols(right))
     ratio: mpmath.mpc | None = None
     seen = 0

@@ -18,7 +18,7 @@ from or1_verify.math.reader.tree import GREEK, Node, number_node, number_of
 
 _MAX_DEPTH = 60
 _CALLED = re.compile(r"(?:[fgFG]|\\operatorname \{[A-Za-z]+\})[^()]*$")
-"""What is a function where a bracket follows: its value is unknown, and no product."""
+"""Names that are functions where a bracket follows: ``f(2)`` is then an unknown value, and no product."""
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
 
@@ -36,7 +36,7 @@ def _has_vector(tree: Node) -> bool:
 
 
 def _cross(left: Node, right: Node) -> Node:
-    """Return the cross product with both sides' numbers in front: ``q v \\times B`` becomes ``q (v \\times B)``."""
+    """Return the cross product with both sides' scalars in front: ``q v \\times B`` becomes ``q (v \\times B)``."""
     factors = [_factors(side) for side in (left, right)]
     numbers = [factor for side in factors for factor in side if not _has_vector(factor)]
     vectors = [[factor for factor in side if _has_vector(factor)] for side in factors]

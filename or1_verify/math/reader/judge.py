@@ -23,7 +23,7 @@ from or1_verify.math.reader.value import rational
 
 _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
-"""A list of numbers may be longer."""
+"""Lists of numbers, which may be longer than _MAX_CHARS."""
 _INTEGER = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _ARGUMENT = r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*="
 _COUNTERS = {"k", "l", "m", "n"}
@@ -102,7 +102,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """Judge with a letter after the answer's number read as a unit (``7 m``), if the gold has a unit; else None."""
+    """If the gold has a unit, judge with the letter in the answer ``7 m`` as a unit. Return None in other cases."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -134,7 +134,7 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
 
 
 def _gold_readings(gold: str) -> tuple[bool, ...]:
-    """Return the ways to read a gold, like ``_comma_readings``; a gold that is only ``1,234`` is one number."""
+    """Return the ways to read a gold, as ``_comma_readings`` does; a gold that is only ``1,234`` is one number."""
     alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
     return (True,) if alone else _comma_readings(gold)
 
@@ -175,15 +175,15 @@ def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | 
 
 
 def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (gold's, answer's) that each text declares by the pattern, where it declares one."""
+    """Return (gold's, answer's) letter that the pattern finds declared; None unless each text declares exactly one."""
     names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (gold's, answer's) of a point's parameter, t in ``(t, 2t)``, that only the gold declares.
+    """Return (gold's, answer's) letter of a point's parameter, t in ``(t, 2t)``, if only the gold declares it; or None.
 
-    The answer's is the only letter that the gold lacks.
+    The answer's letter is the only letter of the answer that the gold lacks.
     """
     declared, own = re.findall(_TUPLE_OF_REAL, gold), _symbols(answer) - _symbols(gold)
     lone = declared and answer.startswith("(") and len(own) == 1 and declared[0] not in _symbols(answer)

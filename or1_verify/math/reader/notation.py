@@ -56,7 +56,7 @@ def based(cleaned: str) -> tuple[str, int] | None:
 
 
 def bases(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare digits and base. A missing base is the question's for an answer, but ten for a gold."""
+    """Compare digits and base. An answer without a base has the gold's; a gold without a base has ten."""
     ours, theirs = based(gold), based(answer)
     if ours is None and theirs is None:
         return None
@@ -134,7 +134,7 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. Only a gold's must be in rising order."""
+    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. Only the gold needs rising order."""
     bare = [re.sub(r"\(\s*([A-H])\s*\)", r"\1", text) for text in (gold, answer)]
     texts = [re.sub(r"«?\band\b»?|[\\{}«»,;\s]", "", text) for text in bare]
     if texts[0] not in _RISING or not re.fullmatch("(?:[A-H]|or)+", texts[1]):

@@ -25,7 +25,7 @@ from or1_verify.math.reader.units import (
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value: ``tree`` times ``unit``, which is (dimension, size), ("length^2", 1/10000) for square centimetres."""
+    """A value: ``tree`` times ``unit``. A unit is (dimension, size): ("length^2", 1/10000) for square centimetres."""
 
     tree: Node
     unit: tuple[str, Fraction] | None = None
@@ -33,11 +33,11 @@ class Quantity:
     percent: bool = False
     approximated: bool = False
     rounded: bool = False
-    """A gold whose digits stop where it was rounded, by ``verify.math.rounding``."""
+    """Whether the value is a decimal gold that ``verify.math.rounding`` takes as rounded."""
 
     @property
     def whole(self) -> Node:
-        """The tree with unit, percent sign and noun as part of it, so that rules without units tell these apart."""
+        """The tree with unit, percent sign and noun in it, so that rules without units tell 5 cm from 5 m."""
         beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
         return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
 

@@ -62,12 +62,12 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return what a set's condition covers, in any domain; None if the condition does not bound the variable."""
+    """Return the intervals of a set's condition, for any domain; None if the condition does not bound the variable."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
 def members(built: SetBuilder) -> Several | None:
-    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``."""
+    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``; None for other sets."""
     spans = conditioned(built)
     if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None

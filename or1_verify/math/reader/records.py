@@ -24,7 +24,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Relation:
-    """A chain ``sides[0] operators[0] sides[1] ...``; ``heads`` are the spellings of sides that are names, else ""."""
+    """A chain ``sides[0] operators[0] sides[1] ...``; ``heads``: each side's spelling if it is a name, else ""."""
 
     operators: tuple[str, ...]
     sides: tuple[Reading, ...]

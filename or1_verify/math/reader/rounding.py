@@ -41,7 +41,7 @@ def as_rounded(gold: Reading) -> Reading:
 
 
 def rounds_to(answer: Quantity, gold: Quantity) -> bool:
-    """Return whether an exact answer, in the gold's unit, rounds half away from zero to the digits of the gold."""
+    """Return whether an exact answer, in the gold's unit, rounds to the digits of the gold (halves away from zero)."""
     value, shown = _exact(answer.tree), rational(gold.tree)
     if value is None or shown is None:
         return False

@@ -23,8 +23,8 @@ _FAMILIES = (
 def is_worked_out(gold: Node, answer: Node) -> bool:
     """Return whether the answer is computed as far as the gold.
 
-    If the gold is a plain number, the answer must be one. Otherwise the answer has the gold's letters, and a function
-    of constants only if the gold has one of the same family: sin 15° does not answer "What is sin 15°?".
+    If the gold is a plain number, the answer must be a plain number. Otherwise the answer has the gold's letters, and a
+    function of constants only if the gold has one of the same family: sin 15° does not answer "What is sin 15°?".
     """
     if is_numeral(gold):
         return is_numeral(answer)

@@ -1,4 +1,4 @@
-r"""Expands an answer that stands for several values into these: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
+r"""Expands an answer that stands for several values into those values: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same_links(gold: Reading, answer: Reading) -> bool:
 
 
 def _signs(reading: Reading) -> dict[str, str]:
-    """Return sign ("pm", "mp" or "") by name for a list of several names' values; {} if no value has a sign."""
+    """Return the sign ("pm", "mp" or "") of each name's value in a list of several names; {} if no value has a sign."""
     items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
     sign_of: dict[str, str] = {}
     for item in items:

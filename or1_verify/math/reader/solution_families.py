@@ -22,7 +22,7 @@ _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Not y: ``y = 2n + 1`` is a function of n."""
 
 _LOOKED_AT = 60
-"""The largest k, and the lowest is below 0. Members beyond those of the densest formula are not compared."""
+"""k runs from -60 to 60. Members farther from 0 than those of the densest formula are not compared."""
 _FEWEST = 6
 _DIGITS = 40
 
@@ -30,7 +30,7 @@ _DIGITS = 40
 @dataclass(frozen=True, slots=True)
 class _Family:
     unknown: str
-    """Its name, or ""."""
+    """Name of the unknown; "" if no formula names it."""
     formulas: tuple[Node, ...]
 
 

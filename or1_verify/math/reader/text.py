@@ -51,7 +51,7 @@ _STYLE_MACROS = frozenset(_LATEX["style"].split())
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
 _SPELLINGS = {name: spelling for spelling, *names in map(str.split, _LATEX["same"].split(";")) for name in names}
-"""The one spelling of a macro by its others."""
+"""A macro's other spelling -> its one spelling."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _BRACED_SYSTEM = re.compile(
@@ -99,7 +99,7 @@ def _family(match: re.Match[str]) -> str:
 
 
 def _of_all(match: re.Match[str]) -> str:
-    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" bare."""
+    """Write "all real numbers less than 0" as an interval, "all reals but 0" as a difference, "all x > 0" as x > 0."""
     if match["but"]:
         return rf"\mathbb{{R}} \setminus \{{{re.sub('x *=', '', match['rest'])}\}}"
     if match["less"]:
@@ -169,7 +169,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         _of_all,
     ),
 )
-"""What is rewritten, and how: one spelling for phrases and signs that say the same. Each goes by the text so far."""
+"""(Pattern, replacement): one spelling for phrases and signs that say the same. Each pair works on the text so far."""
 
 
 def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
@@ -253,7 +253,7 @@ class Token:
     kind: Kind
     text: str
     spaced: bool = False
-    """Whether white space stands before it."""
+    """Whether white space stands before the token."""
 
 
 _TOKEN = re.compile(
@@ -279,7 +279,7 @@ FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
 _NAMES = {name: name for name in (*FUNCTIONS, *_LATEX["typed"].split())}
 _OPERATOR = re.compile(rf"\s*\{{\s*(?!(?i:{'|'.join(KNOWN_WORDS | {*_NAMES})})\s*\}})([A-Za-z]{{2,}})\s*\}}")
 _NAMES |= {run: name for name, *runs in map(str.split, _LATEX["typed_as"].split(";")) for run in runs}
-"""The macro by the bare run of letters that is read as one."""
+"""Bare run of letters -> the macro that it is read as."""
 
 
 def tokens(cleaned: str) -> list[Token]:

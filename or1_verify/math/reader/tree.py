@@ -35,7 +35,7 @@ class Node:
             pending += node.args
 
     def replaced(self, by: Callable[[Node], Node | None]) -> Node:
-        """Return the tree with ``by(node)`` for each node; if this is None, the node stays, its arguments replaced."""
+        """Return the tree with ``by(node)`` for each node; where that is None, keep the node and treat arguments so."""
         other = by(self)
         return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
 

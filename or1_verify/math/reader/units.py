@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-"""The lists, by name: of words, and of LaTeX's macros for ``reader.text``."""
+"""Lists of words, and of LaTeX's macros for ``reader.text``, by name."""
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
 """Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
 
@@ -39,7 +39,7 @@ HEDGES = frozenset((*WORDS["hedges"].split(), *NUMBER_WORDS, *MULTIPLIERS))
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
 NEUTRAL = frozenset(WORDS["neutral"].split())
-"""Words that may stand beside a number and change nothing: what is counted, and how. Others are part of the answer."""
+"""Words that may stand beside a number and change nothing: what is counted, and how. Others belong to the answer."""
 
 _ABROAD = frozenset(WORDS["abroad"].split())
 LEAD_INS = _ABROAD | frozenset(WORDS["lead_ins"].split())
@@ -53,12 +53,12 @@ def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
 
 JOINERS = frozenset({"and", "or"})
 SPOKEN = {word: known for known, words in WORDS["spoken"].items() for word in words.split()}
-"""Words of other languages for those that a rule knows."""
+"""Word of another language -> the word that a rule knows."""
 YES_NO = {word: said for said, words in WORDS["whole"].items() for word in words.split()}
-"""What these say when they are a whole answer: 是 is "is" before a value."""
+"""Word -> its meaning if it is the whole answer; before a value, 是 means "is"."""
 _DENSE = [word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"]
 WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
-"""The words of these lists in languages that put no space between words."""
+"""Words of NAMING, UNITS, SPOKEN and POWER_WORDS in languages that put no space between words."""
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
 KNOWN_WORDS = frozenset(
@@ -70,4 +70,4 @@ KNOWN_WORDS = frozenset(
     | QUALIFIERS
     | frozenset(WORDS["common"].split())
 ) - {"a", "an", "in"}
-"""A bare run of letters that is one of these is a word, not a product of variables."""
+"""Bare runs of letters that are read as words, not as products of variables."""
