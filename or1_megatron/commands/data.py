@@ -76,7 +76,7 @@ def benchmark(
         "data/benchmarks"
     ),
 ) -> None:
-    """Write evaluation sets, with prompts as published, AIME24's ending and the report's window of LiveCodeBench."""
+    """Write evaluation sets: published prompts, some with a boxing instruction; LiveCodeBench of the report's dates."""
     with report_user_errors():
         from or1_megatron.evaluate.benchmarks import write_set
 

@@ -186,7 +186,7 @@ class WeightSender:
         return in_background(receive)
 
     def _compare(self, plan: HandoffPlan, status: StatusStore) -> None:
-        """Compare the sums of checksums that engine ranks received with the sums that trainer ranks sent.
+        """Compare the checksums of what engine ranks received, summed, with those that trainer ranks sent.
 
         Raises:
             HandoffError: the sums differ.

@@ -117,7 +117,7 @@ def allocation_plan(
 
 
 def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
-    """Return the tile (t, v) with t * aligned(v) <= numbers that is as square as ``tokens`` and ``rows`` allow."""
+    """Return the tile (t, v), as square as ``tokens`` and ``rows`` allow, with t * aligned(v) <= ``numbers``."""
     tile_tokens = _even(math.isqrt(numbers), tokens)
     block_rows = _even(max(numbers // tile_tokens // _ALIGNMENT, 1) * _ALIGNMENT, rows)
     return _even(numbers // aligned(block_rows), tokens), block_rows

@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
-    """Map each expert's run of ``x`` [T, in] by its linear and adapters (``lora``) to [T, out].
+    """Map each expert's rows of ``x`` [T, in] to [T, out] by its linear and its LoRA adapter.
 
     ``share``: factor of biases, [T, 1].
     """

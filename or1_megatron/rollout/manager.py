@@ -152,7 +152,7 @@ class RolloutManager:
             engine.release.remote(seeds)  # nobody waits for it
 
     async def finished_responses(self) -> bytes:
-        """Return a packed list of the completions of all rollouts under way that are not urgent."""
+        """Return the packed completions made so far by all non-urgent rollouts under way."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         return pack([made for roll_out in roll_outs if not roll_out.urgent for made in roll_out.completions.values()])
 

@@ -1,1 +1,1 @@
-"""Arithmetic on a configuration before it runs: conflicts with the model, memory, disk, parallel layouts."""
+"""Arithmetic on a configuration before it runs: memory, disk, parallel layouts, and conflicts with the model."""

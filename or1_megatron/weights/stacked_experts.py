@@ -58,7 +58,7 @@ def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of files under the table's names. Stacks that have biases (gpt-oss's) are divided into parts."""
+    """Return file tensors keyed by the table's names. Stacks that have biases (gpt-oss's) are divided into parts."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:

@@ -66,7 +66,7 @@ class ParameterView:
         return replace(self, view=view)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return a view of the part in ``parameter``."""
+        """Return a view of ``parameter``: this part."""
         offset, size, stride = self.view
         return parameter.as_strided(size, stride, parameter.storage_offset() + offset)
 
@@ -256,7 +256,7 @@ class _TracingMode(_Placeholders):
 
 
 def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[Slice]) -> LoaderTrace:
-    """Run the model's loaders once on placeholders of all ``tensors``, and return the trace. The weights stay."""
+    """Run the model's loaders once on placeholders of all ``tensors``, and return the trace. No weight changes."""
     initialize_layerwise_reload(model)
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete

@@ -104,7 +104,7 @@ def read_page_run(
 
 
 def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
-    """Return a file's content; {} if there is no file, or if it cannot be read, which is added to ``notes``."""
+    """Return a file's content; {} if the file is absent, or unreadable (then ``notes`` says so)."""
     try:
         found = (load(path.read_text()) or {}) if path.is_file() else {}
         if isinstance(found, dict):

@@ -231,7 +231,7 @@ def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
 
 
 def _point(relation: Relation) -> tuple[Interval, ...] | None:
-    """Return the interval of one point for ``x = 2``, which may stand among inequalities of x; else None."""
+    """Return the one-point interval of an equation such as ``x = 2``; None for other relations."""
     value = relation.sides[-1]
     if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
         return None
