@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
-_LONG = ("train", "handoff", "rollout", "parallel", "selftest")
+_LONG = ("examples", "train", "handoff", "rollout", "parallel", "selftest")
 """Folders whose tests run longest. Their files come first, so that no worker has one left when others are done."""
 
 
