@@ -22,7 +22,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided. Of two equal names the later module's wins; a module's own name always wins."""
+"""Modules whose names are provided. A later module wins an equal name; a module's own name always wins."""
 
 
 @cache
