@@ -17,7 +17,7 @@ from or1_megatron.runtime.run_folder import step_name, step_of
 logger = logging.getLogger(__name__)
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""The end of a damaged checkpoint's name. Files of a damaged checkpoint are not as they were saved."""
+"""The end of the name of a damaged checkpoint, whose files are not as they were saved."""
 
 
 def set_aside(folder: Path) -> Path:
@@ -30,7 +30,7 @@ def set_aside(folder: Path) -> Path:
 def put_in_place(aside: Path, folder: Path) -> None:
     """Rename the complete checkpoint ``aside`` to ``folder``.
 
-    An existing ``folder`` must be damaged, since the run did not resume from it, and is renamed (``set_aside``).
+    If ``folder`` exists, it is renamed (``set_aside``): it must be damaged, since the run did not resume from it.
     """
     if folder.exists():
         set_aside(folder)
@@ -39,8 +39,8 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 class CheckpointKeeper:
-    """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay, and with ``keep_best`` the best by
-    evaluation. The checkpoint of every ``keep_every_steps``-th step stays too (0: no such rule)."""
+    """Finds and deletes the checkpoints of a run. The newest ``keep_last`` stay. With ``keep_best`` the best by
+    evaluation stays too. Unless ``keep_every_steps`` is 0, the checkpoint of every such step stays too."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder

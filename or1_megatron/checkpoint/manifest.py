@@ -1,4 +1,4 @@
-"""Writes a checkpoint's manifest, with the size and digest of every file, and checks it before a load.
+"""Writes a checkpoint's manifest, with the size and digest of every file, and checks the files before a load.
 
     {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
 
@@ -93,7 +93,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def _check_digest(path: Path, entry: FileEntry) -> None:
-    """Compare one file with its manifest entry. Raises CheckpointDamaged, CheckpointUnreadable."""
+    """Compare one file with its manifest entry. Raises the errors of ``check_manifest``."""
     try:
         same = entry_of(path) == entry
     except OSError as error:
@@ -103,7 +103,7 @@ def _check_digest(path: Path, entry: FileEntry) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Return the files that the manifest of ``folder`` lists. Raises CheckpointDamaged, CheckpointUnreadable."""
+    """Return the files that the manifest of ``folder`` lists. Raises the errors of ``check_manifest``."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointDamaged(f"{manifest} is missing: the checkpoint is incomplete, or not one of or1_megatron")

@@ -57,7 +57,7 @@ class CheckpointError(AgreedError):
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """The file that one rank has written, its slices, and the rank's random state."""
+    """The file that one rank has written, the slices in the file, and the rank's random state."""
 
     slices: list[WrittenSlice]
     file: str
@@ -113,8 +113,8 @@ class CheckpointSaver:
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
         """Start to save trained parameters, optimizer, generators and ``loop_state`` as ``folder``. A collective call.
 
-        Returns when the state is copied. ``folder`` appears only once it is complete, before ``finish`` returns
-        seconds. There is one set of buffers, so ``save`` first waits for a save that is still being written.
+        Returns when the state is copied. ``folder`` appears when all its files are on disk; only then does ``finish``
+        return seconds. There is one set of buffers, so ``save`` first waits for a save that is still being written.
 
         Raises:
             CheckpointError: on every rank, when the disk is full or the previous save failed. Earlier checkpoints stay.
@@ -134,10 +134,9 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """Return, on rank 0, the writing time in s of a save that completed since the last call, else None.
+        """Return, on rank 0, how many seconds a save took to write if it completed since the last call; else None.
 
-        Args:
-            wait: wait for a save that is still being written.
+        With ``wait``, first wait for a save that is still being written.
 
         Raises:
             CheckpointError: a save failed.
@@ -243,7 +242,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
-    """Write, on rank 0, the files that exist once, the manifest last, and rename the folder to its final name."""
+    """Write, on rank 0, the files that exist once, the manifest last; then rename the folder to its final name."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
             raise RuntimeError(part if rank == 0 else f"rank {rank}: {part}")

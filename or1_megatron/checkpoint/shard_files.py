@@ -66,7 +66,7 @@ class LocalShard:
     is_written_here: bool
     """True on exactly one of the ranks that hold this shard."""
     may_differ: bool
-    """Whether the shape depends on the parallel layout (padded vocabulary); rows that the files lack become zeros."""
+    """Whether the layout changes the whole tensor's shape (padded vocabulary). Rows that no file has become zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
@@ -119,7 +119,7 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and flush the file to disk. Raises OSError.
 
-    Returns (slices, manifest entry). ``wrote`` gets each write's byte count; an error of ``wrote`` ends the function.
+    Returns (slices, manifest entry). ``wrote`` is called with the number of bytes of each write, and may raise to stop.
     """
     written = []
     with _DigestedFile(path, wrote) as file:
@@ -183,7 +183,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
 
 
 def _reads(folder: Path, part: TensorSlice, on_disk: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """Return the reads that fill a slice; with ``may_differ``, only of rows that both the disk and the slice have."""
+    """Return the reads that fill a slice. With ``may_differ``, the rows that the disk lacks are not read."""
     if tuple(on_disk.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(on_disk.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))

@@ -53,7 +53,7 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
 
 
 def _optimizers(policy: MegatronPolicy) -> list[Any]:
-    """Return this rank's optimizers that have parameters; one has none if only experts have adapters."""
+    """Return this rank's optimizers that have parameters (if only experts have adapters, one optimizer has none)."""
     return [each for each in policy.optimizer.chained_optimizers if each.optimizer is not None]
 
 
@@ -63,7 +63,7 @@ def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
 
 
 def set_steps(policy: MegatronPolicy, steps: int) -> None:
-    """Set the number of SGD steps of the learning-rate schedule and of Adam, which has a count per parameter group."""
+    """Set the number of SGD steps for the learning rate, and in each of Adam's parameter groups."""
     policy.sgd_steps = steps
     for optimizer in _optimizers(policy):
         for group in optimizer.optimizer.param_groups:

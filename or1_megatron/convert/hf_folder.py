@@ -63,7 +63,7 @@ class WeightFile:
 
 
 class HFWeights:
-    """Reads rows of the tensors of an HF folder (check it first with ``weights.files.check_weight_files``)."""
+    """Reads rows of an HF folder's tensors. Check the folder first with ``weights.files.check_weight_files``."""
 
     def __init__(self, folder: Path) -> None:
         self.files = {path: open_weights(path) for path in weight_files(folder)}
@@ -80,7 +80,7 @@ class HFWeights:
 
 
 def metadata_of(path: Path) -> dict[str, str] | None:
-    """Return the metadata of a complete safetensors file in the file's order, which the library does not keep."""
+    """Return the metadata of a complete safetensors file, in the file's order; the library would reorder the keys."""
     with path.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return header.get("__metadata__")

@@ -38,7 +38,7 @@ class OtherThreadFailed(Exception):
 
 
 class Conversion(Protocol):
-    """A conversion of one source in one direction: has the files to make, and writes them."""
+    """One conversion: names the weight files to make, and writes these and all other files."""
 
     sizes: dict[str, int]
     """Size in bytes of each weight file, by name."""

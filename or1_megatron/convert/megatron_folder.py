@@ -127,7 +127,7 @@ class MegatronCheckpoint:
         return made.view(count, *rest)
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """Return the chunks that hold parts of entry ``index`` of stack ``key``; a stack may have thousands."""
+        """Return the chunks that hold parts of entry ``index`` of stack ``key``. The first call sorts all by entry."""
         with self._lock:
             if key not in self._entries:
                 by_entry: defaultdict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -174,7 +174,7 @@ def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
 
 
 def resolve(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, else the newest checkpoint in it, which a file of Megatron-LM names."""
+    """Return ``folder`` if it is a checkpoint, else the newest checkpoint in it, as Megatron-LM's file there says."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

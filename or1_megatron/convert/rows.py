@@ -44,7 +44,7 @@ class HFSource:
     """Runs that cover the HF tensor's rows, in the order of these rows."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
-        """Yield runs of at most ``PIECE_BYTES`` that cover all rows; a number has ``itemsize`` bytes."""
+        """Yield runs of at most ``PIECE_BYTES`` that cover all rows; each number has ``itemsize`` bytes."""
         most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
         for run in self.runs:
             for begin in range(0, run.rows, most):
@@ -109,7 +109,7 @@ def _alike(names: list[str]) -> bool:
 
 
 def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return (name of a tensor's stack, leading sizes of the stack, index in it). ``layers`` 0 stacks no layers."""
+    """Return (name of a tensor's stack, stack's leading sizes, index in the stack). If ``layers`` is 0, none stack."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
     if layers and (match := _LAYER.match(name)):

@@ -50,7 +50,7 @@ class ToHF:
 
     Args:
         hf_folder: HF folder from which config, tokenizer and so on are copied.
-        record: names, order and dtypes of the files from which ``to_megatron`` made the checkpoint; else None.
+        record: what ``to_megatron`` recorded of the original files; None if another program made the checkpoint.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ToHF:
             yield self.checkpoint.rows(tensor, run.row, run.rows).to(DTYPES[entry.dtype]).contiguous()
 
     def _experts(self, entry: TensorInfo) -> Iterator[Tensor]:
-        """Yield the entries of a stack of experts' tensors, each put together from its parts."""
+        """Yield the entries of a stack of experts' tensors. Each entry is put together from the expert's parts."""
         found = [part for part in self._parts if part.stack == entry.name]
         for _, parts in groupby(found, lambda part: part.expert):
             made = torch.empty(entry.shape[1:], dtype=DTYPES[entry.dtype])
@@ -191,7 +191,7 @@ def megatron_to_hf(
 
 
 def _hf_of_run(checkpoint: Path) -> Path | None:
-    """Return the HF folder of the base model of a checkpoint's run, else of the run's export, else None."""
+    """Return the HF folder that a checkpoint's run started from or, without it, the run's export; None without both."""
     checkpoint = checkpoint.resolve()  # ``best`` is a link
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():

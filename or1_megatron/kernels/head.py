@@ -109,7 +109,7 @@ def log_probs_and_entropies(
 
 
 class _Settled(torch.autograd.Function):
-    """A loss whose gradients were computed in the forward pass (mode one_pass); backward returns them, once."""
+    """Returns a loss whose gradients exist already (mode one_pass). The backward pass returns them, once only."""
 
     @staticmethod
     def forward(
@@ -175,8 +175,8 @@ def one_pass_loss(
     Raises:
         TypeError: dtypes do not fit.
         ValueError: shapes do not fit, or ``upstream`` is 0.
-        RuntimeError: in a second backward pass; or in the first if the weight has a ``main_grad`` and the gradient that
-            arrives is not ``upstream``.
+        RuntimeError: in a second backward pass. Also in the first, if the weight has a ``main_grad`` and the loss
+            receives another gradient than ``upstream``.
     """
     if upstream == 0:
         raise ValueError("one_pass_loss: upstream is 0; expected the gradient that the loss will receive")
@@ -209,7 +209,7 @@ def one_pass_loss(
 def _differentiate(
     pointwise: Pointwise, scores: Scores, part: slice, upstream: float
 ) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
-    """Return (loss, sums, (d loss / d log-prob [t], d loss / d entropy [t])); both gradients are times ``upstream``.
+    """Return (loss, sums, (d loss / d log-prob [t], d loss / d entropy [t])), gradients multiplied by ``upstream``.
 
     The second gradient is None if the loss does not depend on the entropies.
     """

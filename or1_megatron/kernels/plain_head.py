@@ -1,4 +1,4 @@
-"""Log-probs and entropies by plain autograd on all logits: the oracle for the fused head, never used in training."""
+"""Log-probs and entropies by plain autograd on all logits, with which tests compare the fused head."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Samples a token from each row of logits, with its log-prob and the entropy of the whole distribution.
+"""Samples a token from each row of logits; also returns the token's log-prob and the whole distribution's entropy.
 
-A token is the argmax of scaled logit plus Gumbel noise. The noise is a function of the row's key and the vocabulary
-index; the key is a function of the request's seed and the token's position in the response. There is no generator and
-no state, so a token depends neither on the batch nor on earlier draws. On a GPU, ``sampling_triton`` does the work.
+The token is the argmax of scaled logit plus Gumbel noise. The noise is a function of the row's key and the vocabulary
+index. The key is made from the request's seed and the token's position in the response. There is no generator and no
+state, so a token depends neither on the batch nor on earlier draws. On a GPU, ``sampling_triton`` does the work.
 
 Shapes: B rows of logits (one per request), V vocabulary.
 """
@@ -36,7 +36,7 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, floors: Tensor | 
         logits: [B, V], any floating type; the numbers of a row are adjacent in memory.
         keys: [B] int64, random bits made from (the request's seed, the token's position in the response).
         temperatures: [B] fp32; 0 takes the most likely token, with log-prob and entropy at temperature 1.
-        floors: [B] the lowest logit that may be sampled, such as a nucleus's lowest; None: every token may be sampled.
+        floors: [B] lowest logit that may be sampled (top-p: the nucleus's lowest); None: every token may be sampled.
     """
     greedy = temperatures == 0
     scales = (temperatures + greedy).reciprocal_()
@@ -69,7 +69,7 @@ def _sample(logits: Tensor, keys: Tensor, greedy: Tensor, scales: Tensor, floors
 
 
 def _exponentials(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return negated exponential variables [B, V]."""
+    """Return exponential random variables [B, V], negated."""
     low, high = keys[:, None].view(torch.int32).split(1, dim=1)
     bits = (_index_bits(vocabulary, keys.device) ^ low).mul_(_FIRST)
     scratch = torch.empty_like(bits)

@@ -64,7 +64,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
 def sample_rows(
     logits: Tensor, keys: Tensor, temperatures: Tensor, scales: Tensor, floors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens, log-probs, entropies), each [B], as ``sampling.sample``; ``scales`` [B] multiply the logits."""
+    """Return (tokens, log-probs, entropies) [B], as ``sampling.sample`` does. ``scales`` [B] multiply the logits."""
     found = torch.empty_like(keys), torch.empty_like(scales), torch.empty_like(scales)
     if len(keys):
         given = (logits, logits.stride(0), keys, temperatures, scales, floors, *found, logits.shape[1])

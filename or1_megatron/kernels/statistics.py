@@ -26,7 +26,7 @@ class VocabularyShard:
     true_vocab_size: int
     """Rows from this vocabulary id on are padding and get probability 0."""
     group: dist.ProcessGroup | None = None
-    """The tensor-parallel group that shares the vocabulary; None: this rank holds all of it."""
+    """The tensor-parallel group that shares the vocabulary; None if this rank holds the whole vocabulary."""
 
     def real_rows(self, rows: int) -> int:
         """Return how many of this rank's first ``rows`` rows are not padding (padding comes last)."""
@@ -73,8 +73,8 @@ class Scores:
     entropies: Tensor
     peaks: Tensor
     log_totals: Tensor
-    """log sum exp z = peak + log_total. Both terms are kept because their sum loses digits if logits are large. At
-    -10^4 the sum, and so every probability, would be off by 5e-4."""
+    """log sum exp z = peak + log_total. Both terms are kept, because their sum loses digits if logits are large: with
+    logits near -10^4 the sum would be off by 5e-4, and every probability by as much."""
 
     @classmethod
     def of(cls, statistics: Tensor) -> Scores:

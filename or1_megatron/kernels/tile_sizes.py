@@ -34,7 +34,7 @@ _VECTORS = 24
 
 
 def aligned(rows: int) -> int:
-    """Return ``rows`` rounded up to the alignment: the length in memory of a row of ``rows`` logits."""
+    """Return the length in memory of a row of ``rows`` logits: ``rows`` rounded up to the alignment."""
     return -(-rows // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -53,7 +53,7 @@ class AllocationPlan:
     cast_numbers: int
     """Number of fp32 numbers for a tile of hidden and a block of weight, which only a CPU must cast; else 0."""
     vector_bytes: int
-    """Most bytes of all per-token vectors together, and of a tile's statistics per block before they are merged."""
+    """Most bytes of all per-token vectors, plus those of a tile's statistics, of which each block has its own."""
     accumulator_bytes: int
     """Bytes of the fp32 sum of a tile's hidden gradient; 0 if the gradient itself is fp32. ``workspace_bytes`` counts
     neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""

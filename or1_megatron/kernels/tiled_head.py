@@ -102,7 +102,7 @@ class TiledHead:
     ) -> None:
         """Write a tile's rows of ``grad_hidden`` [T, H], and add the tile's part of the gradient to ``grad_weight``.
 
-        ``offsets``: the result of ``statistics`` if the tile's logits are still in memory; None: compute them again.
+        ``offsets``: from ``statistics``, if the tile's logits are still in memory; None: compute the logits again.
         ``scores``, ``of_log_probs`` and ``of_entropies`` are the tile's, [t].
         """
         of_log_probs = of_log_probs / self._temperature
@@ -170,7 +170,7 @@ class TiledHead:
         return self._cast[start : start + values.numel()].view(values.shape).copy_(values)
 
     def _sum_for(self, part: slice, grad_hidden: Tensor | None) -> Tensor | None:
-        """Return zeros [t, H] in fp32, to which the tile's hidden gradient is added."""
+        """Return zeros [t, H] in fp32, to which the tile's hidden gradient is added; None without ``grad_hidden``."""
         if grad_hidden is None:
             return None
         tile = grad_hidden[part]

@@ -1,6 +1,6 @@
-"""The fused head's elementwise work (epilogue) in Triton: a kernel for a tile's statistics, one for its gradient.
+"""The fused head's elementwise work (epilogue) in Triton: a kernel for a tile's statistics, one for the gradient.
 
-Each program walks along one token's row of logits. ``TorchEpilogue`` documents what both compute.
+Each program walks along one token's row of logits. ``TorchEpilogue`` documents what both epilogues compute.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """

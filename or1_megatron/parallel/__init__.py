@@ -1,7 +1,7 @@
-"""Everything that uses Megatron: the mesh, the model, the policy and its schedule, the CPU device layer.
+"""Everything that uses Megatron-Core: process groups, model, policy, pipeline schedule, and Megatron without CUDA.
 
-Elsewhere only ``checkpoint.sharded_state`` imports megatron, after this package. Without CUDA,
-``import or1_megatron.parallel`` first installs the device layer, because Megatron makes some decisions at import time.
+Outside this package only ``checkpoint.sharded_state`` imports megatron, after it has imported this package. Without
+CUDA, this import makes Megatron run on the CPU (``cpu_device``), because Megatron decides some things at its import.
 """
 
 import logging

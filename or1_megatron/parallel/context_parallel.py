@@ -1,9 +1,9 @@
-"""Splits a packed row's tokens over context-parallel ranks; computes the attention of our own layers.
+"""Context parallelism: splits a packed row's tokens over the ranks, and computes attention over the whole row.
 
 Each sequence of a packed row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so
-every rank has equally many tokens and equal causal work. Transformer Engine's layers use only this split. In our layers
-each rank gathers, before attention, the keys and values of the whole packed row. A rank's query sees the tokens of its
-own sequence up to its own position.
+every rank has equally many tokens and equal causal work. Transformer Engine's layers use this split, but compute
+attention themselves. Our own layers call ``attend``: each rank gathers the keys and values of the whole packed row, and
+a query sees the tokens of its own sequence up to its own position.
 
 Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads, G key/value heads, D head dimension.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """One chunk of queries and the keys that these queries see. Both end at the same token, and the mask is causal."""
+    """A chunk of queries and the keys that they see, with a causal mask. Last query and last key are the same token."""
 
     query: slice  # of this rank's t tokens
     key: slice  # of the row's T tokens
@@ -38,12 +38,12 @@ class ContextShard:
 
 
 def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Return the positions [t] int64 in a packed row that one rank holds: by sequence, the earlier chunk first.
+    """Return the positions [t] int64 of the tokens that one rank holds; ``bounds`` [S+1] has 0 and the sequences' ends.
 
     With sequences of 8 and 4 tokens on 2 ranks, rank 0 holds 0 1 6 7 | 8 11, and rank 1 holds 2 3 4 5 | 9 10.
 
     Raises:
-        ValueError: a sequence's length is not a multiple of 2 * ranks (``bounds`` [S+1]: 0 and the sequences' ends).
+        ValueError: a sequence's length is not a multiple of 2 * ranks.
     """
     parts = []
     for start, end in itertools.pairwise(bounds):
@@ -76,12 +76,13 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
 def attend(
     query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, chunked: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D]. Values may be narrower.
+    """Return attention [t, N, D] of this rank's query [t, N, D] to all ranks' key and value [t, G, D].
 
-    Backward sums keys' and values' gradients over the context-parallel ranks (reduce-scatter).
+    If the value has fewer channels than D, the result has as few. The backward pass sums the gradients of key and value
+    over the context-parallel ranks (reduce-scatter).
 
     Args:
-        chunked: computes attention from a chunk's queries, keys and values; the queries are of its last tokens.
+        chunked: returns one chunk's attention from (queries, keys, values); the last query and last key share a token.
     """
     mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())

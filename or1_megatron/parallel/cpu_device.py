@@ -1,8 +1,8 @@
-"""Lets Megatron-Core run without CUDA: its calls of ``torch.cuda`` use the CPU.
+"""Lets Megatron-Core run without CUDA: Megatron's calls of ``torch.cuda`` use the CPU.
 
 Megatron writes ``device="cuda"`` and ``torch.cuda.current_device()`` throughout. On a machine with CUDA this module
 does nothing. Elsewhere it maps the CUDA device to the CPU, streams and synchronisation to nothing, and the CUDA random
-generator to the CPU's. Only trainer processes import it; engines never do.
+generator to the CPU's. Only trainer processes import this module; engines never do.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a new function that returns ``value()``. It is new because torch's compiler compares identities."""
+    """Return a new function that returns ``value()``. Torch's compiler tells functions apart by identity."""
     return lambda *args, **kwargs: value()
 
 
@@ -76,7 +76,7 @@ _true_type = torch.Tensor.type
 
 
 def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Tensor.type``: return the CUDA type's name for a CPU tensor, as Megatron's optimizer expects."""
+    """Stand for ``Tensor.type``. The name of a CPU tensor's type is CUDA's, which Megatron's optimizer expects."""
     if dtype is not None:
         return _true_type(tensor, dtype, *args, **kwargs)
     name = _true_type(tensor)
@@ -84,7 +84,7 @@ def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **k
 
 
 def _uncompiled(function: Any = None, **options: Any) -> Any:
-    """Stand for ``torch.compile``, called with a function or as a decorator with options."""
+    """Stand for ``torch.compile``, as a function or as a decorator with options, and compile nothing."""
     return (lambda decorated: decorated) if function is None else function
 
 
@@ -120,7 +120,7 @@ def _patch_tensor() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert the expert dispatcher's token counts to numpy, which Megatron itself does only on a GPU."""
+    """Stand for Megatron's function, which converts the experts' token counts to numpy only if they are on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -131,9 +131,9 @@ def _gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Concatenate all ranks' tensors [t, ...] on every rank. t may differ by rank; gloo's gather needs equal sizes.
+    """Concatenate all ranks' tensors [t, ...] on every rank. t may differ between ranks, which gloo does not allow.
 
-    Megatron calls this where tensor-parallel ranks that share an expert gather the expert's tokens.
+    Megatron calls this function when tensor-parallel ranks that share an expert gather the expert's tokens.
     """
     if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         return even(mine, group, output_split_sizes, use_global_buffer)

@@ -1,8 +1,8 @@
-"""Linear attention (the gated delta net of Qwen3-Next) over packed rows, in which no sequence sees another.
+"""Linear attention (the gated delta net of Qwen3-Next) within each sequence of a packed row.
 
-Each value head holds a matrix S of key by value channels. A token first lets S decay, then moves S's output for the
-token's key towards the token's value, then reads S with its own query (arXiv 2412.06464, equation 10). Before this, a
-short causal convolution mixes each channel of query, key and value with the tokens before.
+First a short causal convolution mixes each channel of query, key and value over a token and the tokens just before it.
+Then each value head reads and writes its state, a matrix S [A, B]. Each token lets S decay, moves S's output for the
+token's key towards the token's value, and reads S with the token's query (arXiv 2412.06464, equation 10).
 
 Shapes: T tokens of a packed row, of which a rank holds t = T / CP; L tokens of a sequence; G key heads, each with R
 value heads; A channels of a key head, B of a value head. Tensor parallelism cuts G. Context parallelism cuts G again:
@@ -31,9 +31,9 @@ from or1_megatron.parallel.packed import PackedRow
 class PackedDeltaNet(MegatronModule):
     """A layer's linear attention. Megatron builds it as the layer's ``self_attention``.
 
-    The rows of the weight of ``in_proj`` and the channels of the convolution lie head by head
-    (``weights.layout.HeadBlocks``), so that equal parts are whole heads. Only the projections are kept for the backward
-    pass, which computes the rest again, one sequence after another.
+    The rows of ``in_proj``'s weight and the channels of the convolution are ordered head by head
+    (``weights.layout.HeadBlocks``), so that a cut into equal parts gives whole heads. The forward pass keeps only the
+    input projections. The backward pass computes everything else again, one sequence after another.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PackedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedRow, **_: Any
     ) -> tuple[Tensor, None]:
-        """Map [t, 1, H] to ([t, 1, H], no bias); under sequence parallelism a rank has 1 / TP of the t tokens."""
+        """Map hidden states [t, 1, H] to ([t, 1, H], None for the bias). With sequence parallelism t is T / CP / TP."""
         row, cp = packed_seq_params, self.groups.cp
         projected, _bias = self.in_proj(hidden_states)
         # Every rank normalises its own heads by the same weight.
@@ -98,8 +98,8 @@ class PackedDeltaNet(MegatronModule):
 
         Args:
             conv: the convolution's weight [G * (2 A + R B), 1, taps].
-            rate: [G * R] log of the decay's factor.
-            bias: [G * R] added to the decay's input.
+            rate: [G * R] log of a; a token multiplies S by exp(-a * softplus(alpha + bias)), alpha from ``projected``.
+            bias: [G * R].
             norm: the norm's weight [B].
         """
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule

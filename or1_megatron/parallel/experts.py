@@ -1,7 +1,7 @@
-"""A layer's experts: two GEMMs per expert, and between them one activation for the tokens of all experts.
+"""Computes a layer's experts (MoE): two GEMMs per expert, and between them one activation for all experts' tokens.
 
-Parameters, their names and, to the bit, the results are those of Megatron's ``SequentialMLP``. That class calls each
-expert as a module and splits, activates and joins each expert's tokens, which is slow if experts are small.
+Parameters, names and results (to the bit) are the same as those of Megatron's ``SequentialMLP``. That class is slow if
+experts are small, because it calls each expert as a module and activates each expert's tokens separately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Map [T, H] tokens, sorted by expert, to [T, H], biases added.
+        """Map tokens [T, H], sorted by expert, to (outputs [T, H] with biases added, None).
 
         Args:
-            tokens_per_expert: [E] counts of the rank's experts; their sum is T.
+            tokens_per_expert: [E] number of tokens of each expert on this rank; the sum is T.
             permuted_probs: [T] the router's weight of each token's expert.
         """
         counts = tokens_per_expert.tolist()
@@ -51,9 +51,9 @@ class GroupedExperts(SequentialMLP):
 
 
 def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
-    """Map each expert's rows of ``x`` [T, in] to [T, out] by its linear and its LoRA adapter.
+    """Map ``x`` [T, in] to [T, out], each expert's rows by the expert's linear and LoRA adapter.
 
-    ``share``: factor of biases, [T, 1].
+    ``share`` [T, 1] multiplies the biases.
     """
     out: Tensor = GroupedProducts.apply(x, counts, *(linear.weight for linear in linears))
     if linears[0].bias is not None and linears[0].bias.numel():
@@ -67,7 +67,7 @@ def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor
 
 
 class GroupedProducts(torch.autograd.Function):
-    """x W^T with another W for each run of rows. The weights' gradients go to their main_grad."""
+    """Computes x W^T with another W for each run of rows. Each W's gradient is added to W's ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:

@@ -29,13 +29,13 @@ class ExportError(AgreedError, OSError):
 
 
 class HFWriter:
-    """Collects tensors into safetensors shards beside the target and renames the folder into place when finished.
+    """Writes tensors as safetensors shards to a folder beside the target; ``finish`` renames this folder to the target.
 
     Args:
         source: the HF folder whose config, tokenizer, chat template, generation config and multi-token prediction
             layers are copied.
         target: the folder to make; an older folder there is replaced.
-        shard_bytes: a new file begins when a file would exceed this many bytes.
+        shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
 
     If a method cannot write, it deletes the unfinished folder and raises ExportError.
     """
@@ -50,7 +50,7 @@ class HFWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor under its HF name. A tensor on the host is not copied: it must not change until ``finish``."""
+        """Add a tensor under its HF name. Do not change the tensor before ``finish``: a host tensor is not copied."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             with self._writing():
@@ -83,7 +83,7 @@ class HFWriter:
     def finish(self, adapters: Callable[[Path], None] | None = None) -> None:
         """Write the remaining tensors, name the files as HF does, copy the model's other files, rename the folder.
 
-        ``adapters`` is called with the path of a folder, which it makes and fills with LoRA's adapters.
+        ``adapters``: a function that makes a folder at the given path and writes LoRA's adapters there.
         """
         with self._writing():
             self._finish(adapters)

@@ -13,7 +13,7 @@ from or1_megatron.types import MicroBatch
 
 
 class FrozenReference:
-    """One rank's part of the reference. It has no gradients and no optimizer; the config, not a checkpoint, names it.
+    """One rank's part of the reference model, without gradients and optimizer. Checkpoints do not hold it.
 
     Args:
         folder: HF folder, of the policy's architecture.

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek) on packed rows: Megatron's module, adapted to our sharding.
 
-Shapes: T packed tokens of this rank, L latents of keys and values, R dimensions of the keys' rotated part.
+Shapes: T packed tokens of this rank; L latents of keys and values, R dimensions of the keys' rotated part; N heads, D
+dimensions of a query or key, V dimensions of a value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class LatentAttention(MLASelfAttention):
     """Makes queries, keys and values from low-rank latents (arXiv 2405.04434), with the model's own rotary module."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Use the norms that the spec names: Megatron would also norm the input of queries that have no latents."""
+        """Return the spec's linears and norms. Megatron's own method would also norm the queries' input."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -35,6 +36,6 @@ class LatentAttention(MLASelfAttention):
         return query, latents
 
     def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attend with [T, N, D] queries and keys and [T, N, V] values, which all get a batch axis of size 1 first."""
+        """Compute attention of [T, N, D] queries and keys and [T, N, V] values, after adding a batch axis of size 1."""
         out: Tensor = super()._run_core_attention(query[:, None], key[:, None], value[:, None], *args, **kwargs)
         return out

@@ -1,7 +1,7 @@
 """The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them;
-``weights.decoder.unfused_name`` maps that norm's name, so that a checkpoint of one kind loads into the other.
+Tensor parallelism cuts the parameters of both kinds alike. A linear of Transformer Engine contains the norm of its
+input; ``weights.decoder.unfused_name`` maps that norm's name, so that a checkpoint of one kind loads into the other.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def decoder_spec(kind: LayerKind, config: TransformerConfig) -> ModuleSpec:
-    """Return the decoder's spec: the module for each symbol of ``model.LAYER_SYMBOL``. There is no final norm.
+    """Return the decoder's spec: a module for each symbol of ``model.LAYER_SYMBOL``, and no final norm.
 
     Args:
         config: says whether queries and keys are normed, and whether there are latents.

@@ -1,11 +1,11 @@
-"""Makes all trainer ranks execute the same verb together: rank 0 names it; a failure on any rank ends all ranks.
+"""Makes all trainer ranks execute the verb (method) that rank 0 names; a failure on any rank ends all ranks.
 
-Ranks wait for the next verb on the store of their process group, which torchrun's agent hosts (rank 0 without an
-agent), never inside a collective: between verbs the wait is unbounded.
+The wait for the next verb has no limit, so ranks wait on the TCP store of their process group and never inside a
+collective. torchrun's agent hosts the store; without an agent, rank 0 does.
 
 A rank that fails in a verb logs its traceback and ends. A rank also ends if it has not finished the verb by the
-deadline, or if the store has not answered for the same time (``Heartbeat.within``). The launcher, which also notices
-dead ranks, then ends the other ranks, which log where they are (``runtime.signals``). The watchdog ends stopped ranks.
+deadline, or if the store has not answered for as long (``Heartbeat.within``). When a rank has ended, the launcher ends
+the other ranks, and each of them logs where it is (``runtime.signals``). The watchdog ends ranks that are stopped.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from or1_verify.errors import Or1Error
 log = logging.getLogger(__name__)
 
 Verb = Callable[..., Any]
-"""Takes this replica's payload, if there are payloads, and all ranks' common arguments; returns this rank's result."""
+"""Takes (this replica's payload, if the call has payloads; the arguments for all ranks); returns this rank's result."""
 
 STOP = "stop"
 
 _ASK_S: Final = 30.0
-"""A rank that waits for a verb asks the store anew after this time, or half the deadline if that is shorter."""
+"""A rank that waits for a verb asks the store again after this time, or after half the deadline if that is less."""
 _UNWIND_S: Final = 120.0
 """A rank that raises its error must end within this time; rank 0 first dumps the batch and closes the engines."""
 _LEAVE_S: Final = 5.0
-"""Rank 0, which may host the store, waits this long for each rank to read that verbs are over."""
+"""Rank 0, which may host the store, waits this long for each rank to read that no more verbs follow."""
 _GRACE_S: Final = 30.0
 """A rank that has lost a peer waits this long before it ends, so that the run's exit status is the failed rank's."""
 
@@ -57,7 +57,7 @@ class Lockstep:
         verbs: the functions that this rank can execute, by name; the names are equal on every rank.
         deadline_s: how long one verb may take on any rank.
         heart: this rank's heartbeat, which ends the rank at the deadline.
-        note: takes a line on why this rank ends, before it ends.
+        note: called with the reason in one line, just before this rank ends.
     """
 
     _made = 0
@@ -91,7 +91,7 @@ class Lockstep:
                 verb's first argument.
 
         Raises:
-            RuntimeError: the ranks have no such verb; only ``algorithm.kl.reference`` gives ``score_reference``.
+            RuntimeError: the ranks have no such verb. ``score_reference`` exists only with ``algorithm.kl.reference``.
         """
         if verb not in self._verbs:
             raise RuntimeError(f"this run's ranks have no verb '{verb}'; they have {', '.join(self._verbs)}")
@@ -100,7 +100,7 @@ class Lockstep:
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
     def _announce(self, header: tuple[str, bool]) -> None:
-        """Publish (verb, whether replicas get payloads): only a few bytes, since the store keeps them."""
+        """Publish (verb, whether replicas get payloads). The store keeps all such headers, so they are a few bytes."""
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class Lockstep:
     def serve(self) -> None:
         """Execute verbs until rank 0 closes the lockstep.
 
-        If a verb raises an AgreedError, all ranks raised it and are still in step: rank 0 handles it. Any other failure
-        ends this process.
+        If a verb raises an AgreedError, all ranks have raised the same error and are still in step. Rank 0 handles it;
+        this rank goes on. Any other error ends this process.
 
         Raises:
             LockstepError: the host of the store is gone.
@@ -159,7 +159,7 @@ class Lockstep:
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Watch the verb in the block: a verb past its deadline, or any error except AgreedError, ends this rank."""
+        """End this rank if the verb in the block passes its deadline or raises any error except AgreedError."""
         self._count += 1
         late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
@@ -188,7 +188,7 @@ class Lockstep:
         os._exit(1)
 
     def _must_end(self) -> None:
-        """Make sure that this rank ends: by the error that it raises now, or at the latest after ``_UNWIND_S``."""
+        """End this rank after ``_UNWIND_S``, if the error that it is about to raise has not ended it before."""
         self._broken = True
         self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 
@@ -220,13 +220,13 @@ class Lockstep:
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
-    """Raise rank 0's ``error`` on every rank, if rank 0 passes one; other ranks' ``error`` is ignored. Collective."""
+    """Raise rank 0's ``error`` on every rank, unless it is None. Other ranks' ``error`` is ignored. Collective."""
     if (agreed := mesh.from_rank_0(error)) is not None:
         raise agreed
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Return whether another rank made a collective break or time out. gloo and NCCL have no error type for this."""
+    """Return whether the error says that another rank is gone or late. gloo and NCCL have no error type for this."""
     text = str(error)
     if isinstance(error, Or1Error):
         return False

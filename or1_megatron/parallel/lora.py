@@ -3,10 +3,12 @@
 A linear computes W x with its frozen weight, and a hook adds alpha / r * B (A x). Engines and exports get merged
 weights, W + alpha / r * B A, made rectangle by rectangle where a weight is read.
 
-Shapes: T tokens of this rank, r rank, n HF tensors with an adapter of their own in a fused linear, in and out the sizes
-of the rank's part of the linear. Tensor parallelism cuts the factor that lies along the linear's cut axis. Ranks hold
-copies of the other factor, whose gradient is partial where each rank sees a part of the tokens or of the sum: under
-sequence parallelism, and in experts. The mark ``sequence_parallel`` makes Megatron sum the gradient over ranks.
+Tensor parallelism cuts one of A and B, the factor with the linear's cut axis. Every rank holds a copy of the other
+factor. With sequence parallelism and in experts, each rank computes only a part of the copied factor's gradient. The
+mark ``sequence_parallel`` makes Megatron sum these parts over the ranks.
+
+Shapes: T tokens on this process; r the adapters' rank; n HF tensors of a fused linear that have an adapter each; in and
+out, the sizes of this process's part of the linear.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ class Adapter(torch.nn.Module):
 
     Args:
         linear: a Megatron linear, whose weight is this rank's part [out, in].
-        of_row: [out] for each row of the weight, the index of the row's tensor among the linear's HF tensors.
+        of_row: [out] for each row of the weight, the index (among the linear's HF tensors) of the tensor it belongs to.
     """
 
     enabled: ClassVar[bool] = True
-    """Whether the process computes with adapters; ``policy.score_base`` switches them off for a while."""
+    """Whether all adapters of this process are used; ``policy.score_base`` switches them off while it scores."""
 
     def __init__(self, linear: Any, row: AdaptedRow, rank: int, scale: float, of_row: Tensor) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Adapter(torch.nn.Module):
         copied.sequence_parallel = linear.config.sequence_parallel
 
     def by_part(self, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return rows of B [out, r] as [rows, n * r], zero outside the columns of the row's own HF tensor."""
+        """Return rows of B [out, r] as [rows, n * r]. A row is zero except in the r columns of the row's HF tensor."""
         return b[rows] if self._alone else (self._mask.to(b)[rows, :, None] * b[rows, None]).flatten(1)
 
     def add_to(self, linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -96,7 +98,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Adapters:
-    """All adapters on this rank, as ``model.lora`` sets. From now on ``base`` is frozen and gives merged weights.
+    """All adapters on this rank, made as ``model.lora`` says. ``base`` gets frozen; its weights are then read merged.
 
     Raises:
         ModelError: a target matches no linear, or the folder to start from does not fit the model.
@@ -137,7 +139,7 @@ class Adapters:
         self.weights.load_hf(self.new if folder is None else self.table.read(folder, model.hf, model.lora.alpha))
 
     def new(self, name: str) -> Tensor:
-        """Return initial values as peft's: A uniform within 1 / sqrt(in), B zero. They depend on the name alone."""
+        """Return an adapter's first values, as in peft: A uniform within 1 / sqrt(in), B zero. The name is the seed."""
         values = torch.zeros(self.table.shapes({})[name])
         bound = 1 / math.sqrt(values.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -42,7 +42,7 @@ class Mesh:
     """Global rank of each replica's first rank, by data-parallel index."""
     expert_rank: int = 0
     expert: int = 1
-    """Number of ranks over which a layer's experts are spread: some or all of the context- and data-parallel ranks."""
+    """Number of ranks over which a layer's experts are spread: all or some of the context- and data-parallel ranks."""
 
     @property
     def first_stage(self) -> bool:
@@ -78,13 +78,13 @@ class SubWorld:
 
 
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
-    """Join the world that torchrun started, over NCCL with CUDA (and gloo for CPU tensors), else over gloo.
+    """Join the world that torchrun started. GPU tensors are sent over NCCL, CPU tensors over gloo.
 
     With CUDA the rank first takes its GPU and the CPU cores near the GPU. A process that was started without torchrun
     is a world of one. With ``sub_world``, only the processes of ``sub_world`` join.
 
     Raises:
-        UserError: no interface of this host leads to the master (``choose_gloo_interface``).
+        UserError: no network interface of this host leads to the master (``choose_gloo_interface``).
     """
     if dist.is_initialized():
         return

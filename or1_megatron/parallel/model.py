@@ -1,4 +1,4 @@
-"""The policy network: builds Megatron's HybridModel from an HF config, with one pipeline stage on each rank.
+"""The policy network: translates an HF config to Megatron's config, and makes the chunks of Megatron's HybridModel.
 
 Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T by CP, and between layers
 sequence parallelism cuts T / CP by TP.
@@ -110,9 +110,9 @@ def transformer_config(
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of a mixture of experts; empty for a dense model.
+    """Return the settings of a mixture of experts; {} for a dense model.
 
-    There is no auxiliary loss, and correction biases stay as they are.
+    There is no auxiliary loss, and the router's correction biases are not trained.
     """
     experts = family.experts(hf)
     if experts is None:
@@ -141,14 +141,13 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
 
 
 def _delta_net_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return the settings of a delta net, and of the gated attention in the other layers; empty without one."""
+    """Return the settings of a delta net and of the gated attention in the other layers; {} without a delta net."""
     if family.delta_net(hf) is None:
         return {}
     return {"attention_output_gate": True, **{key: hf[key] for key in DELTA_NET_SIZES}}  # Megatron's names are HF's
 
 
 def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of latent attention; empty without it."""
     if not has_latents(hf):
         return {}
     rope = rope_parameters(hf)
@@ -166,7 +165,7 @@ def _latents_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return the settings of softmax and activation; gpt-oss has sinks, windows and clamped SwiGLU."""
+    """Return the settings of softmax and activation. Only gpt-oss has sinks, sliding windows and a clamped SwiGLU."""
     if not family.has(hf, "core_attention.softmax_offset"):
         return {"activation_func": torch.nn.functional.silu}
     return {
@@ -196,12 +195,12 @@ def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:
-    """Round ``vocab_size`` up to a multiple of ``tensor``: TP ranks hold equal parts."""
+    """Round ``vocab_size`` up to a multiple of ``tensor``, so that TP ranks hold equal parts."""
     return -(-vocab_size // tensor) * tensor
 
 
 class PolicyModel(HybridModel):
-    """A chunk of the model. It ends in hidden states; ``kernels`` computes logits from them, tile by tile.
+    """A chunk of the model. The last chunk returns hidden states, from which ``kernels`` computes logits by tiles.
 
     Args:
         chunk_layers: the decoder layers of all chunks, in the model's order.
@@ -245,7 +244,7 @@ class PolicyModel(HybridModel):
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
-        """Map [1, T / CP] token ids to [T / CP, 1, H] hidden states (1 / TP of them under sequence parallelism)."""
+        """Map [1, T / CP] token ids to [T / CP, 1, H] hidden states ([T / CP / TP, 1, H] with sequence parallelism)."""
         hidden: Tensor = self.decoder(
             hidden_states=self.embedding(token_ids, row.position_ids[None]) if self.pre_process else None,
             attention_mask=None,
@@ -255,7 +254,7 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """If all layers are alike, stack them in tensors [layers, ...], as GPTModel does; HybridModel loads these."""
+        """Return what checkpoints save. If all layers are alike, tensors are stacked [layers, ...], as in GPTModel."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.alike:
             same = {layer: layer for layer in range(self.config.num_layers)}

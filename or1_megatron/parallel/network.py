@@ -1,6 +1,6 @@
-"""Builds this rank's part of a model from an HF folder, and scores packed rows with it (forward pass).
+"""Builds this rank's part of a model from an HF folder, and scores packed rows with the model (forward pass).
 
-The policy and the frozen reference both use it.
+The policy and the frozen reference both use this file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
+from or1_megatron.parallel.device_row import DeviceRow, to_device
 from or1_megatron.parallel.lora import Adapters
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.router_replay import replay_in
-from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
+from or1_megatron.parallel.schedule import forward
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.types import Float32Array, MicroBatch
@@ -37,7 +38,7 @@ class Network:
     """This rank's model chunks: more than one if the pipeline is interleaved."""
     weights: ShardedWeights
     adapters: Adapters | None
-    """LoRA's adapters; if there are any, only they are trained."""
+    """LoRA's adapters, which alone are trained then; None without LoRA."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:
@@ -66,7 +67,7 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
 
 
 def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
-    """Move this rank's part of each micro-batch to its device."""
+    """Move this rank's part of each micro-batch to the rank's device."""
     return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
 
 

@@ -1,8 +1,8 @@
 """Moves a policy's parameters, gradients and optimizer state to the host and back: makes room for colocated engines.
 
-Megatron keeps many tensors as views of few storages: with its distributed optimizer every parameter is a view of one
-flat buffer, and every ``main_grad`` always is. So storages are moved: a storage is copied out and resized to nothing,
-and its bytes later return to the same storage object, so that all its views are valid again and no name is rebound.
+Megatron keeps many tensors as views of few storages: every ``main_grad`` is a view of a flat buffer and, with the
+distributed optimizer, every parameter too. So this module moves whole storages. It copies a storage to the host and
+resizes the storage to nothing. Later the bytes return to the same storage object, and all views are valid again.
 While a storage is away, its views must not be read: :meth:`Offload.require` raises an error, and
 :meth:`Offload.readable` gives the values from the host.
 
@@ -22,8 +22,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 SLAB_BYTES = 256 << 20
-"""Host memory is allocated in slabs of this size: torch rounds page-locked memory up to a power of two, which for one
-buffer of all parameters could be nearly twice what they need."""
+"""Host memory is allocated in slabs of this size. torch rounds page-locked memory up to a power of two, so a single
+buffer for all parameters could take nearly twice their bytes."""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 
@@ -31,7 +31,7 @@ Part = Literal["parameters", "gradients", "optimizer"]
 class HostCopy:
     """Holds the bytes of storages that are away from the device.
 
-    The slabs (page-locked with CUDA) stay allocated when storages are back: only the first use allocates them.
+    The host memory (slabs, page-locked with CUDA) stays allocated when the storages are back, for the next time.
 
     Args:
         drop: keep no bytes; the storages come back as zeros.
@@ -48,7 +48,7 @@ class HostCopy:
         return bool(self._away)
 
     def take(self, storages: Sequence[UntypedStorage]) -> int:
-        """Copy the storages to the host and free them on the device; return the bytes moved."""
+        """Copy the storages to the host and free them on the device; return the number of bytes moved."""
         sizes = [storage.nbytes() for storage in storages]
         torch.cuda.synchronize()  # until no stream writes to them any more
         if not self._drop:
@@ -79,7 +79,7 @@ class HostCopy:
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return a contiguous tensor's values if its storage is away (where possible a view of a slab), else None."""
+        """Return a contiguous tensor's values from the host (if possible a view of a slab); None if it is not away."""
         first = self._first.get(tensor.untyped_storage()._cdata)
         if first is None:
             return None
@@ -106,7 +106,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (bytes on the device, their place in a slab) for all storages, cut where a storage or a slab ends."""
+        """Yield (uint8 piece of a storage, its place in a slab); a piece ends where the storage or the slab ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -142,11 +142,11 @@ class Offload:
 
     @property
     def away(self) -> frozenset[Part]:
-        """The parts not on the device now."""
+        """The parts that are not on the device now."""
         return frozenset(part for part, away in self._held.items() if away)
 
     def require(self, action: str, *parts: Part) -> None:
-        """Raise an error if a part that an action needs is away: the action would read memory that is no longer ours.
+        """Raise an error if a part that ``action`` needs is away, because the action would read freed memory.
 
         Raises:
             RuntimeError: one of ``parts`` is away.
@@ -156,16 +156,16 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or, while it is away, a host tensor with its values, which the caller must not change.
+        """Return the tensor itself or, while it is away, a host tensor with the same values. Do not change either.
 
-        The tensor must be contiguous and not a gradient, because gradients have no values while they are away.
+        The tensor must be contiguous. It cannot be a gradient, because gradients have no values while they are away.
         """
         values = self._parameters.read(tensor)
         values = self._state.read(tensor) if values is None else values
         return tensor if values is None else values
 
     def offload(self, *parts: Part) -> int:
-        """Free the parts on the device, in the order given; return the bytes moved, 0 for parts already away.
+        """Move parts off the device, in the given order; return the number of bytes moved. Skip parts that are away.
 
         The part "optimizer" has the master weights and moments; fp32 training has no master weights, only moments.
         """
@@ -179,7 +179,7 @@ class Offload:
         return moved
 
     def restore(self, *parts: Part) -> int:
-        """Bring parts back to the device, in the order given; return the number of bytes moved."""
+        """Bring parts back to the device, in the given order; return the number of bytes moved."""
         return sum(self._held[part].give_back() for part in parts)
 
     def storages(self, part: Part) -> list[UntypedStorage]:

@@ -16,15 +16,15 @@ from torch import Tensor
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 _PIECE_NUMBERS: Final = 1 << 22
-"""Most numbers that are updated at once. Adam's denominators of all parameters together would take 4 bytes per
-parameter, more than the activations that an update holds earlier."""
+"""Most numbers that a step updates at once. The denominators for all parameters together would take 4 bytes per
+parameter, more memory than the activations in the passes before the step."""
 
 
 class FusedStepAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` per parameter group, as Transformer Engine's does.
+    """AdamW (arXiv 1711.05101, Algorithm 2) with one ``step`` count per parameter group, like Transformer Engine's.
 
-    Megatron's distributed optimizer needs one count per group to load state at another parallel layout; torch's AdamW
-    has one per parameter.
+    torch's AdamW has a count per parameter. Megatron's distributed optimizer needs one per group to load its state at
+    another parallel layout.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
 
 
 def _step_piece(group: Mapping[str, Any], p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
-    """Take AdamW's step on a piece of a parameter; changes the piece and its moments in place."""
+    """Take AdamW's step on a piece of a parameter: change the piece and its two moments in place."""
     beta1, beta2 = group["betas"]
     first.lerp_(grad, 1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -109,7 +109,7 @@ def build_optimizer(
 
 
 def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
-    """Clip and step, or skip if loss or gradient is not finite; return (norm before clipping, whether skipped)."""
+    """Clip the gradient and take the step, unless loss or gradient is not finite; return (norm before, skipped)."""
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):

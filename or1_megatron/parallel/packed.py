@@ -1,7 +1,7 @@
-"""Packed rows inside the model: positions are counted, and attention is computed, within each sequence.
+"""Packed rows inside the model: token positions, rotary angles and attention, each within its own sequence.
 
 A micro-batch is one row of T tokens in which S sequences lie end to end. Megatron passes one ``packed_seq_params``
-object unchanged to every layer; ours holds the position of each token and the sequences' lengths.
+object unchanged to every layer. We pass a ``PackedRow``, with the tokens' positions and the sequences' lengths.
 
 Shapes: T row tokens, S sequences, N query heads, G key/value heads of this TP rank, D head dimension. Under context
 parallelism (``context_parallel.py``) a rank holds T / CP of the row's tokens.
@@ -23,8 +23,8 @@ from or1_megatron.parallel.context_parallel import ContextShard, attend, context
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """One packed row. ``qkv_format`` is not ``thd``: Megatron then keeps [T, 1, heads, D] and applies RoPE with the
-    per-token angles of ``PackedRotary`` instead of looping over sequences."""
+    """One packed row. Its ``qkv_format`` is "packed": with "thd" Megatron would apply RoPE sequence by sequence. Now
+    Megatron keeps [T, 1, heads, D] and applies RoPE to all tokens at once, with the angles of ``PackedRotary``."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T / CP]: the position of each of this rank's tokens within the token's sequence."""
@@ -33,8 +33,9 @@ class PackedRow(PackedSeqParams):
     shard: ContextShard | None = None
     """This rank's part of the row; None if this rank holds the whole row."""
     experts: Tensor | None = None
-    """``types.OwnExperts``: experts [t, L, k], and ``counted`` [t] bool. If None, the policy chooses the experts."""
+    """[t, L, k] the experts of each token on this rank (``types.OwnExperts``); None: the policy's router chooses."""
     counted: Tensor | None = None
+    """[t] bool: whether the token is counted in the loss; None if ``experts`` is."""
     rerouted: dict[int, Tensor] = field(default_factory=dict)
     """For each layer that has computed the row: how many counted tokens the policy would have sent to other experts."""
 
@@ -79,7 +80,7 @@ class PackedRotary(torch.nn.Module):
         return packed_seq_params.position_ids
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Map [T] positions to [T, 1, 1, D] (or [T, 1, D]) angles, fp32."""
+        """Map positions [T] to fp32 angles [T, 1, 1, D] (or, if ``axes`` is 1, [T, 1, D])."""
         angles = positions[:, None].float() * self.inverse_frequency[None, :].to(positions.device)
         return torch.cat((angles, angles), dim=-1).view(len(positions), *(1,) * self._axes, -1)
 
@@ -123,7 +124,7 @@ class PackedCausalAttention(torch.nn.Module):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Return attention [l, N, D] of queries [l, N, D] to keys and values [m, G, D], causal if ``mask`` is None."""
+    """Return attention [l, N, D] of queries [l, N, D] to keys and values [m, G, D]. Without ``mask`` it is causal."""
     if mask is None and len(query) != len(key):
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 

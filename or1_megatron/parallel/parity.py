@@ -1,9 +1,9 @@
-"""Compares each parallel layout's numbers with those of transformers, on one rank of `or1 check-parity`.
+"""Compares the numbers of parallel layouts with those of transformers: what each rank of `or1 check-parity` runs.
 
 Rank 0 computes the reference with transformers and torch's own AdamW. Each layout runs on as many ranks as it needs.
 The recorded batch is scored, differentiated once, and trained on for three steps. The gradient is read off the
-parameters: one step of a special optimizer subtracts a known multiple of the gradient from them. This works for all
-cuts of parameters and gradients, with the distributed optimizer too.
+parameters: one step of a special optimizer subtracts a known multiple of the gradient from the parameters. This works
+for every cut of parameters and gradients, also with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 
 
 def trained_by(dtype: str) -> OptimizerConfig:
-    """Return the optimizer settings for the three training steps on the recorded batch; ``dtype`` decides the rate.
+    """Return the optimizer settings for the three training steps; ``dtype`` decides the learning rate.
 
-    A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
-    a trained model grows to thousands. In bfloat16 a step must change weights by less than rounding does, because the
-    reference's fp32 weights follow each step and rounded weights do not: after steps as large as in fp32 the losses
-    would differ at random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite
-    weights. Losses and weights are compared only in float32.
+    With a smaller eps, gradients that are only rounding would cause whole steps. With a rate three times as large, the
+    loss of a trained model would grow to thousands. In bfloat16 a step must change weights by less than rounding does:
+    the reference's fp32 weights follow larger steps and rounded weights do not, so losses would differ at random. In
+    bfloat16 the three steps therefore show only that an update takes a gradient and leaves finite weights. Losses and
+    weights are compared only in float32.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
@@ -200,8 +200,8 @@ def reference(
 
     Args:
         network: from transformers; its parameters are trained in place and restored.
-        dtype: of the parallel layouts that are compared (``trained_by``).
-        by_response: average the loss over each response's tokens and then over responses, else over all tokens.
+        dtype: the parallel layouts' dtype, which decides the learning rate (``trained_by``).
+        by_response: average the loss over each response's tokens and then over responses. If False, over all tokens.
     """
     trained = trained_by(dtype)
     parameters = dict(network.named_parameters())
@@ -241,7 +241,7 @@ def _score(network: Any, sample: Sample, temperature: float) -> tuple[Tensor, Te
 def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
-    """Return the loss's mean over all tokens; ``by_response``: the mean over responses of each response's mean."""
+    """Return the mean loss over all tokens; if ``by_response``, over each response and then over responses."""
     counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
     log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
     inputs = inputs_of(samples, log_probs)
@@ -254,7 +254,7 @@ def _mean_loss(
 def references(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
-    """Return for each aggregation (reference numbers, transformers' deviation from them by rounding alone).
+    """Return, for each aggregation, (reference's numbers, how far rounding alone moves transformers from them).
 
     On a CPU with memory for float64, if ``dtype`` is float32, the reference is float64 and the deviation is fp32's.
     Otherwise the reference is fp32 and the deviation is bf16's, multiplied for float32 by 2^-16, the ratio of the two
@@ -279,7 +279,7 @@ def _times(share: float, deviation: Deviation) -> Deviation:
 
 
 def by_file_name(network: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name and split tensors as the weight table does: one tensor per expert, where transformers stacks experts."""
+    """Give transformers' tensors the names in the HF folder; cut stacked experts into a tensor for each expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return split(revert_weight_conversion(network, dict(tensors)))
@@ -323,7 +323,7 @@ def _maximum(values: Iterable[float]) -> float:
 def _worst(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return (largest relative difference of a tensor, the tensor's name); NaN counts as infinite.
 
-    Norms below a thousandth of the largest are mostly rounding; that thousandth then replaces them as divisor.
+    The divisor is at least a thousandth of the largest norm, because smaller norms are mostly rounding.
     """
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
     floor = 1e-3 * max(norms.values())

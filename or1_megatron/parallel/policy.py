@@ -47,7 +47,7 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         self.parts = mesh.of_every_rank(self._part(parallel))
-        """For each rank, the part of the batch's routed experts that the rank uses; None for a dense model."""
+        """The part of a batch's routed experts that each rank uses, by rank; each is None for a dense model."""
         self.whole_batch: Batch | None = None
         """On rank 0, the batch whose routed experts the next verb brings to all ranks."""
         self.adapters = network.adapters
@@ -140,9 +140,9 @@ class MegatronPolicy:
     def _total(
         self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return, by name, sums over all micro-batches of all data-parallel ranks and over ``of_rank`` of all ranks.
+        """Add up the named values of all micro-batches on all data-parallel ranks, and those of all ranks' ``of_rank``.
 
-        Values whose names start with ``max_`` are combined by maximum instead. Collective.
+        A value whose name starts with ``max_`` is the maximum instead of the sum. Collective.
         """
         counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
@@ -154,7 +154,7 @@ def _data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a chunk so that its gradients are summed over data-parallel ranks.
 
-    As in Megatron, only the model's first chunk has several buckets: other chunks' gradients are complete earlier.
+    As in Megatron, only the model's first chunk has several buckets, because its gradients are complete last.
     """
     bucket = None
     if parallel.overlap_grad_reduce:  # Megatron's own default otherwise: buckets large enough for fast collectives
@@ -237,14 +237,12 @@ class WholePolicy:
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:
-    """Write the policy's weights as an HF folder (aside, then renamed); other files are copied from the source model.
+    """Write the policy's weights as an HF folder on rank 0, with the other files of the source model; collective.
 
     With LoRA, the adapters are merged into these weights, and the subfolder ``adapter`` has the adapters alone.
 
-    Collective over all ranks; rank 0 writes.
-
     Raises:
-        ExportError: on every rank, when the folder cannot be written, as on a full disk. An older folder stays.
+        ExportError: on every rank, if the folder cannot be written (a full disk, for example). An older folder stays.
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 

@@ -24,11 +24,10 @@ class ReplicasDiffer(AgreedError, PartLost):
 
 
 def bit_sum(data: Tensor) -> Tensor:
-    """Read a contiguous tensor's memory as 64-bit integers and return their sum modulo 2**64, an int64 scalar on the
-    tensor's device. Any single flipped bit changes the sum.
+    """Return the sum modulo 2**64 of a contiguous tensor's memory, read as 64-bit integers. Any flipped bit changes it.
 
-    If the tensor's size or offset is no multiple of 8 bytes, memory is read as bytes, piece by piece, because torch
-    copies bytes to int64 before it adds them.
+    The sum is an int64 scalar on the tensor's device. If the tensor's size or offset is no multiple of 8 bytes, the
+    memory is read as bytes instead, piece by piece, because torch copies bytes to int64 before it adds them.
     """
     size, place = data.nbytes, data.storage_offset() * data.element_size()
     if size % 8 == place % 8 == 0:
@@ -38,7 +37,7 @@ def bit_sum(data: Tensor) -> Tensor:
 
 
 def bit_sums(policy: MegatronPolicy) -> dict[str, int]:
-    """Return, by "CHUNK.NAME" (Megatron's name), the ``bit_sum`` of each parameter of this rank."""
+    """Return the ``bit_sum`` of each parameter of this rank, by "CHUNK.NAME" (chunk number, Megatron's name)."""
     names, sums = [], []
     for number, chunk in enumerate(policy.networks):
         for name, parameter in chunk.named_parameters():
@@ -51,7 +50,7 @@ def check_replicas(policy: MegatronPolicy, step: int) -> None:
     """Compare the parameters of all data-parallel replicas; collective.
 
     Raises:
-        ReplicasDiffer: on all ranks; names the parameters, and the ranks that differ from the majority.
+        ReplicasDiffer: on all ranks. The message names the parameters and the ranks that differ from the majority.
     """
     mesh = policy.mesh
     if mesh.data * mesh.context == 1:

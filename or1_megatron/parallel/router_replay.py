@@ -35,8 +35,8 @@ class ExpertsPart:
     """The part of a batch's routed experts that one rank uses: for its tokens and its layers."""
 
     data_rank: int
-    context: tuple[int, int]  # (rank, ranks), as of sequence parallelism
-    sequence: tuple[int, int]
+    context: tuple[int, int]  # (rank, ranks) of context parallelism
+    sequence: tuple[int, int]  # the same of sequence parallelism
     layers: tuple[int, ...]
     """Numbers of this rank's layers among the model's layers with experts."""
     mixture: Experts
@@ -44,8 +44,8 @@ class ExpertsPart:
     def cut(self, row: MicroBatch) -> OwnExperts:
         """Return the experts for this rank's tokens and layers in a packed row of its data-parallel rank.
 
-        Tokens that no engine has computed (padding, and the last token of each sequence) get experts in turn. These
-        tokens affect no counted token.
+        Tokens that no engine has computed (padding, and the last token of each sequence) get experts round robin. They
+        do not affect any counted token.
         """
         assert row.routed_experts is not None
         positions = np.arange(row.token_ids.size)
@@ -66,7 +66,7 @@ def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None)
 
     Args:
         parts: the part of every rank.
-        batch: on rank 0, which sends each rank only the rank's part, one rank after another.
+        batch: the whole batch, on rank 0 only. Rank 0 sends the other ranks their parts, one rank after another.
     """
     if mesh.rank > 0:
         received: list[Any] = [None]
@@ -98,13 +98,13 @@ class _Replay:
         self._waiting: deque[PackedRow] = deque()
 
     def begin(self, layer: Any, args: Any, named: Mapping[str, Any]) -> None:
-        """Keep the packed row that the layer will compute; a recomputation of the whole layer calls this too."""
+        """Keep the packed row that the layer will compute. A recomputation of the whole layer calls this hook too."""
         self._row, self._again = named["packed_seq_params"], layer.training and layer.mlp.moe_layer_recompute
 
     def get_replay_topk(
         self, scores: Tensor, chosen: int, groups: Any, chosen_groups: Any, own_choice: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores, from ``scores`` [t, E], and numbers of the experts that compute each token, [t, k] each.
+        """Return (scores, numbers) [t, k] of the experts that compute each token; ``scores`` [t, E] are the router's.
 
         If only experts are recomputed, the backward pass calls this a second time for each packed row. The layer may
         have computed further rows by then; rows go backward in the order in which they went forward.
@@ -127,10 +127,10 @@ class _Replay:
 
 
 def rerouted(rows: Iterable[PackedRow], part: ExpertsPart | None) -> dict[str, float]:
-    """Return {"rerouted": n / layers}; {} if no experts were given.
+    """Return {"rerouted": n / layers}; {} if no experts were replayed.
 
-    n counts, over this rank's layers, the counted tokens for which the policy would have chosen other experts. layers
-    is the model's number of layers with experts.
+    n is the number of counted tokens for which the policy would have chosen other experts, summed over this rank's
+    layers. layers is the number of layers with experts in the whole model.
     """
     counts = [count for row in rows for count in row.rerouted.values()]
     return {"rerouted": float(torch.stack(counts).sum()) / len(part.mixture.layers)} if counts and part else {}

@@ -3,7 +3,7 @@
 In alternate layers a token sees a sliding window of the last tokens. Transformer Engine has no attention with sinks for
 packed rows (``get_attention_backend`` finds none for ``thd``), so Transformer Engine's layers use this module too.
 
-Shapes as in ``packed``, and l queries, of the last l of a sequence's m tokens.
+Shapes as in ``packed``; a sequence has m tokens, and the l queries belong to the last l of these tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SinkAttention(PackedCausalAttention):
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention [l, N, D]; a first, additional key with value zero gives the sinks as its logits."""
+        """Return attention [l, N, D]. An additional first key gets the sinks as its logits; its value is zero."""
         before, window = len(key) - len(query), self._window or len(key)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
         sinks = self.softmax_offset[None, :, None].expand(len(query), -1, 1)

@@ -1,8 +1,8 @@
 """Gradient accumulation fusion in Megatron without APEX: a weight gradient's GEMM adds directly to ``main_grad``.
 
-Unfused, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in fp32.
-Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces the
-extension by torch's addmm, which computes the same, on the CPU too. Transformer Engine's linears have their own.
+Without fusion, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in
+fp32. Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces
+the extension by torch's addmm, which also runs on the CPU. Transformer Engine's linears have a fused product already.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class HFTensors:
 
 
 class ShardedWeights:
-    """This rank's shards of the policy, found by the rows of the weight table; an ``interfaces.PolicyWeights``."""
+    """This rank's shards of the policy's weights, by row of the weight table (an ``interfaces.PolicyWeights``)."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ShardedWeights:
             for name, parameter in (*model.named_parameters(), *model.named_buffers())
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
-        """Returns a parameter's values, which may be on the host; iteration copies each of them to the device."""
+        """Returns a parameter's values, maybe as a host tensor; ``__iter__`` copies host tensors to the device."""
         self.adapters: dict[str, Adapter] = {}
         """The adapters by the Megatron name of their weight; reading a weight merges its adapters in."""
         self._dtype = models[0].config.params_dtype
@@ -111,7 +111,7 @@ class ShardedWeights:
                 yield row, self._parameters[row.megatron]
 
     def mark_cut_parameters(self) -> None:
-        """Mark the parameters that TP cuts: the gradient norm counts all others on only one TP rank."""
+        """Mark the parameters that TP cuts. The gradient norm counts unmarked parameters on only one TP rank."""
         for row, parameter in self.local_rows():
             if row.cut is not Cut.WHOLE:
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def tie_output_layer(self) -> None:
-        """If embeddings are tied over several stages, copy the first stage's embedding to the last."""
+        """If the model ties its embeddings, and has several stages, copy the first stage's embedding to the last."""
         if not self._hf.get("tie_word_embeddings") or self._mesh.pipeline == 1:
             return
         if self._mesh.first_stage or self._mesh.last_stage:
@@ -147,7 +147,7 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def _values(self, row: Row, place: tuple[slice, ...]) -> Tensor:
-        """Return a rectangle of this rank's shard of a weight, with its adapters merged in."""
+        """Return a rectangle of this rank's shard of a weight, with the weight's adapters merged in."""
         whole = self.readable(self._parameters[row.megatron].detach())
         values = whole[place[: whole.dim()]]
         adapter = self.adapters.get(row.megatron)
@@ -229,10 +229,10 @@ class ShardedWeights:
 
 
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
-    """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
+    """Return a parameter's name with the number of its layer and expert in the whole model instead of on this rank.
 
-    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of separate experts. Norms that a
-    linear layer holds (``linear_qkv.layer_norm_weight``) get the names of separate norms.
+    The weight of one expert in a grouped product (``experts.linear_fc1.weight3``) gets the name that it has if experts
+    are separate modules. A norm inside a linear (``linear_qkv.layer_norm_weight``) gets the name of a separate norm.
     """
     name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", unfused_name(name))
     parts = name.split(".")

@@ -26,7 +26,7 @@ CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
-    """Yield a line for each reason why ``config`` cannot work. ``problems``: number per training source, if known."""
+    """Yield a line for each reason why ``config`` cannot work; ``problems`` counts those of each training source."""
     yield from layout_conflicts(config.parallel, shape)
     yield from _length_conflicts(config, shape)
     yield from _engine_conflicts(config, shape, device)
@@ -46,7 +46,7 @@ def longest_row(config: Config) -> int:
 
 
 def kv_tokens(config: Config, shape: Shape) -> int | None:
-    """Return how many tokens one engine's KV cache holds; None if vLLM chooses its size."""
+    """Return how many tokens one engine's KV cache holds; None if vLLM chooses the cache's size."""
     size = config.rollout.kv_cache_bytes
     size = shared_kv_cache_bytes(config, shape) if size is None else size
     if size is None:
@@ -56,13 +56,13 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def engine_state_bytes(config: Config, shape: Shape) -> int:
-    """Return the part of ``kv_cache_bytes`` that the states of ``max_concurrent`` sequences take on a rank."""
+    """Return the bytes of a rank's KV cache that ``max_concurrent`` sequences' delta nets and windows take."""
     rollout = config.rollout
     return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
 
 def head_conflicts(key: str, tensor: int, shape: Shape) -> Iterator[str]:
-    """Yield reasons why ``tensor`` ranks, the value of configuration key ``key``, cannot share the model's heads."""
+    """Yield a line if ``tensor`` ranks cannot share the model's heads; ``key`` is the configuration key to name."""
     if shape.heads % tensor:
         yield (
             f"{key} = {tensor} does not divide the model's num_attention_heads = {shape.heads}; sizes that do: "
@@ -273,8 +273,8 @@ def within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) ->
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Yield keys that the objective does not use, an overlong penalty that covers every response, and a dual clip
-    without effect: with N_SGD = 1 the ratio is 1, unless older weights sampled (``max_staleness``, ``correction``)."""
+    """Yield a line for each key that the objective does not use, for an overlong penalty of every response, and for a
+    dual clip that never acts: with N_SGD = 1 the ratio is 1, unless older weights sampled without ``correction``."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens

@@ -23,7 +23,7 @@ _LOGITS_COPIES: Final = 3
 
 
 def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
-    """Return the bytes of the KV cache on each GPU of an engine that shares its GPUs with an offloading trainer, >= 0.
+    """Return the bytes of the KV cache on each GPU of an engine that shares its GPUs with an offloading trainer.
 
     Return None if engines are not colocated, the trainer never offloads or ``cluster.gpu_memory_gb`` is unknown.
     """

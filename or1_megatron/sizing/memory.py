@@ -106,7 +106,7 @@ class StageWeights:
 
 
 def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
-    """Return the memory of one node's processes; for "cuda", of a GPU of each pipeline stage and of an engine."""
+    """Return the memory of one node's processes ("cpu"), or of a GPU of each pipeline stage and engine ("cuda")."""
     return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
 
 
@@ -128,8 +128,8 @@ def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Devi
 
 
 def memory_short(config: Config, shape: Shape, device: Device, there: int) -> str:
-    """Return an error text if ``config`` needs more than ``there`` bytes (free host memory, or a GPU's whole memory),
-    else an empty text."""
+    """Return an error text if ``config`` needs more than ``there`` bytes, else an empty text. ``there`` is the host's
+    free memory, or a GPU's whole memory."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(config, processes, device)) <= there:
         return ""
@@ -166,7 +166,7 @@ def gib(size: int) -> str:
 
 
 def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights, ...]:
-    """Return the number of weights of a rank of each pipeline stage, embedding and output layer included."""
+    """Return the number of weights that a rank of each pipeline stage holds, with embedding and output layer."""
     vocabulary, weights = shape.vocab * shape.hidden, []
     for stage, layers in enumerate(parallel.stage_layers(shape.layers)):
         first, last = stage == 0, stage == parallel.pipeline - 1
@@ -186,7 +186,7 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
 
 
 def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[int]) -> tuple[int, int]:
-    """Return a rank's weights in (adapters of dense linears, adapters of experts); TP cuts one factor of an adapter."""
+    """Return the number of a rank's weights in (adapters of dense linears, adapters of experts)."""
     dense, experts = 0, 0
     for (layer, of_expert, cut), count in shape.adapters.items():
         if layer in layers:
@@ -196,7 +196,7 @@ def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[i
 
 
 def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
-    """Return the number of weights of a rank of the pipeline stage that has the most weights."""
+    """Return the number of weights that a rank holds in the pipeline stage with the most weights."""
     return max(stage_weights(parallel, shape), key=lambda stage: stage.held)
 
 
@@ -237,8 +237,8 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
 
 
 def delta_net_bytes(net: DeltaNet, tokens: int, cut: int) -> int:
-    """Return the bytes that a layer's linear attention keeps while it recomputes one sequence; ``cut`` ranks divide the
-    heads. The fp32 numbers per token and value head were fitted (tests/parallel/test_delta_net.py)."""
+    """Return the bytes that a layer's linear attention keeps on one of the ``cut`` ranks that divide its heads, while
+    one sequence is recomputed. The counts per token and value head were fitted (tests/parallel/test_delta_net.py)."""
     return 4 * tokens * net.value_heads // cut * (13 * (net.key_head_dim + net.value_head_dim) + 290)
 
 
@@ -392,8 +392,8 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
 
 
 def _bucket_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of handoff shared memory per process: two buckets, or all weights if these have fewer bytes.
-    Engines and sender map the same memory, so the bytes are divided over them."""
+    """Return the bytes of the handoff's shared memory, divided by the number of processes that map it. The memory holds
+    two buckets, or all weights if these have fewer bytes."""
     processes = config.rollout.engines * config.rollout.tensor_parallel
     buckets = 2 * min(config.handoff.bucket_bytes, HOST_ROUND_BYTES) * config.rollout.tensor_parallel
     return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)

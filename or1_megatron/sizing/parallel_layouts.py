@@ -111,7 +111,7 @@ class ChosenLayers(NamedTuple):
 
     kind: LayerKind
     warning: str
-    """Why our layers are used on a GPU that could run Transformer Engine's; empty in all other cases."""
+    """Why our layers are used on a GPU that could run Transformer Engine's; "" in all other cases."""
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:

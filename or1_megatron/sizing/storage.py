@@ -54,7 +54,7 @@ def disk_short(config: Config, shape: Shape) -> str:
 
 
 def disk_line(config: Config, shape: Shape, here: bool) -> str:
-    """Return a line with the sizes of what the run writes, by kind; if ``here``, also the room on this disk."""
+    """Return a line with the sizes of the run's files, by kind of file; if ``here``, also the room on this disk."""
     sizes = disk_bytes(config, shape)
     kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
     room = f"; {config.run.folder} has room for {gib(disk_room(config.run.folder))}" if here else ""

@@ -1,8 +1,8 @@
-"""LoRA adapters: their weight table, which follows from a family's own, and their folders in peft's format.
+"""LoRA adapters: their weight table, derived from the model family's table, and their folders in peft's format.
 
-A linear y = W x becomes y = W x + alpha / r * B (A x), with A [r, in] and B [out, r]. Every HF tensor has an A and a B
-of its own, named as in peft's files. Where Megatron fuses several HF tensors to one linear, their A are concatenated
-along r, and their B are laid out and cut as the linear's rows are. So the code that moves weights also moves adapters.
+A linear y = W x becomes y = W x + alpha / r * B (A x), with A [r, in] and B [out, r]. Every HF tensor has its own A and
+B, named as in peft's files. If Megatron fuses several HF tensors to one linear, the A matrices are concatenated along
+r, and the B matrices are laid out and cut like the linear's rows. So the code that moves weights also moves adapters.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class AdaptedRow(NamedTuple):
     """Indices of the linear's HF tensors that have an adapter."""
     a: Row
     b: Row
-    """Has rows for all of the linear's HF tensors; rows of tensors without an adapter stay zero and are in no file."""
+    """B for the rows of all the linear's HF tensors. Rows of a tensor without adapter stay zero and are in no file."""
 
 
 class AdapterTable:
-    """The adapters of a model, with those methods of ``ModelFamily`` that concern rows.
+    """The weight table of a model's adapters. It has the methods of ``ModelFamily`` that concern rows.
 
     Args:
-        targets: ends of the HF names of linears; empty: all linears.
+        targets: ends of the HF names of the linears that get adapters; empty: all linears do.
 
     Raises:
         ModelError: a target names no linear; the message has the nearest names.
@@ -93,7 +93,7 @@ class AdapterTable:
         self.names = {name for row in self.adapted for i in row.parts for name in _names(row.linear.hf[i])}
         """Names of the tensors in a folder of adapters."""
         self.sizes = Counter[tuple[int, bool, bool]]()
-        """How many numbers the adapters have, by (layer, is of an expert, is cut by tensor parallelism)."""
+        """Number of weights in the adapters, by (layer, whether of an expert, whether tensor parallelism cuts them)."""
         for row in self.rows(hf):
             key = int(row.megatron.split(".")[2]), row.expert is not None, row.cut is not Cut.WHOLE
             self.sizes[key] += sum(math.prod(self._shapes[name]) for name in row.hf)
@@ -126,10 +126,10 @@ class AdapterTable:
         save_file(named, folder / _TENSORS, metadata={"format": "pt", _BASE: base_digest(base)})
 
     def read(self, folder: Path, base: Path, alpha: float) -> Callable[[str], Tensor]:
-        """Open a folder that ``write`` or peft wrote; return a function that gives its tensors by name.
+        """Open a folder that ``write`` or peft wrote; return a function that returns a tensor by name.
 
         Raises:
-            ModelError: the folder holds no adapters, or its base, rank, scale or linears are not the run's.
+            ModelError: the folder holds no adapters, or their base, rank, scale or linears are not the run's.
         """
         try:
             config = json.loads((folder / _CONFIG).read_text())
@@ -159,14 +159,14 @@ class AdapterTable:
 
 
 def _is_linear(row: Row) -> bool:
-    """Return whether a row is the weight of a linear that tensor parallelism cuts: no norm, bias, router, embedding or
-    convolution."""
+    """Return whether a row is the weight of a linear that tensor parallelism cuts (not of a norm, router, embedding or
+    convolution, and no bias)."""
     matrices = all(name.endswith(".weight") and len(axes) == 2 for name, axes in zip(row.hf, row.axes, strict=True))
     return matrices and row.cut not in (Cut.WHOLE, Cut.VOCABULARY)
 
 
 def _module(weight: str) -> str:
-    """Return the name to compare targets with: all experts of a layer have adapters, or none has."""
+    """Return a weight's module name, without an expert's number: a target means all experts of a layer."""
     return re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
 
 

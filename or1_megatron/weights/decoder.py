@@ -1,4 +1,4 @@
-"""The weight table's rows that decoder-only models of the Llama kind share, and settings that none of them supports."""
+"""The weight table's rows that Llama-like decoders share, and the settings that this package supports for none."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ holds the norm's weight. The table and our checkpoints always use the norm's own
 
 
 def fused_names(name: str) -> Iterator[str]:
-    """Yield the fused name that a norm's weight may have in Megatron; nothing for other weights."""
+    """Yield the name that a norm's weight has if a linear holds the norm; yield nothing for other weights."""
     for norm, linear in _NORM_AND_LINEAR:
         if f".{norm}" in name:
             yield name.replace(norm, linear)
 
 
 def unfused_name(name: str) -> str:
-    """Return a weight's name in the table: the norm's own if a linear holds the norm."""
+    """Return a weight's name in the table. A norm that a linear holds gets the name of a separate norm."""
     for norm, linear in _NORM_AND_LINEAR:
         name = name.replace(linear, norm)
     return name
 
 
 def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
-    """Return the rows of down(silu(gate x) * up x) for these name prefixes; ``width`` is the width's axis letter."""
+    """Return the rows of the MLP down(silu(gate x) * up x), from two name prefixes and the axis letter of its width."""
     return (
         Row(
             (hf + "gate_proj.weight", hf + "up_proj.weight"),
@@ -72,7 +72,7 @@ SHARED_EXPERT: Final = gated_mlp(HF + "mlp.shared_experts.", MEGATRON + "mlp.sha
 
 
 def mixture(sparse: Callable[[HFConfig, int], bool], *more: Row) -> tuple[Row, ...]:
-    """Return the rows of the MLPs: router, experts and ``more`` in the layers that are ``sparse``, else a dense MLP."""
+    """Return the MLPs' rows: router, experts and ``more`` in ``sparse`` layers, and a dense MLP in all other layers."""
     return (
         *(replace(row, in_layer=lambda hf, layer: not sparse(hf, layer)) for row in DENSE_MLP),
         *(replace(row, in_layer=sparse) for row in (ROUTER, *more, *EXPERT)),
@@ -92,7 +92,7 @@ QK_NORM: Final = tuple(
 
 
 def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield the settings that no Llama-like family computes, except the keys ``computed``."""
+    """Yield a sentence for each setting that no Llama-like family supports, except the keys ``computed``."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
@@ -106,7 +106,7 @@ def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
 
 
 def switched_window_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield conflicts of a family that uses ``sliding_window`` only if ``use_sliding_window`` is set."""
+    """Yield a sentence for each unsupported setting of a family that has the switch ``use_sliding_window``."""
     yield from decoder_conflicts(hf, *computed)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

@@ -1,4 +1,4 @@
-"""The known families, and the choice of one for an HF model folder."""
+"""The known model families; reads an HF folder's config, and refuses models and settings that are not supported."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def what_holds(folder: Path) -> str:
-    """Return the end of an error message, which lists what a folder holds instead of a model."""
+    """Return a clause for an error message, which lists what a folder holds instead of a model."""
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     merge = "; merge the adapter into its base model first" if "adapter_model" in held else ""
     return f"; it holds {held}{merge}"

@@ -67,9 +67,9 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
 
 
 def is_draft(name: str, hf: HFConfig) -> bool:
-    """Return whether a tensor belongs to the multi-token-prediction layers, with which engines draft tokens: the
-    ``num_nextn_predict_layers`` after the last layer, or in Qwen3-Next and Qwen3.5 the names that start with ``mtp.``.
-    These layers are not trained, and exports copy them unchanged."""
+    """Return whether a tensor belongs to the multi-token-prediction layers: the ``num_nextn_predict_layers`` after the
+    last layer or, in Qwen3-Next and Qwen3.5, the names that start with ``mtp.``. Engines draft tokens with these
+    layers. The layers are not trained, and exports copy their tensors unchanged."""
     if name.startswith("mtp.") and "linear_conv_kernel_dim" in hf:
         return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -122,7 +122,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_digest(folder: Path) -> str:
-    """Return a digest of the name, dtype, shape and first row of each tensor in a folder; this takes only a moment."""
+    """Return a digest of all tensors' names, dtypes, shapes and first rows, which are quick to read."""
     digest = hashlib.sha256()
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -147,7 +147,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def open_weights(path: Path) -> Any:
-    """Return a safetensors file as the library opens it: mapped into memory, its header checked against its size.
+    """Open a safetensors file, mapped into memory. The library checks the header against the file's size.
 
     Raises:
         ModelError: the file cannot be read, or is no whole safetensors file.

@@ -1,4 +1,4 @@
-"""GLM-4.5 (and 4.6, 4.7): half-rotated heads, query/key norms (except Air), DeepSeek-V3's mixture of experts."""
+"""GLM-4.5 (and 4.6, 4.7): RoPE on half of each head, query/key norms (except Air), DeepSeek-V3's mixture of experts."""
 
 from __future__ import annotations
 

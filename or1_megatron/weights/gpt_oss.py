@@ -13,7 +13,7 @@ from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final[dict[str, Any]] = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""Keys with the only supported value. vLLM uses these values and those of ``_ROPE``, whatever the config says."""
+"""Each key's only supported value. vLLM uses these values and those of ``_ROPE``, whatever the config says."""
 _ROPE: Final = {"rope_type": "yarn", "attention_factor": None, "mscale": None, "mscale_all_dim": None}
 _NEEDED: Final = ("num_local_experts", "num_experts_per_tok", "sliding_window")
 _NEEDED_OF_ROPE: Final = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")

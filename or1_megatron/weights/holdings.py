@@ -1,7 +1,7 @@
 """Computes which trainer rank holds which part of which HF tensor, by running the table's functions on row numbers.
 
 Layout operations and cuts move whole rows (axis 0) or take a range of columns (axis 1), and leave other axes as they
-are. So applying them to row numbers shows what they do to the tensor, and no formula is written twice.
+are. So this module applies them to row numbers instead of tensors, and sees where each row goes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankGrid:
     expert: int = 1
 
     def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
-        """Return all ranks that hold one shard; for an expert's shard, only those with ``expert_rank``."""
+        """Return all ranks that hold one shard; of an expert's shard, only the ranks with ``expert_rank``."""
         first = tensor_rank + self.tensor * self.replicas * stage
         stop = first + self.tensor * self.replicas
         if expert_rank is None:
@@ -67,7 +67,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 @lru_cache  # layers and experts are alike
 def box_size(box: Box) -> int:
-    """Return the number of elements."""
+    """Return the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -93,8 +93,7 @@ def without(box: Box, hole: Box) -> list[Box]:
 def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> list[Piece]:
     """Return the pieces of a row's HF tensors on tensor-parallel rank ``rank`` of ``size``, in the shard's order.
 
-    Args:
-        shapes: by HF name.
+    ``shapes`` are the HF tensors' shapes, by name.
 
     Raises:
         ValueError: the row cannot be cut into ``size`` parts.

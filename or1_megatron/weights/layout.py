@@ -1,4 +1,4 @@
-"""Fuses HF tensors into one whole Megatron tensor, and splits it again (QKV, gate/up, delta net). Pure and exact.
+"""Fuses HF tensors into one whole Megatron tensor, and splits this tensor again (QKV, gate/up, delta net).
 
 Shapes: H hidden, D head dimension, N query heads, G key/value heads (query groups), F intermediate size, V vocabulary,
 ``...`` a trailing H for weights and nothing for biases.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a Megatron tensor, here made of one HF tensor; subclasses fuse several or drop padding."""
+    """The memory layout of a Megatron tensor: in this class one unchanged HF tensor, in subclasses several, fused."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         """Make the Megatron tensor from HF tensors, given in the order of ``Row.hf``."""
@@ -83,8 +83,8 @@ class HeadBlocks(Layout):
     """
 
     sections: tuple[str, ...]
-    """For each HF tensor, a letter per section: k has a key head's rows of keys (or queries), v its rows of values (or
-    gates), n a row for each of its value heads. Capitals mean that HF too stores the section key head by key head."""
+    """For each HF tensor, a letter per section. A key head has in section k the rows of its key (or query), in v the
+    rows of its values (or gates), in n a row per value head. Capitals: HF, too, stores the section head by head."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]

@@ -54,7 +54,7 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def rotary_share(hf: HFConfig) -> float:
-    """Return the share of each head's dimensions that are rotated; these are the first dimensions."""
+    """Return the share of each head's dimensions that are rotated. The rotated dimensions come first."""
     unset = 0.5 if hf.get("model_type") == "glm4_moe" else 1.0  # as in transformers
     return float(rope_parameters(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or unset)
 
@@ -94,7 +94,7 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tenso
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Return (frequencies scaled like ``_llama3``'s, but blended linearly in the pair's index; attention's factor)."""
+    """Return (frequencies, attention's factor). Unlike in ``_llama3``, the blend is linear in the pair's index."""
     positions, pairs = _original_positions(rope, hf), len(plain)
     factor = rope["factor"] or hf["max_position_embeddings"] / positions
 

@@ -19,9 +19,9 @@ class Latents:
     """The sizes of multi-head latent attention."""
 
     query: int
-    """Latents of queries; 0 where queries are made of the hidden state."""
+    """Number of latents of queries; 0 if queries are projected directly from the hidden state."""
     key: int
-    """Latents of keys and values."""
+    """Number of latents of keys and values."""
     rotated: int
     """Rotated channels of each query, and of the one key that all heads share."""
     value: int
@@ -39,14 +39,14 @@ class Shape:
     kv_heads: int
     """Number of parts into which tensor-parallel engines can cut their KV cache; 1 with latents."""
     head_dim: int
-    """Channels of a head's query and key, and without latents of a head's value."""
+    """Channels of a head's query and key; also of a head's value, unless there are latents."""
     vocab: int
     positions: int
     tied: bool
     experts: Experts | None = None
     latents: Latents | None = None
     delta_net: DeltaNet | None = None
-    """Linear attention, if some layers have it; the layers with full attention then have gates."""
+    """Linear attention; None if no layer has it. If some have it, full attention in the other layers is gated."""
     windowed: range = range(0)
     """The layers whose attention sees only the last ``window`` tokens."""
     window: int = 0
@@ -100,7 +100,7 @@ class Shape:
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:
-        """Return the number of weights of a layer, with all experts (``whole``) or only those that compute a token."""
+        """Return the number of weights of a layer, with all experts (``whole``) or with only one token's experts."""
         every, experts = self.attention_parameters(layer) + 2 * self.hidden, self.experts
         if experts is None or layer not in experts.layers:
             return every + 3 * self.hidden * self.intermediate
@@ -123,7 +123,7 @@ class Shape:
         return sum(layer not in others for layer in (range(self.layers) if layers is None else layers))
 
     def attention_parameters(self, layer: int) -> int:
-        """Return the number of weights of a layer's attention, with the convolution before a delta net."""
+        """Return the number of weights of a layer's attention, including the convolution before a delta net."""
         if (latents := self.latents) is None:
             net = self.delta_net
             convolution = net.mixed * net.conv_kernel_dim if net is not None and layer in net.layers else 0
@@ -149,14 +149,14 @@ class Shape:
         return self.full_attention() * self.query_channels
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the KV cache's bytes per token, unsharded: keys and values, or their latents, of full attention."""
+        """Return the KV cache's unsharded bytes per token: keys and values (or latents) of full-attention layers."""
         held = self.key_value_channels if self.latents is None else self.latents.key + self.latents.rotated
         return self.full_attention() * held * BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
-        """Return an engine's unsharded bytes per sequence for the layers without full attention, at any length.
+        """Return an engine's unsharded bytes per sequence for layers without full attention; the length is irrelevant.
 
-        A delta net has a matrix per head in fp32 and the convolution's last inputs, a window has keys and values.
+        A delta net keeps an fp32 matrix per head and the convolution's last inputs; a window keeps keys and values.
         """
         if (net := self.delta_net) is None:
             return len(self.windowed) * self.window * self.key_value_channels * BYTES[dtype]

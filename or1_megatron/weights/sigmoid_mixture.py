@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *("routed_scaling_factor", "n_group", "topk_group"),
 )
 _ONLY: Final = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Keys with the only supported value, which is also the default if a config lacks the key."""
+"""Each key's only supported value, which is also the default if a config lacks the key."""
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""Cuts a whole Megatron tensor over tensor-parallel ranks, and joins it again. Pure functions on local tensors."""
+"""Cuts a whole Megatron tensor over tensor-parallel ranks, and joins the parts again; without communication."""
 
 from __future__ import annotations
 

@@ -39,17 +39,17 @@ def part_of(name: str) -> Part | None:
 
 
 def in_files(name: str) -> str:
-    """Return the name of the tensor in a file that holds the table's tensor ``name``."""
+    """Return the name, in an HF folder's files, of the tensor that holds the table's tensor ``name``."""
     return name.partition("[")[0]
 
 
 def loaded_as(name: str) -> str:
-    """Return the name of what vLLM loads at once: the table's tensor ``name``, or its expert's entry in a stack."""
+    """Return the name of what vLLM loads at once: ``name`` itself or, for a part, the expert's whole stack entry."""
     return re.sub(r"\.experts\.(\w+)\[(\d+), .*", r".experts.\2.\1", name)
 
 
 def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors in files, by name in the table's order, from ``shapes`` of the table's tensors."""
+    """Turn the shapes of the table's tensors into shapes of the files' tensors, by name, in the table's order."""
     found = {}
     for name, shape in shapes.items():
         part = part_of(name)
@@ -58,7 +58,7 @@ def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return file tensors keyed by the table's names. Stacks that have biases (gpt-oss's) are divided into parts."""
+    """Give the files' tensors the table's names. Stacks that have biases (gpt-oss's) are divided into parts."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".experts." not in name or f"{name.removesuffix('_bias')}_bias" not in tensors:
@@ -73,7 +73,7 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def joined(
     tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield tensors as files hold them, from the table's tensors in order; ``shapes`` is made by ``file_shapes``."""
+    """Turn (name, tensor) in the table's order into those of the files. ``shapes`` is made by ``file_shapes``."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if (part := part_of(name)) is None:

@@ -1,6 +1,6 @@
 """The weight table's types: a row says which HF tensors make which Megatron tensor, and how tensor parallelism cuts it.
 
-``families`` lists the families, whose rows are in modules of their own beside ``decoder``.
+``decoder`` has the rows that families share; each family's own rows are in a module; ``families`` lists the families.
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
@@ -147,7 +147,7 @@ class ModelFamily:
     zero_centred: bool = False
     """Whether norms multiply by 1 + their weight."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a key that a config lacks."""
+    """The values that transformers takes for keys that a config lacks."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
         """Yield every row of a model's weight table, in the model's order."""
@@ -190,7 +190,8 @@ def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | Non
     V vocabulary, H hidden, F intermediate, Q all query heads, M number of query heads, K all key (or value) heads, D
     one head. A mixture of experts has E experts, X intermediate of one expert, S intermediate of the shared expert.
     Latent attention has A latents of queries, L latents of keys and values, R the L latents and the keys' rotated part,
-    U keys and values made of latents, O values. With a delta net (``DeltaNet.axes``) attention has G queries and gates.
+    U keys and values made of latents, O values. Models with a delta net also have G, queries and gates of full
+    attention, and the letters of ``DeltaNet.axes``.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
