@@ -134,7 +134,7 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """Return, on rank 0, how many seconds a save took to write if it completed since the last call; else None.
+        """On rank 0, return the writing time in s of a save that completed since the last call. Else return None.
 
         With ``wait``, first wait for a save that is still being written.
 
@@ -178,7 +178,7 @@ class CheckpointSaver:
         return problem
 
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
-        """Return this rank's slices with copies in the buffers, or for a synchronous save with the live tensors."""
+        """Return this rank's slices, each with its copy in the buffers or, for a synchronous save, its live tensor."""
         if self._written_here is None:
             self._written_here = [shard for shard in local_shards(self.policy) if shard.is_written_here]
         live = [

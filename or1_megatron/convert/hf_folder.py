@@ -87,7 +87,7 @@ def metadata_of(path: Path) -> dict[str, str] | None:
 
 
 def carried(folder: Path) -> list[Path]:
-    """Return the files of an HF folder beside its weights: configs, tokenizer, chat templates, model card.
+    """Return the files of an HF folder except its weights: configs, tokenizer, chat templates, model card.
 
     Other folders, hidden files, weights in any format and the index (which is written anew) are left out.
     """

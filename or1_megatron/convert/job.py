@@ -1,4 +1,4 @@
-"""Runs a conversion: writes its files, with a progress bar, to a folder that appears whole or not at all.
+"""Runs a conversion: writes the new files, with a progress bar, to a folder that appears whole or not at all.
 
 A conversion that is killed leaves a folder ``OUT.partial``; the next conversion to ``OUT`` empties and reuses it.
 """

@@ -174,7 +174,7 @@ def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
 
 
 def resolve(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, else the newest checkpoint in it, as Megatron-LM's file there says."""
+    """Return ``folder`` if it is a checkpoint, else the checkpoint in it that Megatron-LM's file names as newest."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

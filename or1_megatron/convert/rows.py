@@ -109,7 +109,7 @@ def _alike(names: list[str]) -> bool:
 
 
 def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return (name of a tensor's stack, stack's leading sizes, index in the stack). If ``layers`` is 0, none stack."""
+    """Return (name of a tensor's stack, its leading sizes, index in it). With ``layers`` 0, layers are not stacked."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
     if layers and (match := _LAYER.match(name)):

@@ -1,7 +1,7 @@
 """Converts a Megatron checkpoint, from ``to_megatron``, a run or Megatron-LM, to an HF folder.
 
-A checkpoint from ``to_megatron`` becomes again, byte for byte, the files that it was made from. For other checkpoints,
-config and tokenizer come from an HF folder. A run's configuration names this folder; for Megatron-LM the user names it.
+From a checkpoint of ``to_megatron`` the original files are made again, byte for byte. For other checkpoints, config and
+tokenizer come from an HF folder. A run's configuration names this folder; for Megatron-LM the user names the folder.
 Padding rows of the vocabulary are not read (``megatron_folder``).
 """
 
@@ -50,7 +50,7 @@ class ToHF:
 
     Args:
         hf_folder: HF folder from which config, tokenizer and so on are copied.
-        record: what ``to_megatron`` recorded of the original files; None if another program made the checkpoint.
+        record: what ``to_megatron`` recorded of the original files; None for any other checkpoint.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """The head's results per token, and the numbers that its gradient needs; all [t] fp32."""
+    """The head's results per token, and the numbers from which the head's gradient is computed; all [t] fp32."""
 
     log_probs: Tensor
     entropies: Tensor

@@ -47,13 +47,13 @@ class AllocationPlan:
     block_rows: int
     """v: rows of the output weight in one GEMM."""
     blocks: int
-    """Number of blocks of logits in memory at once: 1 in recompute, in one_pass all of this rank's vocabulary."""
+    """Number of blocks of logits in memory at once: one in recompute, all of this rank's vocabulary in one_pass."""
     scratch_numbers: int
     """Number of fp32 numbers of scratch for the torch epilogue; the Triton epilogue needs none."""
     cast_numbers: int
-    """Number of fp32 numbers for a tile of hidden and a block of weight, which only a CPU must cast; else 0."""
+    """Number of fp32 numbers for cast copies of a hidden tile and a weight block; 0 unless a CPU must cast them."""
     vector_bytes: int
-    """Most bytes of all per-token vectors, plus those of a tile's statistics, of which each block has its own."""
+    """Most bytes of all per-token vectors, plus those of a tile's statistics, which each block has before the merge."""
     accumulator_bytes: int
     """Bytes of the fp32 sum of a tile's hidden gradient; 0 if the gradient itself is fp32. ``workspace_bytes`` counts
     neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""
@@ -124,7 +124,7 @@ def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
 
 
 def _even(limit: int, whole: int) -> int:
-    """Return the size of the pieces if ``whole`` is cut into as few equal pieces of at most ``limit`` as possible."""
+    """Cut ``whole`` into as few equal pieces of at most ``limit`` as possible; return the size of a piece."""
     limit = max(limit, 1)
     even = -(-whole // -(-whole // limit))
     return min(aligned(even) if aligned(even) <= limit else even, whole)

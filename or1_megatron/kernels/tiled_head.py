@@ -81,7 +81,7 @@ class TiledHead:
             yield slice(start, min(start + self.plan.tile_tokens, tokens))
 
     def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
-        """Return (a tile's statistics [4, t] over this rank's vocabulary, for each block the epilogue's result)."""
+        """Return (a tile's statistics [4, t] over this rank's vocabulary, the epilogue's result for each block)."""
         blocks = self._blocks()
         of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
         offsets = []

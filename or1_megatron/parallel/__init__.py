@@ -1,7 +1,7 @@
 """Everything that uses Megatron-Core: process groups, model, policy, pipeline schedule, and Megatron without CUDA.
 
 Outside this package only ``checkpoint.sharded_state`` imports megatron, after it has imported this package. Without
-CUDA, this import makes Megatron run on the CPU (``cpu_device``), because Megatron decides some things at its import.
+CUDA, importing this package makes Megatron run on the CPU (``cpu_device``), even in what it does when imported.
 """
 
 import logging

@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """A chunk of queries and the keys that they see, with a causal mask. Last query and last key are the same token."""
+    """A chunk's queries and the keys that these queries see. Both slices end at the same token; the mask is causal."""
 
     query: slice  # of this rank's t tokens
     key: slice  # of the row's T tokens

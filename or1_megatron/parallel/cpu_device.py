@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a new function that returns ``value()``. Torch's compiler tells functions apart by identity."""
+    """Return a function that returns ``value()``. Each call makes a new one: torch's compiler compares identities."""
     return lambda *args, **kwargs: value()
 
 
@@ -76,7 +76,7 @@ _true_type = torch.Tensor.type
 
 
 def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stand for ``Tensor.type``. The name of a CPU tensor's type is CUDA's, which Megatron's optimizer expects."""
+    """Stand for ``Tensor.type``. Without ``dtype``, return the CUDA type's name, which Megatron's optimizer expects."""
     if dtype is not None:
         return _true_type(tensor, dtype, *args, **kwargs)
     name = _true_type(tensor)
@@ -131,7 +131,7 @@ def _gather(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Concatenate all ranks' tensors [t, ...] on every rank. t may differ between ranks, which gloo does not allow.
+    """Concatenate all ranks' tensors [t, ...] on every rank, also if t differs by rank (gloo needs equal sizes).
 
     Megatron calls this function when tensor-parallel ranks that share an expert gather the expert's tokens.
     """

@@ -98,7 +98,7 @@ class PackedDeltaNet(MegatronModule):
 
         Args:
             conv: the convolution's weight [G * (2 A + R B), 1, taps].
-            rate: [G * R] log of a; a token multiplies S by exp(-a * softplus(alpha + bias)), alpha from ``projected``.
+            rate: [G * R]; a token multiplies S by exp(-exp(rate) * softplus(alpha + bias)), with alpha a projection.
             bias: [G * R].
             norm: the norm's weight [B].
         """

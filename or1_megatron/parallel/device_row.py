@@ -89,7 +89,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def gather_counted(row: DeviceRow, scored: Tensor) -> Tensor:
-    """Gather the context-parallel ranks' scores [2, c] into the whole row's [2, C], on the CPU of all these ranks."""
+    """Gather scores [2, c] from the context-parallel ranks; return the whole row's [2, C], on the CPU of each of them."""
     if row.row.shard is not None:
         of_row = scored.new_zeros(2, row.row_tokens)
         of_row[:, row.row.shard.held[row.counted]] = scored

@@ -40,17 +40,17 @@ class GroupedExperts(SequentialMLP):
         first, second = (
             [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
-        gate_and_up = _through(first, permuted_local_hidden_states, counts)
+        gate_and_up = _apply_linears(first, permuted_local_hidden_states, counts)
         probs = permuted_probs.unsqueeze(-1)
         if (clamp := self.config.activation_func_clamp_value) is None:
-            return _through(second, weighted_bias_swiglu_impl(gate_and_up, None, probs), counts), None
+            return _apply_linears(second, weighted_bias_swiglu_impl(gate_and_up, None, probs), counts), None
         offset = self.config.glu_linear_offset
         hidden = weighted_bias_quick_geglu_impl(gate_and_up, None, probs, False, offset, clamp)
         # Tensor parallelism sums the ranks' outputs: one of them adds the biases.
-        return _through(second, hidden, counts, probs * (self.tp_group.rank() == 0)), None
+        return _apply_linears(second, hidden, counts, probs * (self.tp_group.rank() == 0)), None
 
 
-def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
+def _apply_linears(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
     """Map ``x`` [T, in] to [T, out], each expert's rows by the expert's linear and LoRA adapter.
 
     ``share`` [T, 1] multiplies the biases.
@@ -67,11 +67,11 @@ def _through(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor
 
 
 class GroupedProducts(torch.autograd.Function):
-    """Computes x W^T with another W for each run of rows. Each W's gradient is added to W's ``main_grad``."""
+    """Computes x W^T with a different W for each run of rows. The gradient of each W is added to its ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
-        """``x``: [T, in]; ``counts``: [E]; ``weights``: E times [out, in]. Returns [T, out]."""
+        """``x``: [T, in]; ``counts``: rows in each of E runs; ``weights``: E tensors [out, in]. Returns [T, out]."""
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         return _products(x, counts, [weight.t() for weight in weights])

@@ -39,7 +39,7 @@ STOP = "stop"
 _ASK_S: Final = 30.0
 """A rank that waits for a verb asks the store again after this time, or after half the deadline if that is less."""
 _UNWIND_S: Final = 120.0
-"""A rank that raises its error must end within this time; rank 0 first dumps the batch and closes the engines."""
+"""A rank that raises an error must end within this time, in which rank 0 also dumps the batch and closes engines."""
 _LEAVE_S: Final = 5.0
 """Rank 0, which may host the store, waits this long for each rank to read that no more verbs follow."""
 _GRACE_S: Final = 30.0

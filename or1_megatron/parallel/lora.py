@@ -45,7 +45,7 @@ class Adapter(torch.nn.Module):
 
     Args:
         linear: a Megatron linear, whose weight is this rank's part [out, in].
-        of_row: [out] for each row of the weight, the index (among the linear's HF tensors) of the tensor it belongs to.
+        of_row: [out] number, among the linear's HF tensors, of the tensor that each row of the weight belongs to.
     """
 
     enabled: ClassVar[bool] = True
@@ -98,7 +98,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Adapters:
-    """All adapters on this rank, made as ``model.lora`` says. ``base`` gets frozen; its weights are then read merged.
+    """All adapters on this rank, as ``model.lora`` says. Freezes ``base``, which from then on returns merged weights.
 
     Raises:
         ModelError: a target matches no linear, or the folder to start from does not fit the model.
@@ -139,7 +139,7 @@ class Adapters:
         self.weights.load_hf(self.new if folder is None else self.table.read(folder, model.hf, model.lora.alpha))
 
     def new(self, name: str) -> Tensor:
-        """Return an adapter's first values, as in peft: A uniform within 1 / sqrt(in), B zero. The name is the seed."""
+        """Return a tensor's initial values, as peft's: A uniform within 1 / sqrt(in), B zero. The name is the seed."""
         values = torch.zeros(self.table.shapes({})[name])
         bound = 1 / math.sqrt(values.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -153,5 +153,5 @@ class Adapters:
 
 
 def _with_gradient(embedding: Any, ids: Any, hidden: Tensor) -> Tensor:
-    """Let the layers' input have a gradient; without it, recomputed layers pass none on."""
+    """Make the layers' input require a gradient; otherwise layers that are recomputed would get no gradients."""
     return hidden.requires_grad_() if torch.is_grad_enabled() else hidden

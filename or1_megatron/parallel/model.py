@@ -182,7 +182,7 @@ def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
     Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives each symbol of ``LAYER_SYMBOL`` one
-    module with both. So a layer has its HF number, in checkpoints too.
+    module with both. So a layer has the same number as in HF, in checkpoints too.
 
     Args:
         chunk_layers: the layers of each chunk, in the model's order.

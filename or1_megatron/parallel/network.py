@@ -38,7 +38,7 @@ class Network:
     """This rank's model chunks: more than one if the pipeline is interleaved."""
     weights: ShardedWeights
     adapters: Adapters | None
-    """LoRA's adapters, which alone are trained then; None without LoRA."""
+    """LoRA's adapters, the only weights that LoRA trains; None without LoRA."""
 
 
 def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:

@@ -79,7 +79,7 @@ class HostCopy:
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return a contiguous tensor's values from the host (if possible a view of a slab); None if it is not away."""
+        """Return a contiguous tensor's values from the host, if possible as a view; None if the tensor is not away."""
         first = self._first.get(tensor.untyped_storage()._cdata)
         if first is None:
             return None
@@ -156,9 +156,9 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself or, while it is away, a host tensor with the same values. Do not change either.
+        """Return the tensor itself or, while it is away, a host tensor with the same values. Do not change the result.
 
-        The tensor must be contiguous. It cannot be a gradient, because gradients have no values while they are away.
+        The tensor must be contiguous and not a gradient, because gradients have no values while they are away.
         """
         values = self._parameters.read(tensor)
         values = self._state.read(tensor) if values is None else values

@@ -109,7 +109,10 @@ def build_optimizer(
 
 
 def clip_and_step(optimizer: Any, loss: float) -> tuple[float, bool]:
-    """Clip the gradient and take the step, unless loss or gradient is not finite; return (norm before, skipped)."""
+    """Clip the gradient and take the step; return (gradient norm before clipping, whether the step was skipped).
+
+    The step is skipped if the loss or the gradient norm is not finite.
+    """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):

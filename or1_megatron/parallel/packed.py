@@ -23,8 +23,8 @@ from or1_megatron.parallel.context_parallel import ContextShard, attend, context
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """One packed row. Its ``qkv_format`` is "packed": with "thd" Megatron would apply RoPE sequence by sequence. Now
-    Megatron keeps [T, 1, heads, D] and applies RoPE to all tokens at once, with the angles of ``PackedRotary``."""
+    """One packed row. With ``qkv_format`` "thd", Megatron would apply RoPE sequence by sequence. Ours is "packed", with
+    which Megatron keeps [T, 1, heads, D] and applies RoPE to all tokens at once, by the angles of ``PackedRotary``."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T / CP]: the position of each of this rank's tokens within the token's sequence."""
@@ -33,7 +33,7 @@ class PackedRow(PackedSeqParams):
     shard: ContextShard | None = None
     """This rank's part of the row; None if this rank holds the whole row."""
     experts: Tensor | None = None
-    """[t, L, k] the experts of each token on this rank (``types.OwnExperts``); None: the policy's router chooses."""
+    """[t, L, k] the k experts of each token in each of L layers; None: the policy's router chooses them."""
     counted: Tensor | None = None
     """[t] bool: whether the token is counted in the loss; None if ``experts`` is."""
     rerouted: dict[int, Tensor] = field(default_factory=dict)

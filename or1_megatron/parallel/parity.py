@@ -40,7 +40,7 @@ _FLOAT64_BYTES: Final = 48
 
 
 _SCALE = 2.0**20
-"""The multiple of the gradient: large enough that the rounding of the parameters does not show."""
+"""The multiple of the gradient that a step subtracts, so large that the parameters' rounding does not show."""
 _HUGE = 1e8
 _GRADIENT_STEP = OptimizerConfig(lr=_SCALE * _HUGE, eps=_HUGE, beta1=0.0, beta2=0.0, weight_decay=0.0, clip_grad=1e30)
 """Adam without momentum and with a huge eps: p - lr * g / (|g| + eps) = p - _SCALE * g."""

@@ -24,10 +24,11 @@ class ReplicasDiffer(AgreedError, PartLost):
 
 
 def bit_sum(data: Tensor) -> Tensor:
-    """Return the sum modulo 2**64 of a contiguous tensor's memory, read as 64-bit integers. Any flipped bit changes it.
+    """Return the sum modulo 2**64 of a contiguous tensor's memory, read as 64-bit integers.
 
-    The sum is an int64 scalar on the tensor's device. If the tensor's size or offset is no multiple of 8 bytes, the
-    memory is read as bytes instead, piece by piece, because torch copies bytes to int64 before it adds them.
+    The sum is an int64 scalar on the tensor's device. Any single flipped bit changes the sum. If the tensor's size or
+    offset is no multiple of 8 bytes, the memory is read as bytes instead, piece by piece, because torch copies bytes to
+    int64 before it adds them.
     """
     size, place = data.nbytes, data.storage_offset() * data.element_size()
     if size % 8 == place % 8 == 0:

@@ -44,8 +44,8 @@ class ExpertsPart:
     def cut(self, row: MicroBatch) -> OwnExperts:
         """Return the experts for this rank's tokens and layers in a packed row of its data-parallel rank.
 
-        Tokens that no engine has computed (padding, and the last token of each sequence) get experts round robin. They
-        do not affect any counted token.
+        Tokens that no engine has computed (padding, and the last token of each sequence) get experts round robin. These
+        tokens do not affect any counted token.
         """
         assert row.routed_experts is not None
         positions = np.arange(row.token_ids.size)

@@ -64,7 +64,7 @@ def forward(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temper
 
 
 def time_schedules(stage: int, stages: int) -> None:
-    """Make schedules record timeline spans of micro-batches and (not if interleaved) of exchanges between stages."""
+    """Make schedules record timeline spans of micro-batches and, if not interleaved, of exchanges between stages."""
     for name in ("forward_step", "backward_step"):
         setattr(schedules, name, _timed(getattr(schedules, name), stage=stage))
     to_before = dict.fromkeys(("recv_forward", "send_backward", "send_backward_recv_forward"), stage - 1)

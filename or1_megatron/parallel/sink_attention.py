@@ -1,4 +1,4 @@
-"""Attention with sinks (gpt-oss): each head's softmax has one more, trained logit, with no value vector.
+"""Attention with sinks (gpt-oss): each head's softmax has one additional logit, trained, without a value vector.
 
 In alternate layers a token sees a sliding window of the last tokens. Transformer Engine has no attention with sinks for
 packed rows (``get_attention_backend`` finds none for ``thd``), so Transformer Engine's layers use this module too.
@@ -37,7 +37,7 @@ class SinkAttention(PackedCausalAttention):
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention [l, N, D]. An additional first key gets the sinks as its logits; its value is zero."""
+        """Return attention [l, N, D]. An additional first key, with value zero, has the sinks as its logits."""
         before, window = len(key) - len(query), self._window or len(key)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
         sinks = self.softmax_offset[None, :, None].expand(len(query), -1, 1)

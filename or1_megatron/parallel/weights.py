@@ -83,7 +83,7 @@ class ShardedWeights:
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """Returns a parameter's values, maybe as a host tensor; ``__iter__`` copies host tensors to the device."""
         self.adapters: dict[str, Adapter] = {}
-        """The adapters by the Megatron name of their weight; reading a weight merges its adapters in."""
+        """Adapters by the Megatron name of the weight that they adapt. Reading a weight merges its adapters in."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -130,7 +130,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def tie_output_layer(self) -> None:
-        """If the model ties its embeddings, and has several stages, copy the first stage's embedding to the last."""
+        """If the model ties its embeddings, and has several stages, copy the embedding to the last stage."""
         if not self._hf.get("tie_word_embeddings") or self._mesh.pipeline == 1:
             return
         if self._mesh.first_stage or self._mesh.last_stage:

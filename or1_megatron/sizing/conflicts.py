@@ -26,7 +26,7 @@ CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
-    """Yield a line for each reason why ``config`` cannot work; ``problems`` counts those of each training source."""
+    """Yield a line for each reason why ``config`` cannot work. ``problems``: how many each training source has."""
     yield from layout_conflicts(config.parallel, shape)
     yield from _length_conflicts(config, shape)
     yield from _engine_conflicts(config, shape, device)

@@ -221,8 +221,8 @@ def state_bytes(config: Config, weights: StageWeights) -> int:
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
     """Return the bytes of activations that a rank of pipeline stage ``stage`` holds, over all micro-batches in flight.
 
-    A micro-batch is a packed row of ``micro_batch_tokens`` tokens. Every layer keeps ``layer_numbers``. The layer being
-    computed holds all its activations, and as many gradients. The last stage also has the head's workspace.
+    A micro-batch is a packed row of ``micro_batch_tokens`` tokens. Every layer keeps ``layer_numbers`` per token. The
+    layer being computed holds all its activations, and as many gradients. The last stage also has the head's workspace.
     """
     parallel = config.parallel
     own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"

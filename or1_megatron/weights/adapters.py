@@ -63,7 +63,7 @@ class AdapterTable:
     """The weight table of a model's adapters. It has the methods of ``ModelFamily`` that concern rows.
 
     Args:
-        targets: ends of the HF names of the linears that get adapters; empty: all linears do.
+        targets: ends of the HF names of the linears to adapt; if there are none, all linears are adapted.
 
     Raises:
         ModelError: a target names no linear; the message has the nearest names.

@@ -1,4 +1,4 @@
-"""The weight table's rows that Llama-like decoders share, and the settings that this package supports for none."""
+"""The weight table's rows that Llama-like decoders share; checks settings that none of these models may have."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """Trainer ranks as Megatron numbers them: tensor fastest, then the replicas (context, data), then the pipeline.
+    """Trainer ranks as Megatron numbers them: tensor rank changes fastest, then replica (context, data), then stage.
 
     Experts are spread over the replicas: replica i has expert rank i modulo ``expert``.
     """

@@ -154,7 +154,7 @@ class Shape:
         return self.full_attention() * held * BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
-        """Return an engine's unsharded bytes per sequence for layers without full attention; the length is irrelevant.
+        """Return an engine's unsharded bytes per sequence, of any length, for the layers without full attention.
 
         A delta net keeps an fp32 matrix per head and the convolution's last inputs; a window keeps keys and values.
         """
