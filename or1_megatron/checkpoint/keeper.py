@@ -50,7 +50,7 @@ class CheckpointKeeper:
         self._intact: Path | None = None  # compared with its manifest by this process
 
     def folder_for(self, step: int) -> Path:
-        """Return the folder of the checkpoint of ``step``. The saver writes to another folder, then renames that one."""
+        """Return the folder of the checkpoint of ``step``, a name that the saver gives to complete checkpoints only."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[Path]:

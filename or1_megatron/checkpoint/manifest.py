@@ -55,11 +55,10 @@ def sync(path: Path) -> None:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -> None:
-    """Write the manifest of all files in ``folder``, and flush it and the folder to the disk.
+    """Write the manifest of all files in ``folder``, and flush the manifest and the folder to the disk.
 
-    Args:
-        known: entries, by name, of files that have been digested and flushed already. This function reads and flushes
-            all other files.
+    ``known`` has the entries, by name, of files that have been digested and flushed already. This function reads and
+    flushes all other files.
     """
     entries = dict(known or {})
     for path in sorted(folder.rglob("*")):

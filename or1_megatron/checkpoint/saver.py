@@ -228,7 +228,6 @@ class CheckpointSaver:
             return _reason(error)
 
     def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
-        """Return on rank 0 what ``_written`` returned on each rank."""
         if self._group is None:
             return [part]
         parts: list[Any] = [None] * self._mesh.world
@@ -276,7 +275,6 @@ def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's reason in one line."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return os.strerror(error.errno)
     lines = str(error).strip().splitlines()

@@ -139,7 +139,6 @@ class MegatronCheckpoint:
             return self._entries[key][index]
 
     def _tensor(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """Return a chunk as a tensor mapped from its file."""
         at = key, tuple(chunk.offsets)
         with self._lock:
             if at not in self._tensors:

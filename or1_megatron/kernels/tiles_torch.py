@@ -16,7 +16,7 @@ from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
 
 
 def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the memory of ``logits`` as [t, v] in ``dtype``. A row of 2-byte numbers lies in the first half of a row."""
+    """Return the memory of ``logits`` as [t, v] in ``dtype``; a 2-byte dtype uses the first half of each row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 

@@ -79,10 +79,8 @@ def attend(
     """Return attention [t, N, D] of this rank's query [t, N, D] to all ranks' key and value [t, G, D].
 
     If the value has fewer channels than D, the result has as few. The backward pass sums the gradients of key and value
-    over the context-parallel ranks (reduce-scatter).
-
-    Args:
-        chunked: returns one chunk's attention from (queries, keys, values); the last query and last key share a token.
+    over the context-parallel ranks (reduce-scatter). ``chunked`` returns one chunk's attention from (queries, keys,
+    values), of which the last query and the last key are of the same token.
     """
     mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())

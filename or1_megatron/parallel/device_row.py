@@ -89,7 +89,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def gather_counted(row: DeviceRow, scored: Tensor) -> Tensor:
-    """Gather scores [2, c] from the context-parallel ranks; return the whole row's [2, C], on the CPU of each of them."""
+    """Gather the scores [2, c] of all context-parallel ranks; return the whole row's scores [2, C] on the CPU."""
     if row.row.shard is not None:
         of_row = scored.new_zeros(2, row.row_tokens)
         of_row[:, row.row.shard.held[row.counted]] = scored

@@ -37,9 +37,8 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 class RMSNorm(torch.nn.Module):
     """Computes x / rms(x) * weight with statistics in fp32 (arXiv 1910.07467), and rounds as the HF models do.
 
-    Zero-centred norms multiply by 1 + weight, before they round.
-
-    Under sequence parallelism the weight is marked, so that Megatron sums the weight's gradient over TP.
+    Zero-centred norms multiply by 1 + weight, before they round. Under sequence parallelism the weight is marked, so
+    that Megatron sums the weight's gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -62,8 +61,7 @@ class RMSNorm(torch.nn.Module):
 def decoder_spec(kind: LayerKind, config: TransformerConfig) -> ModuleSpec:
     """Return the decoder's spec: a module for each symbol of ``model.LAYER_SYMBOL``, and no final norm.
 
-    Args:
-        config: says whether queries and keys are normed, and whether there are latents.
+    ``config`` says whether queries and keys are normed, and whether there are latents.
     """
     layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
     layers = HybridStackSubmodules(

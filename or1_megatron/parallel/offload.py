@@ -31,10 +31,8 @@ Part = Literal["parameters", "gradients", "optimizer"]
 class HostCopy:
     """Holds the bytes of storages that are away from the device.
 
-    The host memory (slabs, page-locked with CUDA) stays allocated when the storages are back, for the next time.
-
-    Args:
-        drop: keep no bytes; the storages come back as zeros.
+    The host memory (slabs, page-locked with CUDA) stays allocated when the storages are back, for the next time. With
+    ``drop`` no bytes are kept, and the storages come back as zeros.
     """
 
     def __init__(self, slab_bytes: int = SLAB_BYTES, drop: bool = False) -> None:

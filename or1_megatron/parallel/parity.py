@@ -152,8 +152,7 @@ def measure(
 ) -> Numbers | None:
     """Measure one parallel layout; return the numbers on rank 0, None on other ranks. Collective.
 
-    Args:
-        order: for each sample of the batch, its index among the recorded samples.
+    ``order`` has, for each sample of the batch, the sample's index among the recorded samples.
 
     Raises:
         ValueError: the model does not fit the parallel layout.

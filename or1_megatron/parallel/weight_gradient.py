@@ -17,12 +17,9 @@ from or1_megatron.kernels.head_weight_gradient import add_product
 
 
 def add_weight_gradient(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor) -> None:
-    """Add a linear's weight gradient over T tokens, ``grad_outputs.t() @ inputs``, to ``main_grad``.
+    """Add a linear's weight gradient, ``grad_outputs.t() @ inputs``, to ``main_grad`` [out, in], which is fp32.
 
-    Args:
-        inputs: [T, in].
-        grad_outputs: [T, out].
-        main_grad: [out, in] fp32.
+    ``inputs`` [T, in] and ``grad_outputs`` [T, out] are those of T tokens.
     """
     if inputs.device.type == "cpu":
         inputs, grad_outputs = inputs.float(), grad_outputs.float()

@@ -94,7 +94,6 @@ class ShardedWeights:
         self._found: dict[tuple[str, Box], tuple[Row, tuple[slice, ...]]] = {}
 
     def _stage(self, row: Row) -> int:
-        """Return the pipeline stage that holds the weight of a row of the weight table."""
         parts = row.megatron.split(".")
         if parts[:2] == ["decoder", "layers"]:
             return self._stage_of_layer[int(parts[2])]

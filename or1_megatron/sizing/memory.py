@@ -343,7 +343,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def routed_bytes(config: Config, shape: Shape) -> int:
-    """Return the most that the routed experts of one step's responses take; 0 without ``rollout.router_replay``."""
+    """Return the most bytes that the routed experts of a step's responses take; 0 without ``rollout.router_replay``."""
     if not config.rollout.router_replay or shape.experts is None:
         return 0
     experts = shape.experts

@@ -47,8 +47,7 @@ class Plan:
 def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
     """Return the plan of ``config``. This reads the config.json and the problem files that ``config`` names.
 
-    Args:
-        shape: a folder whose config.json replaces the model's; the problem files are then not read.
+    ``shape``: a folder whose config.json replaces the model's; the problem files are then not read.
 
     Raises:
         ConfigError: a problem file is missing or cannot be read.

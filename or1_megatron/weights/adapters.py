@@ -179,6 +179,5 @@ def _last_two(module: str) -> str:
 
 
 def _names(weight: str) -> tuple[str, str]:
-    """Return the names of the A and B of an HF weight."""
     module = weight.removesuffix("weight")
     return f"{module}lora_A.weight", f"{module}lora_B.weight"

@@ -56,7 +56,7 @@ class FusedQKV(Layout):
 class GatedQKV(FusedQKV):
     """Fuses like ``FusedQKV``, but q is [N * 2D, ...]: each head's query, then the gate of its attention output.
 
-    The result is [G * (2N/G + 2) * D, ...]: each group's queries, their gates, its key, its value.
+    The result is [G * (2N/G + 2) * D, ...]: each group's queries, gates, key and value.
     """
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:

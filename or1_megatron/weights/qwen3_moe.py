@@ -7,7 +7,6 @@ from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:
-    """Return whether a layer has experts."""
     return layer not in (hf.get("mlp_only_layers") or ()) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
 
 

@@ -1,7 +1,7 @@
 """Qwen3-Next and the text models of Qwen3.5: in most layers a gated delta net, every few layers full attention.
 
 The full attention's output is gated, and part of each head is rotated. Norms are zero-centred (x / rms(x) * (1 + w)),
-except the norm of the delta net's output. In mixtures of experts a shared expert, with its gate, computes every token.
+except the norm of the delta net's output. In mixtures of experts, a gated shared expert computes every token.
 Qwen3.5 is published inside models for images; ``families`` refuses such a folder and says how to get the text model.
 """
 
@@ -31,7 +31,7 @@ from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import DELTA_NET_SIZES, DeltaNet, Experts, HFConfig, ModelFamily, Row
 
 _ONLY: Final = {"attn_output_gate": True, "layer_scale": False, "qkv_bias": False, "is_causal": True}
-"""Keys that vLLM reads and transformers does not, with the only value supported."""
+"""Keys that vLLM reads and transformers does not, each with the only value that is supported."""
 
 
 def full_attention(hf: HFConfig, layer: int) -> bool:
@@ -65,7 +65,7 @@ def in_layers(kind: Any, *rows: Row) -> tuple[Row, ...]:
 
 
 def linear_attention(projections: Mapping[str, str], layout: HeadBlocks) -> tuple[Row, ...]:
-    """Return the weight table's rows of the delta net. ``layout`` fuses ``projections`` (HF name to axis letter)."""
+    """Return the weight table's rows of the delta net. ``projections`` maps HF names to axis letters, in order."""
     net, there = HF + "linear_attn.", MEGATRON + "self_attention."
     return in_layers(
         _linear,

@@ -1,6 +1,6 @@
 """The weight table's types: a row says which HF tensors make which Megatron tensor, and how tensor parallelism cuts it.
 
-``decoder`` has rows that families share, a module for each family has the other rows, and ``families`` lists them all.
+``decoder`` has rows that several families share; each family's other rows are in its own module (see ``families``).
 
 The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
 nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
