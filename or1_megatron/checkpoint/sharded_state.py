@@ -145,7 +145,7 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
     """Return the position of every trained parameter of this rank in the whole tensors.
 
-    Positions come from Megatron's ``sharded_state_dict``, positions of LoRA's adapters from the weight table.
+    Positions come from Megatron's ``sharded_state_dict``; those of LoRA's adapters come from the weight table.
 
     Names do not depend on the layers' implementation (local or Transformer Engine), so that a checkpoint of one loads
     into the other. Transformer Engine's ``_extra_state`` is left out, because it is empty without fp8.

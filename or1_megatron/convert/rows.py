@@ -56,7 +56,7 @@ class MegatronTensor:
     """One Megatron tensor of the model, which a checkpoint holds as entry ``index`` of a stack."""
 
     keys: tuple[str, ...]
-    """Names that the stack may have in a checkpoint; the first is its name in our runs' checkpoints."""
+    """Names that the stack may have in a checkpoint; our runs' checkpoints use the first name."""
     stack: tuple[int, ...]
     """Leading sizes of the stack (layers, experts); () for a tensor that is not stacked."""
     index: tuple[int, ...]

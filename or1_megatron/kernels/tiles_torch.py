@@ -104,7 +104,7 @@ class TorchEpilogue:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return [t]: each row's logit at the row's column, or 0 if the column is outside the tile."""
+    """Return, for each row, the logit at the row's column, or 0 if the column is outside the tile; [t]."""
     here = (columns >= 0) & (columns < logits.shape[1])
     return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
 

@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that returns ``value()``. Each call makes a new one: torch's compiler compares identities."""
+    """Return a new function that returns ``value()``; torch's compiler tells functions apart by their identity."""
     return lambda *args, **kwargs: value()
 
 

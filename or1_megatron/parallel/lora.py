@@ -45,7 +45,7 @@ class Adapter(torch.nn.Module):
 
     Args:
         linear: a Megatron linear, whose weight is this rank's part [out, in].
-        of_row: [out] number, among the linear's HF tensors, of the tensor that each row of the weight belongs to.
+        of_row: [out] for each row of the weight, the index of the HF tensor with this row, among the linear's tensors.
     """
 
     enabled: ClassVar[bool] = True

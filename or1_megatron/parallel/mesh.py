@@ -35,9 +35,9 @@ class Mesh:
     data_rank: int
     data: int
     control: dist.ProcessGroup
-    """All ranks, over gloo: for objects and CPU tensors."""
+    """The group of all ranks, over gloo, for objects and CPU tensors."""
     replica: dist.ProcessGroup
-    """The ranks that share this rank's data-parallel index, over gloo; the first of them receives the micro-batches."""
+    """The group of the ranks with this rank's data-parallel index, over gloo. The first receives the micro-batches."""
     replica_leaders: tuple[int, ...]
     """Global rank of each replica's first rank, by data-parallel index."""
     expert_rank: int = 0

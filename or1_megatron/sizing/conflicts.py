@@ -56,7 +56,7 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def engine_state_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of a rank's KV cache that ``max_concurrent`` sequences' delta nets and windows take."""
+    """Return how many bytes of a rank's KV cache ``max_concurrent`` sequences need for delta nets and windows."""
     rollout = config.rollout
     return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
@@ -256,7 +256,7 @@ def _stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def _problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each stage that samples more prompts per step than its sources have problems."""
+    """Yield a line for each stage whose sources have fewer problems than a step samples prompts."""
     for stage in config.stages:
         there = within_reach(config, stage, problems)
         if stage.prompts_per_step > there:

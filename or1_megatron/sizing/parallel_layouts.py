@@ -117,7 +117,7 @@ class ChosenLayers(NamedTuple):
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
     """Choose the layers that ``parallel.layers`` names, else Transformer Engine's if possible, else ours.
 
-    Transformer Engine's layers need a GPU, an import that succeeds, and bfloat16: its fast attention takes no float32.
+    Transformer Engine's layers need a GPU, an import that succeeds, and bfloat16 (fast attention takes no float32).
 
     Raises:
         LayersUnavailable: ``parallel.layers`` asks for Transformer Engine's layers, which cannot run.

@@ -23,7 +23,7 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     """Return the most bytes that a run has on disk at one time, by kind of file.
 
-    Checkpoints count all that are kept at the end of the run, and one that is being written.
+    The checkpoints are those kept at the end of the run, and one that is being written.
     """
     kept, weights = config.checkpoint, shape.parameters * BYTES[config.model.dtype]
     forever = config.total_steps // kept.keep_every_steps if kept.keep_every_steps else 0
@@ -36,7 +36,7 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that a run may have in ``folder``: the disk's free bytes plus those that are in ``folder``."""
+    """Return the bytes that a run may have in ``folder``: the disk's free bytes plus those already in ``folder``."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("."))
     return shutil.disk_usage(there).free + held

@@ -150,7 +150,7 @@ def open_weights(path: Path) -> Any:
     """Open a safetensors file, mapped into memory. The library checks the header against the file's size.
 
     Raises:
-        ModelError: the file cannot be read, or is no whole safetensors file.
+        ModelError: the file cannot be read, or is not a complete safetensors file.
     """
     if is_lfs_pointer(path):
         raise ModelError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull, or hf download")

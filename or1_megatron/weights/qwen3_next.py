@@ -51,7 +51,7 @@ def delta_net(hf: HFConfig) -> DeltaNet:
 
 
 def hybrid_conflicts(hf: HFConfig, **only: Any) -> Iterator[str]:
-    """Yield a sentence for each unsupported setting. ``only`` has further keys with their only supported value."""
+    """Yield a sentence for each unsupported setting. ``only`` has further keys, each with its only supported value."""
     yield from switched_window_conflicts(hf, "partial_rotary_factor")
     if missing := [key for key in DELTA_NET_SIZES if not isinstance(hf.get(key), int)]:
         yield f"config.json lacks {', '.join(missing)}: numbers of the gated delta net"
