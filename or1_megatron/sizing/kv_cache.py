@@ -2,7 +2,8 @@
 
 vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes later, the GPU also holds
 the trainer's CUDA context, communication buffers and fragments, which the trainer cannot free. So the size is the GPU's
-memory less weights, logits and a reserve each for engine and trainer. The reserves are estimates, unchecked on a GPU.
+memory minus the weights, the logits and two reserves, one for the engine and one for the trainer. Both reserves are
+estimates, not checked on a GPU.
 """
 
 from __future__ import annotations

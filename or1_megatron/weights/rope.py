@@ -86,7 +86,7 @@ def context_tokens(hf: HFConfig) -> int:
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Divide slow frequencies by ``factor``, keep fast frequencies, and blend both values for frequencies between."""
+    """Divide slow frequencies by ``factor``, keep fast ones, and blend both values for the frequencies in between."""
     turns = _original_positions(rope, hf) * plain / (2 * math.pi)  # full turns of each pair over the original context
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

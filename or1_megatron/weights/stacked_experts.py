@@ -73,7 +73,7 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def joined(
     tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Turn (name, tensor) in the table's order into those of the files. ``shapes`` is made by ``file_shapes``."""
+    """Yield (name, tensor) as in the files, made of the table's tensors in order. ``shapes``: from ``file_shapes``."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if (part := part_of(name)) is None:
