@@ -256,7 +256,7 @@ def _stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def _problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each stage that samples more prompts in a step than there are problems in the stage's sources."""
+    """Yield a line for each stage that samples more prompts in a step than its sources have in all."""
     for stage in config.stages:
         there = within_reach(config, stage, problems)
         if stage.prompts_per_step > there:
