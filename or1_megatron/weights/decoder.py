@@ -1,4 +1,4 @@
-"""The weight table's rows that Llama-like decoders share; checks settings that none of these models may have."""
+"""The weight table's rows that Llama-like decoders share, and the check for settings that are not supported."""
 
 from __future__ import annotations
 
