@@ -28,12 +28,12 @@ class Begin:
     checkpoint: Path
     index: int
     chosen: bool
-    """Whether the user named this checkpoint (run.previous), so that it ends the previous stage."""
+    """Whether the user named this checkpoint (``run.previous``). The previous stage then ends at the checkpoint."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with the next step.
+        """Raise ResumeError unless the next step is the first of stage ``index``.
 
-        A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
+        ``schedule`` was restored from the checkpoint. A ``chosen`` checkpoint ends the previous stage here.
         """
         number, stages = self.index, schedule.stages  # ``number``: the previous stage, counted from 1
         if self.chosen and schedule.current == number - 1:
@@ -98,7 +98,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """The result of a run. Times are sums over all its resumed parts."""
+    """The result of a run. Times are sums over all parts of a run that was stopped and resumed."""
 
     steps: int
     finished: bool

@@ -1,6 +1,7 @@
 """The policy-gradient loss that all objectives share: importance correction, KL penalty, entropy bonus, reported sums.
 
-Shapes: all tensors are [N] for N counted tokens, N may be 0; fp32, or float64 when evaluated before the update.
+Shapes: all tensors are [N] for N counted tokens, where N may be 0. They are fp32, or float64 when the loss is evaluated
+before the update.
 """
 
 from __future__ import annotations
@@ -148,10 +149,10 @@ def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[
 
 
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
-    """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines that sampled.
+    """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines' policy.
 
-    The two differ in weights only where older weights sampled (``stale``). Then, without a correction, rho's
-    denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the older
-    weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    The two differ in weights only where older weights sampled (``stale``). With ``stale`` samples and no correction,
+    rho's denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the
+    older weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
     """
     return not stale or algorithm.correction.mode != "off"
