@@ -69,7 +69,8 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that must not.
+    """Refuse to begin stage ``new.run.stage`` from ``checkpoint`` of the previous stage if a key that may not change
+    differs.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
@@ -100,7 +101,7 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
 
 
 def leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Return, by dotted key, the JSON text of every plain value and of every empty list or mapping in a nested dump."""
+    """Return, by dotted key, the JSON text of each plain value of a nested dump; {} and [] count as plain values."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: json.dumps(value)}

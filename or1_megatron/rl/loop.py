@@ -203,7 +203,7 @@ class Loop:
 
     @stopping_verb
     def verify(self) -> tuple[list[Group], RolloutReport]:
-        """Wait for the remaining verdicts. Raises VerificationFailing and StaleRollout."""
+        """Wait for the remaining verdicts, and return the groups. Raises VerificationFailing and StaleRollout."""
         groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
         self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)

@@ -36,7 +36,8 @@ class RankGpu:
 
 
 def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> EnginePool:
-    """Begin to start the engines on the connected Ray cluster, and return before they are up. ``stack`` ends them."""
+    """Begin to start the engines on the connected Ray cluster; return before they are up. ``stack`` ends the
+    engines."""
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
     faults = FaultRecord(folder.root)
     engines = EnginePool(
@@ -55,7 +56,7 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
 
 
 def sized_rollout(config: Config) -> RolloutConfig:
-    """Return the section ``rollout``, with a KV-cache size where the engines must leave room for the trainer."""
+    """Return the section ``rollout``, with a KV-cache size if engines must leave room on their GPUs for the trainer."""
     if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
         return config.rollout
     size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
@@ -68,7 +69,7 @@ def takes_turns(config: Config) -> bool:
 
 
 def offloads(config: Config) -> bool:
-    """Return whether the trainer's state is on the host while the engines sample."""
+    """Return whether the trainer's state is moved to host memory while the engines sample."""
     return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
 
 
@@ -97,7 +98,7 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
 
 
 def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
-    """Return each engine's node and GPUs: the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
+    """Return each engine's node and GPUs. An engine has the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
     size, engines = rollout.tensor_parallel, rollout.engines
     node_of = {uuid: node.node_id for node in nodes for uuid in node.gpus}
     for number, rank in enumerate(ranks[: size * engines]):

@@ -61,7 +61,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
                 if verdict.status == "right":
                     del failed[number]
                 else:
-                    self._look_at(row, verdict)
+                    self._check_verdict(row, verdict)
                     failed[number][1].append(verdict)
         for number, (row, verdicts) in failed.items():
             outcomes[number] = self._excluded(row, verdicts)
@@ -82,7 +82,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
     def _unusable(self, row: Candidate, why: str) -> Exclusion:
         raise NotImplementedError
 
-    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+    def _check_verdict(self, row: Candidate, verdict: Verdict) -> None:
         """Raise DataError if a verdict that is not ``right`` is not the solution's fault."""
 
     def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
@@ -130,7 +130,7 @@ class CodeSolutions(SolutionStep):
             return Exclusion(row, "no_tests", {})
         return Exclusion(row, "tests_incomplete", {"tests": why})
 
-    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+    def _check_verdict(self, row: Candidate, verdict: Verdict) -> None:
         if verdict.status == "error":  # the sandbox's fault
             raise DataError(
                 f"{row.origin}: the sandbox failed on a reference solution: {verdict.detail}; what was judged before "
