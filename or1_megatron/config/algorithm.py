@@ -84,9 +84,8 @@ class LossConfig(Section):
     aggregation: Aggregation = "token_mean"
     """token_mean: the mean over all tokens of the mini-batch; response_mean: the mean over each response's tokens, then
     over responses (vanilla GRPO); released-code: the mean over the tokens of each of the released code's micro-batches,
-    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result.
-    Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
-    and 9)."""
+    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result. Recipe:
+    token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1, 9)."""
 
 
 class KLConfig(Section):

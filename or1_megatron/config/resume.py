@@ -69,8 +69,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from ``checkpoint`` of the previous stage if a key that may not change
-    differs.
+    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that may not.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.

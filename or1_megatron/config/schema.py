@@ -141,8 +141,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of every parameter; the decay is multiplied by the learning rate. Unit: none. Recipe: 0.01
     (docs/recipe.md, section 4)."""
     clip_grad: PositiveFloat = 1.0
-    """Largest gradient norm; a larger gradient is scaled down to it. Unit: none. Recipe: 1.0 (docs/recipe.md, section
-    4)."""
+    """A gradient with a larger norm is scaled down to this. Unit: none. Recipe: 1.0 (docs/recipe.md, section 4)."""
 
 
 class RolloutConfig(Section):
@@ -286,8 +285,8 @@ class TrackConfig(Section):
     tracker: str | None = None
     """A tracker of your own: package.module:Class or path/to/file.py:Class."""
     prometheus_port: Positive | None = None
-    """Serve the metrics to Prometheus at this port, and vLLM's metrics of engine i at port + 1 + i (docs/watch.md).
-    Unit: TCP port."""
+    """Serve the run's metrics to Prometheus at this port, and the metrics of engine i's vLLM at port + 1 + i.
+    docs/watch.md says more. Unit: TCP port."""
     rollouts_every_steps: Positive = 1
     """Keep the rollouts (all responses) of every n-th step."""
     rollouts_keep_bytes: Positive = 10 << 30

@@ -65,8 +65,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """Return the value of YAML text with environment variables filled in. A ConfigError's text begins with
-    ``where``."""
+    """Return the value of YAML text with environment variables filled in. A ConfigError's text names ``where``."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, {}).value(node, ())
 

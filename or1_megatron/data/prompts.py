@@ -36,7 +36,7 @@ _BATCH: Final = 1024  # prompts given to the tokenizer at once: its fast impleme
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of a problem set that are not too long, and the number of prompts that were."""
+    """The prompts of a problem set that are not too long, and how many prompts were too long."""
 
     prompts: list[Prompt]
     limit_tokens: int
@@ -124,7 +124,7 @@ def read_problems(config: Config) -> ProblemSets:
 
 
 def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource], dict[str, list[Prompt]]]:
-    """Check every ground truth; return (training sources with their prompts, held-out prompts by name of their set).
+    """Check every ground truth, and return (training sources with their prompts, held-out prompts by their set's name).
 
     Raises:
         DataError: rows are unusable (all files' rows in one error), no prompt is left, or a step needs more prompts.
@@ -186,7 +186,7 @@ def _render(template: ChatTemplate, problem: Problem, unusable: UnusableRows) ->
 
 
 def thinking_rule(sources: Sequence[PromptSource]) -> str:
-    """Return in words which part of a response to these prompts is searched for the answer (``or1_verify.answer``)."""
+    """Return in words which part of a response to these prompts is read for the answer (``or1_verify.answer``)."""
     opened = sorted({prompt.opened for source in sources for prompt in source.prompts})
     rules = [
         f"the chat template opens {tag}, so a response counts only from where it closes it"
@@ -198,7 +198,7 @@ def thinking_rule(sources: Sequence[PromptSource]) -> str:
 
 
 def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
-    """Raise DataError if the sources of a stage have fewer prompts than one of its steps takes.
+    """Raise DataError if the sources of a stage have fewer prompts than one of the stage's steps takes.
 
     Args:
         read: number of problems of each source before the difficulty filter.

@@ -36,10 +36,10 @@ class ChatTemplate:
     """A tokenizer with its chat template and generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``; a prompt with a token id at or above it is refused.
+        vocabulary: the model's ``vocab_size``. A prompt with a token id that is not below it is refused.
 
     Raises:
-        DataError: the tokenizer has no chat template, or its template fails or drops the user's text.
+        DataError: the tokenizer has no chat template, or the template fails or drops the user's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> None:
@@ -67,7 +67,7 @@ class ChatTemplate:
         return self.encode([self.render(messages)])[0]
 
     def opened(self, messages: Sequence[Message]) -> str:
-        """Return the tag of reasoning that the template opens and does not close after these messages, else ""."""
+        """Return the tag of reasoning that the template opens, and does not close, after these messages; else ""."""
         return left_open(self.render(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:

@@ -36,8 +36,7 @@ class RankGpu:
 
 
 def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> EnginePool:
-    """Begin to start the engines on the connected Ray cluster; return before they are up. ``stack`` ends the
-    engines."""
+    """Begin to start the engines on the connected Ray cluster; return before they are up. ``stack`` closes the pool."""
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
     faults = FaultRecord(folder.root)
     engines = EnginePool(
