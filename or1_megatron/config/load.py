@@ -4,8 +4,8 @@
     run: {dir: "${RUNS:-runs}/mine"}
     optimizer: {lr: 1e-6}
 
-A base may have a base. A file's values win over those of its base, key by key; a list replaces a list. Overrides win
-over files.
+A base may have a base. A file's values win over its base's values, and overrides win over files, key by key. A list
+replaces the whole list of the base.
 
 ``${VAR}`` and ``${VAR:-default}`` in a value are replaced from the environment; ``$${`` stands for a literal ``${``. An
 unquoted value is read as YAML after the replacement, so ``steps: ${STEPS}`` may be a number. Relative paths (data,

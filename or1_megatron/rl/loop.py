@@ -188,7 +188,7 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """Return D_R prompts and the prompts that a refill may need; [] if the step's rollout is already under way."""
+        """Take D_R prompts and the prompts that a refill may need; none if the step's rollout is already under way."""
         if self.supply.asked:
             return []
         return self.supply.take(stage)

@@ -320,7 +320,7 @@ class SyncedPolicy:
         self._devices = to
 
     def _replace_lost(self) -> bool:
-        """Replace lost engines. Return whether an engine was lost; the next handoff then connects to new engines."""
+        """Replace lost engines, and return whether an engine was lost. The next handoff connects to the new engines."""
         if not self._pool.restart_lost(self._make_room):
             return False
         self._lockstep.call("leave_engines")
