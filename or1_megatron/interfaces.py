@@ -159,7 +159,7 @@ class Policy(Protocol):
         """Set the optimizer's moments to 0 and restart the learning-rate schedule."""
 
     def hand_off(self, version: int) -> HandoffReport:
-        """Send the current weights to every engine as ``version``, and check that they arrived."""
+        """Send the current weights, as ``version``, to every engine, and check that they arrived."""
 
     def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         """Start to save parameters, optimizer, RNG and the loop's JSON-able ``state`` as ``folder``.
@@ -243,8 +243,7 @@ class ProblemStream(Protocol):
         """Return how many different problems ``take`` can return."""
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts, of different problems. ``take(a + b)`` returns what ``take(a)`` would, and
-        more."""
+        """Return the next ``count`` prompts, of different problems. ``take(a + b)`` begins with ``take(a)``."""
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each problem of a source appears per epoch, for each source; a change starts a new epoch."""

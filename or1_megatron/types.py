@@ -81,8 +81,7 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request without a completion. ``permanent``: sending it again would not help, as with a prompt that is too
-    long."""
+    """A request without a completion. ``permanent``: it would always fail, for example if the prompt is too long."""
 
     request: ChatRequest
     reason: str
@@ -111,7 +110,7 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """The weights version that sampled the response tokens from ``first_token`` to the next span."""
+    """The weights version that sampled the response tokens from ``first_token`` up to the next span."""
 
     version: int
     first_token: int
@@ -256,7 +255,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one SGD step, in equally many micro-batches for each data-parallel rank, all of one length.
+    """The samples of one SGD step as micro-batches of one length, equally many for each data-parallel rank.
 
     ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. Under
     every aggregation the weighted sum of token losses is divided by ``token_count``.
@@ -331,8 +330,7 @@ class RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Accuracy on held-out problems, avg@``samples``. With several problem sets, scores are unweighted means over
-    sets."""
+    """Accuracy on held-out problems, avg@``samples``. With several problem sets, scores are means over the sets."""
 
     accuracy: float
     """Share of right responses."""
@@ -351,5 +349,4 @@ class EvaluationResult:
     entropy: float | None = None
     """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets, only the metrics that every
-    set has."""
+    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: metrics of all sets."""

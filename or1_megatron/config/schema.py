@@ -65,8 +65,8 @@ class RunConfig(Section):
     """Run this stage alone (the first is 1), in ``dir``/stage_N, from the end of the previous stage. ``or1 train
     --stage N`` sets this key. Unset: all stages, one after another. Unit: stage."""
     max_restarts: NonNegative = 3
-    """How many times in a row, without a new step between, ``or1 train`` restarts the ranks from the newest checkpoint
-    after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
+    """How many times in a row, without a finished step between, ``or1 train`` restarts the ranks from the newest
+    checkpoint after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
     previous: Path | None = None
     """With ``stage``: the previous stage's run folder, or one of its checkpoints, from which stage N then starts.
     Unset: ``dir``/stage_(N-1)."""

@@ -17,7 +17,7 @@ from or1_megatron.schemas.metrics import ALARMS
 
 CALM_STEPS: Final = 5
 MEDIAN_STEPS: Final = 50
-"""Steps in the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
+"""Number of steps in the running median of the gradient norm. The alarm needs at least FIRST_NORMS earlier norms."""
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
 """The mean accuracy of the last TREND_STEPS steps is compared with the mean of the TREND_STEPS steps before them. A

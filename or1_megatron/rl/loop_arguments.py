@@ -61,7 +61,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     layout: BatchLayout
     max_error_fraction: float
-    """A rollout step with a larger share of verdicts ``error`` ends the run."""
+    """A rollout step in which a larger share of the verdicts is ``error`` ends the run."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: TrainerGpus | None = None
@@ -87,7 +87,7 @@ class Ports:
     rollouts: Rollouts
     stream: ProblemStream
     evaluator: HeldOut | None
-    """None: there are no held-out problems."""
+    """Evaluates on held-out problems; None: there are no held-out problems."""
     observer: Observer
     tracker: Tracker
     keeper: CheckpointKeeper

@@ -36,7 +36,7 @@ class TrainerGpus:
 
     gpus: int
     peak_flops_per_gpu: float | None
-    """None: unknown for this GPU, so that MFU is not reported."""
+    """Peak FLOP/s of one GPU; None: unknown, so that MFU is not reported."""
     parameters: int
 
 

@@ -179,7 +179,7 @@ class PassRateLedger:
         self._stages: dict[int, dict[str, tuple[int, int]]] = {}
 
     def record(self, stage: int, groups: Sequence[Group]) -> None:
-        """Add each group's (right, samples) to its problem's counts."""
+        """Add each group's numbers of right samples and of all samples to the counts of its problem."""
         rates = self._stages.setdefault(stage, {})
         for group in groups:
             right, samples = rates.get(group.prompt.problem.id, (0, 0))

@@ -73,7 +73,7 @@ def offloads(config: Config) -> bool:
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return each engine's node and GPUs on rank 0. Returns None on CPU, where Ray chooses, and on other ranks.
+    """On rank 0 return each engine's node and GPUs. Return None on other ranks, and on CPU, where Ray chooses.
 
     On GPUs this is a collective call of the trainer's ranks, and rank 0 must be connected to Ray.
 

@@ -55,8 +55,7 @@ def read_vote(answer: str) -> str:
 
 
 class Judges(ModelStep[JudgesConfig]):
-    """Asks models for votes on math problems, and excludes problems with too few votes for them. Its results are
-    votes."""
+    """Asks models for votes on math problems, and excludes problems with too few good votes. Its results are votes."""
 
     name = "judges"
     only_counts = frozenset({"votes", "keep_at_least"})

@@ -35,7 +35,7 @@ REFUSED = "refused"
 
 
 class ResultStore:
-    """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
+    """A model's results by (problem, sample), in a JSONL file with a line per result, which kill -9 does not damage."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
         """Open a model's store. ``request_settings``: all settings, such as sampling, that affect a result."""

@@ -108,7 +108,7 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault of the objective. A field ``on_policy`` is tried with both values."""
+    """Yield a sentence for each fault of the objective. If it has a field ``on_policy``, both values are tried."""
     sentences = list(_faults(objective))
     if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
         sentences = list(_faults(replace(objective, on_policy=not before)))
@@ -164,7 +164,7 @@ def _raised(name: str, error: Exception) -> str:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield a sentence for each value, and each gradient, that behaves like a mean when all tokens occur twice."""
+    """Yield a sentence for each value and gradient that behaves like a mean when all tokens are evaluated twice."""
     for what, once, both in _values(whole, twice):
         if not what.startswith(_LARGEST) and (once - both).abs() < (2 * once - both).abs():
             yield (
@@ -181,7 +181,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield a sentence for each value, and for gradients, that change when the tokens are evaluated in two parts."""
+    """Yield a sentence for each value, and one for gradients, that differs when tokens are evaluated in two parts."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     for what, value, *of_parts in _values(whole, *parts):

@@ -42,9 +42,9 @@ class PolicyGradientLoss(ABC):
     omega: token weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean. w: importance weights
     (``correction_weights``). kl: ``kl_estimate``. H: the token's entropy.
 
-    ``on_policy`` (N_SGD = 1): pi_k is pi_theta. The ratio rho = exp(log pi_theta - stop_gradient(log pi_theta)) is then
-    1 everywhere, and its gradient is the gradient of log pi_theta. The engine's log-probs then serve only to measure
-    the mismatch of engine and policy, and to compute w.
+    ``on_policy`` (N_SGD = 1): pi_k, the policy at the step's start, is pi_theta. The ratio
+    rho = exp(log pi_theta - stop_gradient(log pi_theta)) is then 1 everywhere, and its gradient is the gradient of log
+    pi_theta. The engine's log-probs then serve only to measure the mismatch of engine and policy, and to compute w.
     """
 
     own_scope: ClassVar[Scope] = "token"
@@ -65,7 +65,7 @@ class PolicyGradientLoss(ABC):
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
-        """Return J from log pi_theta [N], ``log_probs``, and the constant log pi_old [N], ``old``."""
+        """Return J. ``log_probs`` is log pi_theta [N]; ``old`` is the constant log pi_old [N]."""
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
