@@ -1,4 +1,4 @@
-"""Configuration keys and values that were removed. The error for a removed key says what to do instead."""
+"""Configuration keys and values that were removed, each with a text that says what to do instead."""
 
 from __future__ import annotations
 

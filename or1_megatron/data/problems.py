@@ -217,8 +217,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a hub set. Raises DataError if it cannot be loaded, or if ``split`` names none of its
-    splits."""
+    """Yield the rows of a hub set. Raises DataError if it cannot be loaded or ``split`` names none of its splits."""
     datasets = _datasets_package(name)
     try:
         loaded = datasets.load_dataset(name, subset, split=split)

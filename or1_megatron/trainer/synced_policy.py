@@ -104,7 +104,8 @@ def rank_verbs(
 
 
 def _profiled(send: Verb, config: Config, rank: int) -> Verb:
-    """Return the verb ``send``, which now also begins and ends the profiles of ``profile_steps`` when it returns."""
+    """Return ``send`` with profiling: a profile of a step in ``profile_steps`` begins and ends when ``send``
+    returns."""
     running: list[profile] = []
 
     def profiled(version: int) -> int:
