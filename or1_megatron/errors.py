@@ -10,7 +10,7 @@ USER_ERROR: Final = 2
 """Exit status of commands and trainer ranks after a UserError."""
 
 STOPPED: Final = 3
-"""Exit status of a trainer rank that saved and stopped because it was asked to."""
+"""Exit status of a trainer rank that saved and stopped on request."""
 
 PART_LOST: Final = 4
 """Exit status of commands and trainer ranks after a PartLost: the command may succeed when it is repeated."""
@@ -21,4 +21,4 @@ class PartLost(UserError):
 
 
 class AgreedError(UserError, RuntimeError):
-    """Raised on all trainer ranks at once, with the same message, which rank 0 shows."""
+    """Raised on all trainer ranks at once, with the same message. Rank 0 shows it."""

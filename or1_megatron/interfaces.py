@@ -44,21 +44,21 @@ Scope = Literal["token", "sequence", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequence of each of N counted tokens, and sums over whole sequences.
+    """The sequence of each of N counted tokens, and sums over whole sequences. S is the number of sequences.
 
     Under context parallelism a rank holds a part of each sequence, and ``sum`` adds the parts of all ranks. Every rank
-    must then call ``sum`` equally often, whatever its tokens are.
+    must then call ``sum`` equally often, whatever tokens the rank has.
     """
 
     index: torch.Tensor
-    """[N] int64: the token's sequence, 0 to S - 1."""
+    """[N] int64: for each token, the number of its sequence, 0 to S - 1."""
     lengths: torch.Tensor
     """[S]: counted tokens of the whole sequence, even if this rank holds only a part."""
     add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Sums a tensor over the ranks that share the sequences, differentiably; None: there is one rank."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` [N] over each whole sequence [S]. Differentiable; added in float64."""
+        """Return the sum of ``values`` [N] over each whole sequence [S]. Sums in float64, and is differentiable."""
         total = values.double().new_zeros(len(self.lengths)).index_add(0, self.index, values.double())
         return (total if self.add_ranks is None else self.add_ranks(total)).to(values.dtype)
 
@@ -67,7 +67,7 @@ class Sequences:
         return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return for each token [N] the entry of ``values`` [S] for its sequence."""
+        """Return [N]: for each token, the entry of ``values`` [S] for the token's sequence."""
         return values[self.index]
 
 
@@ -85,10 +85,10 @@ class TokenInputs:
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
     log_prob_gradients: torch.Tensor | None = None
-    """d loss / d log-prob, when the objective was evaluated before the update (``rl.objectives.whole_batch``)."""
+    """d loss / d log-prob, if the objective was evaluated before the update (``rl.objectives.whole_batch``)."""
     entropy_gradients: torch.Tensor | None = None
     sequences: Sequences | None = None
-    """None for an objective of scope "token"."""
+    """The tokens' sequences; None for an objective of scope "token"."""
 
     @property
     def old_log_probs(self) -> torch.Tensor:
@@ -130,8 +130,8 @@ class Objective(Protocol):
         """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] of counted tokens.
 
         Return sums, never means: the policy divides once, by the batch's counted tokens. A loss term of a whole
-        sequence must be spread over its tokens. The policy adds the named values over micro-batches and ranks, but
-        takes the maximum of names that begin with ``max_``. N may be 0, unless the scope is "batch".
+        sequence must be spread over the sequence's tokens. The policy adds the named values over micro-batches and
+        ranks, but takes the maximum of values whose names begin with ``max_``. N may be 0, unless the scope is "batch".
         """
 
 
@@ -159,25 +159,25 @@ class Policy(Protocol):
         """Set the optimizer's moments to 0 and restart the learning-rate schedule."""
 
     def hand_off(self, version: int) -> HandoffReport:
-        """Send the current weights to every engine as ``version``, and check that they arrived."""
+        """Send the current weights, as ``version``, to every engine, and check that they arrived."""
 
     def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         """Start to save parameters, optimizer, RNG and the loop's JSON-able ``state`` as ``folder``.
 
         ``responses``: what ``Rollouts.finished_responses`` returned; empty: no file is written for them.
 
-        Waits for an earlier save that is still being written, and returns once all is copied to host memory. The copy
-        is written in the background, under another name until it is complete.
+        Waits for an earlier save that is still being written. Returns once everything is copied to host memory. The
+        copy is written in the background, under another name until it is complete.
         """
 
     def finish_save(self, wait: bool) -> float | None:
-        """Return the writing time, in seconds, of a save that completed since the last call; None: none completed.
+        """Return the seconds that writing took, if a save was completed since the last call; else None.
 
         Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Load a checkpoint that is known to be intact, and return the loop's state from it."""
+        """Load an intact checkpoint, and return the loop's state from it."""
 
     def export_hf(self, folder: Path) -> None:
         """Write the current weights as an HF folder that transformers loads. Raises OSError when writing fails."""
@@ -187,7 +187,7 @@ class Sampler(Protocol):
     """Answers chat requests outside training, with our own engines or an OpenAI-compatible endpoint."""
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
-        """Yield a reply to each request, in any order; read only as many ``requests`` as can be in flight."""
+        """Yield a reply to each request, in any order. Reads only as many ``requests`` as can be in flight."""
 
 
 class Rollouts(Protocol):
@@ -246,7 +246,7 @@ class ProblemStream(Protocol):
         """Return the next ``count`` prompts, of different problems. ``take(a + b)`` begins with ``take(a)``."""
 
     def mix(self, repeats: Sequence[int]) -> None:
-        """Set how often each source appears per epoch; a change starts a new epoch."""
+        """Set how often each problem of a source appears per epoch, for each source; a change starts a new epoch."""
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on, and return how many are left. Raises ValueError if none is left."""
@@ -264,13 +264,13 @@ class PolicyWeights(Protocol):
         """Number of trainer ranks."""
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return (HF name, dtype, full shape) of every tensor of the model; every rank returns the same list."""
+        """Return (HF name, dtype, full shape) of every tensor of the model. Every rank returns the same list."""
 
     def holdings(self) -> list[Holding]:
-        """Return which trainer rank holds which part of which tensor; every rank returns the same list."""
+        """Return which trainer rank holds which part of which tensor. Every rank returns the same list."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a view of the box ``box`` of tensor ``name``, which this rank must hold. Not a collective call."""
+        """Return a view of the part ``box`` of tensor ``name``, which this rank must hold. Not a collective call."""
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's ``value`` on every rank. A collective call."""
@@ -295,7 +295,7 @@ class Observer(Protocol):
     """Watches the loop (console, rollout store) without changing the run."""
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Take note that the loop begins ``verb``, when ``step`` rollout steps are done."""
+        """Note that the loop begins ``verb``. ``step``: the number of rollout steps done so far."""
 
     def rolled_out(
         self,
@@ -305,7 +305,7 @@ class Observer(Protocol):
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Take all groups of a finished step (the first is step 1); ``kept``: the groups that were not rejected.
+        """Take all groups of a finished step (the first is step 1). ``kept``: the groups that were not rejected.
 
         ``scores``: the policy's first scores of the kept groups' responses in this step, in order; None: unknown.
         """

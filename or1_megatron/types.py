@@ -1,8 +1,8 @@
 """The data types of a training step: Prompt, Request, Completion, Group, Sample, MicroBatch, Batch, and reports.
 
 Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
-record, made when everything in it is known; problems and verdicts are in ``or1_verify.types``. Arrays are NumPy, so
-that records cross process borders without torch.
+record, which is made when all its values are known. Problems and verdicts are in ``or1_verify.types``. Arrays are
+NumPy, so that records cross process borders without torch.
 Shapes: ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens, ``S`` packed sequences.
 """
 
@@ -23,9 +23,9 @@ Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
-"""[tokens, layers with experts, k]: indices of the experts that computed each token; uint8 where it suffices."""
+"""[tokens, layers with experts, k]: indices of the k experts that computed each token; uint8 if all indices fit."""
 OwnExperts = tuple[RoutedExperts, BoolArray]
-"""(experts of a rank's t tokens of a row, in the rank's layers; mask [t] of the counted tokens)."""
+"""(experts [t, layers, k] of a rank's t tokens of a row in the rank's layers, mask [t] of the counted tokens)."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -52,12 +52,12 @@ class Sampling:
     top_p: float
     max_response_tokens: int
     routed_experts: bool = False
-    """Return ``Completion.routed_experts``."""
+    """Whether ``Completion.routed_experts`` is returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request in messages instead of tokens, for an ``interfaces.Sampler``: our own engines or an endpoint.
+    """A request with messages instead of tokens, for an ``interfaces.Sampler`` (our own engines or an endpoint).
 
     ``key`` is the caller's name of the problem; ``sample_index`` distinguishes requests with the same key.
     """
@@ -81,7 +81,7 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request without a completion. ``permanent``: sending it again would not help (the prompt is too long, say)."""
+    """A request without a completion. ``permanent``: it would always fail, for example if the prompt is too long."""
 
     request: ChatRequest
     reason: str
@@ -90,7 +90,7 @@ class FailedRequest:
 
 @dataclass
 class Replies:
-    """A sampler's replies: iteration yields the completions and collects the failed requests in two lists."""
+    """A sampler's replies. Iteration yields the completions, and collects the failed requests in two lists."""
 
     replies: Iterable[ChatCompletion | FailedRequest]
     refused: list[FailedRequest] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """The weights version that sampled the response tokens from ``first_token`` to the next span."""
+    """The weights version that sampled the response tokens from ``first_token`` up to the next span."""
 
     version: int
     first_token: int
@@ -149,11 +149,11 @@ class Completion:
     drafted_tokens: int = 0
     """Tokens that the engine drafted for the response (``speculative_config`` in ``rollout.engine_args``)."""
     accepted_tokens: int = 0
-    """Drafted tokens that were sampled."""
+    """Drafted tokens that are part of the response."""
     request_digest: bytes = b""
     """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
     entropy: float = math.nan
-    """Mean entropy of the full-vocabulary distributions from which the tokens were drawn, nats; NaN: unknown."""
+    """Mean entropy, in nats, of the full-vocabulary distributions that the tokens were drawn from; NaN: unknown."""
     routed_experts: RoutedExperts | None = None
     """The experts that computed each token of prompt and response, [p + n - 1, layers, k]; None unless requested. The
     last token has none, because no layer has computed it."""
@@ -186,7 +186,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """A rollout ends with the shortest prefix of its prompts in which ``kept`` groups satisfy ``keeps``.
+    """A rollout ends with the shortest prefix of its prompts in which ``keeps`` is true of ``kept`` groups.
 
     ``keeps`` must be picklable.
     """
@@ -255,7 +255,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one SGD step, in equally many micro-batches for each data-parallel rank, all of one length.
+    """The samples of one SGD step as micro-batches of one length, equally many for each data-parallel rank.
 
     ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. Under
     every aggregation the weighted sum of token losses is divided by ``token_count``.
@@ -303,7 +303,7 @@ class HandoffReport:
     transfer_s: float
     probe_s: float
     probe_max_abs_diff: float | None
-    """nats; None: this handoff was not probed."""
+    """The largest difference of a log-prob, in nats; None: this handoff was not probed."""
     probe_mean_abs_diff: float | None
 
 
@@ -314,12 +314,12 @@ class RolloutReport:
     decode_s: float
     """Wall time during which the busiest engine was decoding."""
     engine_busy_s: tuple[float, ...]
-    """Per engine, the wall time during which it was decoding."""
+    """For each engine, the wall time during which it was decoding."""
     wall_s: float
     prompt_tokens: int
     response_tokens: int
     verify_tail_s: float
-    """From the last finished response to the last verdict."""
+    """Time from the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
     """Responses started for a refill and discarded."""
@@ -330,16 +330,16 @@ class RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Accuracy on held-out problems, avg@``samples``. With several problem sets: the unweighted mean over sets."""
+    """Accuracy on held-out problems, avg@``samples``. With several problem sets, scores are means over the sets."""
 
     accuracy: float
-    """Mean reward over all responses."""
+    """Share of right responses."""
     non_truncated_accuracy: float | None
-    """Mean reward over the responses that ended by themselves; None when there were none."""
+    """Share of right responses among those that were not truncated; None if all were truncated."""
     truncation_ratio: float
     mean_length_tokens: float
     problems: int
-    """Over all sets."""
+    """Number of problems, over all sets."""
     samples: int
     """k of avg@k; the largest k if sets differ."""
     decode_s: float
@@ -349,4 +349,4 @@ class EvaluationResult:
     entropy: float | None = None
     """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: those of every set."""
+    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: metrics of all sets."""

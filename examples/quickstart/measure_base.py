@@ -21,6 +21,7 @@ from demonstrations import HABIT_PREFIXES
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
+from or1_megatron.data.prompts import encode_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.engine_pool import engine_env
@@ -81,7 +82,7 @@ def main() -> None:
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     tokenizer = load_tokenizer(arguments.model)
     problems = load_problems(arguments.data / "heldout.jsonl")
-    prompts = ChatTemplate(tokenizer).encode_problems(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
+    prompts = encode_problems(ChatTemplate(tokenizer), problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     engine = VllmEngine(
         EngineSettings(
             index=0,

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
+from or1_megatron.data.prompts import encode_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.engine_pool import engine_env
@@ -66,7 +67,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.model)
     problems = load_problems(arguments.data)
-    prompts = ChatTemplate(tokenizer).encode_problems(problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
+    prompts = encode_problems(ChatTemplate(tokenizer), problems, MAX_PROMPT_TOKENS, UnusableRows()).prompts
     theirs = transformers_answers(arguments.model, prompts, tokenizer.eos_token_id)
     ours = engine_answers(arguments.model, prompts)
     same_tokens = np.mean([a == b for a, b in zip(ours, theirs, strict=True)])

@@ -84,9 +84,8 @@ class LossConfig(Section):
     aggregation: Aggregation = "token_mean"
     """token_mean: the mean over all tokens of the mini-batch; response_mean: the mean over each response's tokens, then
     over responses (vanilla GRPO); released-code: the mean over the tokens of each of the released code's micro-batches,
-    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result.
-    Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
-    and 9)."""
+    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result. Recipe:
+    token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1, 9)."""
 
 
 class KLConfig(Section):
@@ -96,9 +95,8 @@ class KLConfig(Section):
     """beta, the factor of the KL in the loss. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3
     (docs/recipe.md, sections 4 and 5)."""
     reference: Path | None = None
-    """HF folder of the reference model: the run's own start (``model.hf``), or the previous stage's export. The
-    reference's log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no
-    reference."""
+    """HF folder of the reference model, such as the run's own start (``model.hf``) or the previous stage's export. Its
+    log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no reference."""
 
     estimator: KLEstimator = "k3"
     """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
@@ -131,7 +129,7 @@ class CorrectionConfig(Section):
     cap: AboveOne = 2.0
     """C, the upper bound of w. Unit: none."""
     floor: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """With mode masked: the lowest w that is kept. IcePop has 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
+    """With mode masked: the lowest w that is kept. IcePop uses 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
@@ -155,7 +153,7 @@ class EntropyConfig(Section):
     """Entropy above which the bonus is off. Unit: nats per token. Recipe: 0.2 in the paper (section 3.2.5) and every
     released model."""
     delta: NonNegativeFloat = 0.005
-    """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5); 0.0001 in the released
+    """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5), 0.0001 in released
     scripts."""
     maximum: PositiveFloat | None = None
     """Upper bound of c; the lower bound is 0. Unset: no upper bound. Unit: none. Recipe: the paper names none; 0.005 in
@@ -165,8 +163,9 @@ class EntropyConfig(Section):
     kept: the responses of groups that were not rejected. Recipe: the released code measures after rejection
     (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """Entropy that switches the bonus off when it is above the target. now: e_k; late: e_{k-1}; off: none.
-    Recipe: now in the paper (section 3.2.5); the released code is one step late (docs/recipe.md, section 2)."""
+    """Which entropy is compared with the target; if it is above, the bonus is off. now: e_k; late: e_{k-1}; off: none,
+    the bonus is always on. Recipe: now in the paper (section 3.2.5); the released code is one step late
+    (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:

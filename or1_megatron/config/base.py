@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, which refuses unknown keys; number types; ConfigError."""
+"""The base class of all configuration sections, which refuses unknown keys. Also number types and ConfigError."""
 
 from __future__ import annotations
 

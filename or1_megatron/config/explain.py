@@ -2,7 +2,7 @@
 
     python -m or1_megatron.config.explain > docs/config.md
 
-A key's text is the docstring of its attribute in the schema, with ``Unit: ...`` and ``Recipe: ...`` last if needed.
+A key's text is the docstring of its attribute in the schema. ``Unit: ...`` and ``Recipe: ...``, if given, end it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, RESUMA
 from or1_megatron.config.schema import Config
 
 _UNITS: Final = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "steps": "rollout steps"}
-"""The unit of a key whose name ends in this word."""
+"""For each last word of a key's name, the key's unit, unless the key's docstring names one."""
 
 HEADING: Final = """\
 # Configuration keys
@@ -95,14 +95,14 @@ def _changes(key: Key) -> str:
 
 
 def _document(key: Key) -> tuple[str, str, str]:
-    """Return (text, unit, recipe) of a key's docstring; an absent part is empty."""
+    """Return (text, unit, recipe) of a key's docstring; a part that is absent is ""."""
     text, _, recipe = " ".join((key.field.description or "").split()).partition(" Recipe: ")
     text, _, unit = text.partition(" Unit: ")
     return text, unit.rstrip("."), recipe
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """Return in words the values that a JSON schema allows: ``integer above 0``."""
+    """Return in words which values a JSON schema allows, such as ``integer above 0``."""
     match schema:
         case {"anyOf": choices}:
             return " or ".join(_kind(choice) for choice in choices if choice.get("type") != "null")

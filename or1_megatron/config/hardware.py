@@ -27,7 +27,7 @@ class Constant(Section):
 
 
 class Fit(Section):
-    """Constants fitted to runs of one model; a plan takes the fit whose model is most like its own (``fit_for``)."""
+    """Constants fitted to runs of one model. A plan takes the fit of the most similar model (``fit_for``)."""
 
     model_parameters: PositiveFloat
     """Size of the model that the constants were fitted on. Unit: parameters."""
@@ -36,13 +36,13 @@ class Fit(Section):
     iteration_s: Constant
     """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
-    """Part of a decoding iteration's time that each response adds, without its arithmetic and reads of its KV cache."""
+    """Part of a decoding iteration's time that each response adds, besides its arithmetic and reads of its KV cache."""
     update_share: Constant
     """Share of ``bf16_flops`` that the update's arithmetic reaches."""
     other_response_s: Constant
-    """Time per response that a step takes between rollout and update, and after the update."""
+    """Time per response that a step spends between rollout and update, and after the update."""
     covers: tuple[str, ...] = ()
-    """The loop's verbs whose time is part of ``other_response_s``: a plan does not count them again."""
+    """The loop's verbs whose time is part of ``other_response_s``. A plan does not count their time again."""
 
 
 class Hardware(Section):
@@ -51,7 +51,7 @@ class Hardware(Section):
     title: str
     """Name of the hardware in output."""
     match: tuple[str, ...] = ()
-    """Parts of device names, as CUDA reports them, by which this hardware is recognised; empty for a CPU."""
+    """The hardware is recognised if CUDA's name of a device contains one of these texts. Empty for a CPU."""
     bf16_flops: Constant
     """Dense bf16 operations per second of a device; on CPU, operations in the run's dtype."""
     memory_bytes: Constant
@@ -84,16 +84,16 @@ class Hardware(Section):
     activation_passes: Constant = Constant(value=0.0, source="part of update_share")
     """How often an update moves a layer's kept activations through memory, in addition to its matrix products."""
     error: Constant
-    """Relative error of a predicted step time, which is the half width of a plan's interval."""
+    """Relative error of a predicted step time. A plan's interval is the prediction plus and minus this share of it."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
-        """Return the fit nearest in model size of this kind (dense or ``experts``); without such a fit, of any kind."""
+        """Return the fit of this kind (dense or ``experts``), or else of any kind, that is nearest in model size."""
         kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
         return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
     def rates(self, parameters: float, experts: bool = False) -> Rates:
-        """Return this hardware's figures, with the constants of the fit for such a model (``fit_for``)."""
+        """Return this hardware's figures and the constants of the fit for such a model (``fit_for``)."""
         fit = self.fit_for(parameters, experts)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
@@ -152,6 +152,6 @@ def read_hardware(given: str) -> Hardware:
 
 
 def hardware_of(device_name: str) -> Hardware | None:
-    """Return the packaged hardware file that matches the name CUDA gives a device, or None."""
+    """Return the packaged hardware file for a device that CUDA calls ``device_name``; None if no file matches."""
     known = map(read_hardware, named("hardware"))
     return next((hardware for hardware in known if any(part in device_name for part in hardware.match)), None)

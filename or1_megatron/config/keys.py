@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration schema, and the words of the error for an unknown key: the nearest name."""
+"""The dotted keys of a configuration schema; for an unknown key, the error text with the nearest known key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Key:
 
 
 def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Yield every key of a schema, sections before the keys in them; ``above``: the path of ``schema`` itself."""
+    """Yield every key of a schema, each section before its keys. ``above``: the path of the schema itself."""
     for name, field in schema.model_fields.items():
         section, in_list = _section_of(field.annotation)
         key = Key((*above, name), field, schema, section)
@@ -54,7 +54,7 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X or Y?`` with the known names nearest to ``name``; empty if no name is near."""
+    """Return ``; did you mean X or Y?`` with the known names nearest to ``name``; "" if no name is near."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
@@ -62,8 +62,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
     """Return why a schema does not have the key ``parts``: ``was removed: ...`` or ``unknown key; ...``.
 
-    For an unknown key the text names the nearest key of its section, else the nearest key of any section, else all keys
-    of its section.
+    The text for an unknown key names the nearest key of its section, else of any section, else all keys of its section.
     """
     if (removed := why_removed(parts)) is not None:
         return removed

@@ -4,8 +4,8 @@
     run: {dir: "${RUNS:-runs}/mine"}
     optimizer: {lr: 1e-6}
 
-A base may have a base. A file's values win over those of its base, key by key; a list replaces a list. Overrides win
-over files.
+A base may have a base. A file's values win over its base's values, and overrides win over files, key by key. A list
+replaces the whole list of the base.
 
 ``${VAR}`` and ``${VAR:-default}`` in a value are replaced from the environment; ``$${`` stands for a literal ``${``. An
 unquoted value is read as YAML after the replacement, so ``steps: ${STEPS}`` may be a number. Relative paths (data,
@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 from or1_megatron.config.base import ConfigError as ConfigError
 from or1_megatron.config.keys import did_you_mean, unknown_key
 from or1_megatron.config.recipes import named
-from or1_megatron.config.removed import pass_over_removed
+from or1_megatron.config.removed import drop_removed
 from or1_megatron.config.schema import Config
 from or1_megatron.config.yaml_reader import Origins, dump, read_file, read_value
 
@@ -64,7 +64,7 @@ def load_as[Schema: BaseModel](
     for override in overrides:
         _override(data, origins, override)
     if own:
-        pass_over_removed(data)
+        drop_removed(data)
     try:
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
@@ -109,7 +109,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """Return (mapping of ``path`` merged over its bases, origin of each key); ``above``: files that led to ``path``."""
+    """Return (mapping of ``path`` merged over its bases, each key's origin). ``above``: files that led to ``path``."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")

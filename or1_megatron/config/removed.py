@@ -1,4 +1,4 @@
-"""Configuration keys that were removed, with what to do instead."""
+"""Configuration keys and values that were removed, each with a text that says what to do instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REMOVED: Final = {
     "algorithm.kl.straight_through": "set algorithm.kl.estimator to k2",
     "algorithm.loss.clip_high_control": "set a fixed algorithm.loss.clip_high",
 }
-"""What to do instead, by the removed key (dotted, without list indices)."""
+"""For each removed key (dotted, without list indices), what to do instead."""
 
 OF_RECIPES: Final = {
     **dict.fromkeys(_TAKEN_OUT_OF_RECIPES.split(), _TAKE_OUT),
@@ -57,20 +57,20 @@ OF_RECIPES: Final = {
     "code.without_solution": "leave the section out (code: null) to keep problems without a solution",
     "judges.retries": "ask for more votes",
 }
-"""As REMOVED, for keys of the recipes of ``or1 data build``."""
+"""Like REMOVED, for the recipes of ``or1 data build``."""
 
 
 def why_removed(parts: Iterable[str]) -> str | None:
-    """Return ``was removed: ...`` with what to do for a removed key, given by its parts; None for other keys."""
+    """Return ``was removed: ...``, with what to do, for a removed key given by its parts; None for other keys."""
     why = (REMOVED | OF_RECIPES).get(".".join(part for part in parts if not part.isdecimal()))
     return None if why is None else f"was removed: {why}"
 
 
-def pass_over_removed(data: dict[str, Any], above: tuple[str, ...] = ()) -> None:
-    """Drop removed keys, in place, from a run's own configuration, into which an earlier version wrote every key."""
+def drop_removed(data: dict[str, Any], above: tuple[str, ...] = ()) -> None:
+    """Drop removed keys, in place, from a run's own config.yaml, because an earlier version may have written them."""
     for name, value in list(data.items()):
         if why_removed((*above, name)) is not None:
             del data[name]
         for section in value if isinstance(value, list) else [value]:
             if isinstance(section, dict):
-                pass_over_removed(section, (*above, name))
+                drop_removed(section, (*above, name))

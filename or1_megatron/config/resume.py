@@ -69,7 +69,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that must not.
+    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that may not.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
@@ -89,7 +89,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """Return a line ``KEY: was X, now Y`` for each key that differs and is not allowed, or is forbidden."""
+    """Return a line ``KEY: was X, now Y`` for each key that differs, unless it is allowed and not forbidden."""
     before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
@@ -100,7 +100,7 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
 
 
 def leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Return, by dotted key, the JSON text of every plain value and of every empty list or mapping in a nested dump."""
+    """Return, by dotted key, the JSON text of each plain value of a nested dump; {} and [] count as plain values."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: json.dumps(value)}

@@ -65,8 +65,8 @@ class RunConfig(Section):
     """Run this stage alone (the first is 1), in ``dir``/stage_N, from the end of the previous stage. ``or1 train
     --stage N`` sets this key. Unset: all stages, one after another. Unit: stage."""
     max_restarts: NonNegative = 3
-    """How many times in a row, without a new step between, ``or1 train`` restarts the ranks from the newest checkpoint
-    after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
+    """How many times in a row, without a finished step between, ``or1 train`` restarts the ranks from the newest
+    checkpoint after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
     previous: Path | None = None
     """With ``stage``: the previous stage's run folder, or one of its checkpoints, from which stage N then starts.
     Unset: ``dir``/stage_(N-1)."""
@@ -141,8 +141,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of every parameter; the decay is multiplied by the learning rate. Unit: none. Recipe: 0.01
     (docs/recipe.md, section 4)."""
     clip_grad: PositiveFloat = 1.0
-    """Largest gradient norm; a larger gradient is scaled down to it. Unit: none. Recipe: 1.0 (docs/recipe.md, section
-    4)."""
+    """A gradient with a larger norm is scaled down to this. Unit: none. Recipe: 1.0 (docs/recipe.md, section 4)."""
 
 
 class RolloutConfig(Section):
@@ -212,8 +211,8 @@ class HandoffConfig(Section):
     cuda_ipc on one node. A+B (placement colocated): A among trainer ranks, then B from each rank to the engine on its
     device. Unset: on CPU shared_memory on one node, else gloo; on GPU nccl+cuda_ipc if colocated, else nccl."""
     bucket_bytes: Positive = 512 << 20
-    """Bytes that an engine rank receives at a time from all its senders (through host memory at most 32 MiB). A trainer
-    rank holds at most two such buckets."""
+    """Bytes that an engine rank receives at a time from all its senders; at most 32 MiB if they pass through host
+    memory. A trainer rank holds at most two such buckets."""
     probe_every_steps: NonNegative | None = None
     """Compare the engines' log-probs with the policy's after every n-th handoff; 0: never. Unset: 1 without a GPU, 10
     with one. Unit: handoffs."""
@@ -286,8 +285,8 @@ class TrackConfig(Section):
     tracker: str | None = None
     """A tracker of your own: package.module:Class or path/to/file.py:Class."""
     prometheus_port: Positive | None = None
-    """Serve the metrics to Prometheus at this port, and vLLM's own of engine i at port + 1 + i (docs/watch.md).
-    Unit: TCP port."""
+    """Serve the run's metrics to Prometheus at this port, and the metrics of engine i's vLLM at port + 1 + i.
+    docs/watch.md says more. Unit: TCP port."""
     rollouts_every_steps: Positive = 1
     """Keep the rollouts (all responses) of every n-th step."""
     rollouts_keep_bytes: Positive = 10 << 30
@@ -311,13 +310,13 @@ class ClusterConfig(Section):
     join_timeout_s: PositiveFloat = 600.0
     """Deadline for the ``nodes`` to join the cluster."""
     heartbeat_s: PositiveFloat = 10.0
-    """A process of the run that is stopped, or asleep without a sign of life, for this long is killed. The process and
+    """A process of the run is killed if it is stopped, or sleeps without a sign of life, for this long. The process and
     the parts that depend on it are restarted. Phases that are known to take long have deadlines of their own."""
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one verb of the loop that all ranks execute together (update, hand_off, save, ...)."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU: a run that needs more is refused, and a colocated engine's KV cache is sized by it. Unset: the
-    memory of this machine's GPUs, if any. Unit: 1e9 bytes."""
+    """Memory of one GPU. A run that needs more is refused, and a colocated engine's KV cache is sized for this memory.
+    Unset: the memory of this machine's GPUs, if any. Unit: 1e9 bytes."""
     check_memory: bool = True
     """Refuse to start if the estimated memory (``or1 plan`` shows it) exceeds the free host memory (on CPU) or a GPU's
     whole memory. False: start all the same."""
@@ -399,7 +398,7 @@ class Config(Section):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the KL penalty's reference has weights of its own. With LoRA, the run's own start has none."""
+        """Whether the KL reference needs weights of its own. With LoRA, the run's start is the policy's own weights."""
         reference = self.algorithm.kl.reference
         own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
         return reference is not None and not (own_start and self.model.lora is not None)

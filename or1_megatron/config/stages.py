@@ -164,7 +164,7 @@ class ProblemSetConfig(Section):
 
 
 class EvaluationSetConfig(_EvaluationChanges, ProblemSetConfig):
-    """One held-out problem set; its metric is ``evaluation/<name>/accuracy``. Unset keys are as in ``evaluate``."""
+    """One held-out problem set; its metric is ``evaluation/<name>/accuracy``. ``evaluate`` gives the unset keys."""
 
     samples: Positive | None = None
     """Replaces ``evaluate.samples``. Unit: samples per problem."""
@@ -200,13 +200,13 @@ class EvaluationConfig(Section):
         return self
 
     def samples_of(self, held_out: EvaluationSetConfig, whole: bool) -> int:
-        """Return k of avg@k for a set, before and after training (``whole``) or else within a stage."""
+        """Return a set's k of avg@k: before and after training if ``whole``, else within a stage."""
         if whole:
             return held_out.samples or self.samples
         return held_out.samples_during or self.samples_during
 
     def longest_of(self, held_out: EvaluationSetConfig, default: int) -> int:
-        """Return a set's longest response in tokens; ``default`` if neither set nor ``evaluate`` has a limit."""
+        """Return a set's longest response in tokens; ``default`` if neither the set nor ``evaluate`` sets a limit."""
         return held_out.max_response_tokens or self.max_response_tokens or default
 
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:
@@ -215,7 +215,7 @@ class EvaluationConfig(Section):
 
 
 def refuse_duplicates(names: Iterable[str], key: str) -> None:
-    """Raise ValueError, with the configuration key ``key``, if a name occurs twice."""
+    """Raise ValueError if a name occurs twice. The message names the configuration key ``key``."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"{key}: two of its entries are named '{twice[0]}'; give each a 'name' of its own")

@@ -17,7 +17,7 @@ import yaml
 from or1_megatron.config.base import ConfigError
 
 Origins = dict[tuple[str, ...], str]
-"""``file:line`` by key: a tuple of the key's parts, list indices included."""
+"""``file:line`` of each key. A key is a tuple of its parts, list indices included."""
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}|\$\{")
 _RESOLVERS: Final = (
@@ -26,7 +26,7 @@ _RESOLVERS: Final = (
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", "-+.0123456789"),
 )
-"""(Type, pattern, first characters) of unquoted words that are not strings: YAML 1.2's core rules, no inf and nan."""
+"""(Type, pattern, first characters) of unquoted words that are no strings: YAML 1.2's core rules without inf, nan."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -65,7 +65,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """Return the value of YAML text with environment variables filled in; a ConfigError begins with ``where``."""
+    """Return the value of YAML text with environment variables filled in. A ConfigError's text names ``where``."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, {}).value(node, ())
 

@@ -27,8 +27,8 @@ from or1_verify.types import Problem, Verifier
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 
 PlacedRow = tuple[str, Any]
-"""(origin, decoded data row or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
-hub id[split]:row, counted from 1."""
+"""(origin, data row). The row is decoded, or is the RowError of a line that is not JSON. The origin is file:line,
+file:row (Parquet) or hub id[split]:row, counted from 1."""
 
 _SAVED: Final = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
 _ABSENT: Final = object()
@@ -49,12 +49,12 @@ def load_problems(
 
     The columns are of any layout in ``or1_verify.problems.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, ...
     ``split`` chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's
-    configuration. Copies of a data row are folded into one problem, and counted. Ground truths are checked later, by
-    ``check_ground_truths``, because the abilities that occur decide which verifiers are needed.
+    configuration. Copies of a data row give one problem, and are counted. ``check_ground_truths`` checks the ground
+    truths later, because the abilities that occur decide which verifiers are needed.
 
     Args:
-        unusable: collects the data rows that cannot be used, such as a repeated problem with another answer, for the
-            caller to settle. None: such rows raise DataError.
+        unusable: collects the data rows that cannot be used, such as a repeated problem with another answer; the caller
+            settles them. None: such rows raise DataError.
         columns: names of the columns that hold prompt and answer (``data.train.N.columns``), whatever the layout.
 
     Raises:
@@ -95,7 +95,7 @@ def load_problems(
 def choose_columns(raw: Any, columns: Mapping[Any, str], origin: str) -> Any:
     """Return a data row's {prompt, answer, ability, source}, from the columns named in ``columns``.
 
-    The name ``a.b`` means field b of column a. If the row lacks the column named for ``ability`` or ``source``, the
+    The name ``a.b`` means field b of column a. If the row lacks the column named for ``ability`` or ``source``, that
     name itself is the value, as in ability: code.
     """
     if not isinstance(raw, Mapping):
@@ -121,14 +121,14 @@ def _say_layout(path: Path, raw: Any) -> None:
 
 
 def _set_name(path: Path) -> str:
-    """Return a file's name without its suffixes, which is the source of problems that name no source."""
+    """Return a file's name without its suffixes. Problems that name no source get it as their source."""
     return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.stem)
 
 
 def check_ground_truths(
     problems: Sequence[Problem], verifiers: Mapping[str, Verifier], unusable: UnusableRows
 ) -> list[Problem]:
-    """Return the problems whose ground truth their ability's verifier can use; add the others to ``unusable``."""
+    """Return the problems whose verifier can use their ground truth; add the others to ``unusable``."""
     usable = []
     for problem in problems:
         try:
@@ -142,8 +142,7 @@ def check_ground_truths(
 def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
     """Return the problems that ``model`` solved in some but not all of its 16 tries.
 
-    Problems without a number for the model are added to ``unusable``. Raises DataError if all have a number and none
-    stays.
+    Problems without a number for the model are added to ``unusable``. Raises DataError if all have one and none stays.
     """
     kept, before = [], len(unusable)
     for problem in problems:
@@ -196,7 +195,7 @@ def is_saved(path: Path) -> bool:
 
 
 def is_hub_id(path: Path) -> bool:
-    """Return whether a path can name a set on the hub: the form is owner/name, and no such file or folder exists."""
+    """Return whether a path can name a set on the hub: it is owner/name, and no such file or folder exists."""
     return not _is_problem_file(path) and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
@@ -218,7 +217,7 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of a set on the hub. Raises DataError if the set cannot be loaded, or needs another ``split``."""
+    """Yield the rows of a hub set. Raises DataError if it cannot be loaded or ``split`` names none of its splits."""
     datasets = _datasets_package(name)
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
@@ -275,7 +274,7 @@ def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _unreachable(name: str, error: Exception) -> str:
-    """Return the error text for a hub set that cannot be loaded; it names any earlier, perhaps partial, download."""
+    """Return the error text for a hub set that cannot be loaded; it names an earlier, perhaps partial, download."""
     from huggingface_hub import snapshot_download
 
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""

@@ -1,8 +1,8 @@
-"""Makes the prompts of a run: reads and checks its problem sets; ``template`` tokenizes prompts and drops long ones.
+"""Makes a run's prompts: reads and checks its problem sets, tokenizes the prompts, and drops prompts that are too long.
 
-``read_problems`` refuses data rows that do not fit their column layout, which takes seconds. ``make_prompts`` then
-reads every ground truth and tokenizes every prompt, which may take minutes; engines can start meanwhile. Prompts longer
-than ``data.max_prompt_tokens`` are left out by ``ChatTemplate.encode_problems``.
+``read_problems`` takes seconds: it reads the files and refuses data rows that do not fit their column layout.
+``make_prompts`` may take minutes: it reads every ground truth and tokenizes every prompt. The engines can start
+meanwhile. ``encode_problems`` drops prompts longer than ``data.max_prompt_tokens``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,61 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from jinja2 import TemplateError
 
 from or1_megatron.config.schema import Config
 from or1_megatron.config.stages import ProblemSetConfig
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.stream import PromptSource
-from or1_megatron.data.template import ChatTemplate, PromptSet, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.types import Prompt
 from or1_megatron.weights.families import read_hf_config
+from or1_verify.answer import left_open
 from or1_verify.problems.problem import no_verifier
-from or1_verify.problems.rows import DataError
+from or1_verify.problems.rows import DataError, RowError
 from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 from or1_verify.types import Problem, Verifier
 from or1_verify.verifiers import build_verifiers, known_abilities
 
 log = logging.getLogger(__name__)
+
+_BATCH: Final = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a problem set that are not too long, and how many prompts were too long."""
+
+    prompts: list[Prompt]
+    limit_tokens: int
+    too_long: int
+    """Number of prompts that were dropped as too long."""
+    longest_tokens: int
+    """Length of the longest prompt, dropped prompts included."""
+    first: str
+    """Origin of the first prompt."""
+
+    def check(self, path: Path) -> None:
+        """Log how many prompts of the set at ``path`` were too long. Raises DataError if no prompt is left."""
+        if self.too_long and not self.prompts:
+            raise DataError(
+                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
+                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
+            )
+        if not self.prompts:
+            raise DataError(f"{path}: no usable problem is left")
+        if self.too_long:
+            log.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
+                path,
+                self.too_long,
+                self.too_long + len(self.prompts),
+                self.limit_tokens,
+                self.longest_tokens,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +124,7 @@ def read_problems(config: Config) -> ProblemSets:
 
 
 def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource], dict[str, list[Prompt]]]:
-    """Check every ground truth; return (training sources with their prompts, held-out prompts by name of their set).
+    """Check every ground truth, and return (training sources with their prompts, held-out prompts by their set's name).
 
     Raises:
         DataError: rows are unusable (all files' rows in one error), no prompt is left, or a step needs more prompts.
@@ -97,8 +137,8 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     read = [len(problems) for problems in train]
     if data.difficulty_model is not None:
         train = [filter_by_difficulty(problems, data.difficulty_model, unusable) for problems in train]
-    trained = [template.encode_problems(problems, data.max_prompt_tokens, unusable) for problems in train]
-    evaluated = [template.encode_problems(problems, data.max_prompt_tokens, unusable) for problems in held_out]
+    trained = [encode_problems(template, problems, data.max_prompt_tokens, unusable) for problems in train]
+    evaluated = [encode_problems(template, problems, data.max_prompt_tokens, unusable) for problems in held_out]
     _drop_repeated(trained)
     unusable.settle(data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
     sources, by_title = [], {}
@@ -113,8 +153,40 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     return sources, by_title
 
 
+def encode_problems(
+    template: ChatTemplate, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows
+) -> PromptSet:
+    """Return the prompts of up to ``limit_tokens`` tokens, in the problems' order, and count the longer prompts.
+
+    Problems whose messages the template refuses are added to ``unusable``.
+    """
+    prompts: list[Prompt] = []
+    longest = too_long = 0
+    for start in range(0, len(problems), _BATCH):
+        chunk = [(problem, _render(template, problem, unusable)) for problem in problems[start : start + _BATCH]]
+        rendered = [(problem, text) for problem, text in chunk if text is not None]
+        encoded = template.encode([text for _, text in rendered])
+        for (problem, text), ids in zip(rendered, encoded, strict=True):
+            longest = max(longest, len(ids))
+            if len(ids) <= limit_tokens:
+                prompts.append(Prompt(problem, ids, left_open(text)))
+            else:
+                too_long += 1
+    return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
+
+
+def _render(template: ChatTemplate, problem: Problem, unusable: UnusableRows) -> str | None:
+    try:
+        return template.render(problem.messages)
+    except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
+        roles = [message.role for message in problem.messages]
+        detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
+        unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
+        return None
+
+
 def thinking_rule(sources: Sequence[PromptSource]) -> str:
-    """Return in words which part of a response to these prompts is searched for the answer (``or1_verify.answer``)."""
+    """Return in words which part of a response to these prompts is read for the answer (``or1_verify.answer``)."""
     opened = sorted({prompt.opened for source in sources for prompt in source.prompts})
     rules = [
         f"the chat template opens {tag}, so a response counts only from where it closes it"
@@ -126,7 +198,7 @@ def thinking_rule(sources: Sequence[PromptSource]) -> str:
 
 
 def _check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], rated: Sequence[int]) -> None:
-    """Raise DataError if the sources of a stage have fewer prompts than one of its steps takes.
+    """Raise DataError if the sources of a stage have fewer prompts than one of the stage's steps takes.
 
     Args:
         read: number of problems of each source before the difficulty filter.

@@ -18,7 +18,7 @@ from or1_verify.problems.rows import DataError
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompts of one training source, each of which occurs ``repeat`` times per epoch."""
+    """The prompts of one training source. Each prompt occurs ``repeat`` times per epoch."""
 
     prompts: Sequence[Prompt]
     repeat: int = 1
@@ -33,7 +33,7 @@ class MixtureStream:
     """
 
     def __init__(self, sources: Sequence[PromptSource], seed: int) -> None:
-        """Start at epoch 0 of ``sources``, no two of which may have a problem in common."""
+        """Start at epoch 0 of ``sources``. No two sources may have a problem in common."""
         self._prompts: list[Prompt] = [prompt for source in sources for prompt in source.prompts]
         self._index = {prompt.problem.id: index for index, prompt in enumerate(self._prompts)}
         self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
@@ -50,10 +50,10 @@ class MixtureStream:
         return int((~self._excluded & (self._repeats > 0)).sum())
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts, all of different problems; goes on into the next epoch as needed.
+        """Return the next ``count`` prompts, all of different problems; go on into the next epoch as needed.
 
-        A pool entry whose problem is already in this batch (a repeat, or from the next epoch) waits for the next batch;
-        at most ``repeat`` entries of a problem wait. Raises DataError if fewer than ``count`` problems are left.
+        A pool entry whose problem is already in this batch (a repeat, or from the next epoch) waits for the next batch.
+        At most ``repeat`` entries of a problem wait. Raises DataError if fewer than ``count`` problems are left.
         """
         if count > self.left:
             absent = int((self._repeats == 0).sum())
@@ -104,7 +104,7 @@ class MixtureStream:
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """From now on leave out the problems with these ids; return how many problems are left.
 
-        Raises DataError, and changes nothing, if no problem would be left; ValueError if an id is unknown.
+        Raises ValueError if an id is unknown. Raises DataError if no problem would be left. Either way nothing changes.
         """
         unknown = sorted(problem_ids - self._index.keys())
         if unknown:
@@ -136,7 +136,7 @@ class MixtureStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken. Raises DataError if data or seed differ from the state's."""
+        """Continue exactly where ``state`` was taken. Raises DataError if the data or the seed is not the state's."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the training data changed since the checkpoint: it had {state['problems']} problems with "

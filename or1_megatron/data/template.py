@@ -1,4 +1,4 @@
-"""Turns messages into token ids with a model's tokenizer and chat template, and drops prompts that are too long.
+"""Loads a model's tokenizer, and turns messages into token ids by its chat template.
 
 Token ids and text are those of the folder's ``tokenizer.json``, as the tokenizers library reads it.
 """
@@ -9,19 +9,17 @@ import datetime
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from or1_megatron.types import Int32Array, Prompt
+from or1_megatron.types import Int32Array
 from or1_megatron.weights.files import is_lfs_pointer
 from or1_verify.answer import left_open
-from or1_verify.problems.rows import DataError, RowError
-from or1_verify.problems.unusable import UnusableRows
-from or1_verify.types import Message, Problem
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,53 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BATCH: Final = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
 _DATE: Final = datetime.date(2024, 7, 26)  # Llama 3.2's own where there is no clock
 _SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  答案：é"
 """Text in which tokenizers differ: digits, white space, punctuation, other alphabets."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSet:
-    """The prompts of a problem set that are not too long, and the number of prompts that were."""
-
-    prompts: list[Prompt]
-    limit_tokens: int
-    too_long: int
-    """Number of prompts that were dropped as too long."""
-    longest_tokens: int
-    """Length of the longest prompt, dropped prompts included."""
-    first: str
-    """Origin of the first prompt."""
-
-    def check(self, path: Path) -> None:
-        """Log how many prompts of the set at ``path`` were too long. Raises DataError if no prompt is left."""
-        if self.too_long and not self.prompts:
-            raise DataError(
-                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
-                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
-            )
-        if not self.prompts:
-            raise DataError(f"{path}: no usable problem is left")
-        if self.too_long:
-            log.warning(
-                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
-                path,
-                self.too_long,
-                self.too_long + len(self.prompts),
-                self.limit_tokens,
-                self.longest_tokens,
-            )
 
 
 class ChatTemplate:
     """A tokenizer with its chat template and generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``; a prompt with a token id at or above it is refused.
+        vocabulary: the model's ``vocab_size``. A prompt with a token id that is not below it is refused.
 
     Raises:
-        DataError: the tokenizer has no chat template, or its template fails or drops the user's text.
+        DataError: the tokenizer has no chat template, or the template fails or drops the user's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> None:
@@ -86,7 +50,7 @@ class ChatTemplate:
             )
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         try:
-            said = self.text([Message("user", _SAMPLE)])
+            said = self.render([Message("user", _SAMPLE)])
         except TemplateSyntaxError as error:
             raise DataError(f"{self._name()} is broken at line {error.lineno}: {error.message}") from None
         except TemplateError:  # a template may refuse a single turn of the user
@@ -100,11 +64,11 @@ class ChatTemplate:
         return f"the chat template of '{self._tokenizer.name_or_path}' (chat_template.jinja or tokenizer_config.json)"
 
     def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
-        return self._encode([self.text(messages)])[0]
+        return self.encode([self.render(messages)])[0]
 
     def opened(self, messages: Sequence[Message]) -> str:
-        """Return the tag of reasoning that the template opens and does not close after these messages, else ""."""
-        return left_open(self.text(messages))
+        """Return the tag of reasoning that the template opens, and does not close, after these messages; else ""."""
+        return left_open(self.render(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:
         """Log a warning if the template ends the assistant's turn with a token that does not end responses (no EOS).
@@ -137,26 +101,7 @@ class ChatTemplate:
                 " or ".join(str(token) for token in sorted(token for token in ending if token is not None)),
             )
 
-    def encode_problems(self, problems: Sequence[Problem], limit_tokens: int, unusable: UnusableRows) -> PromptSet:
-        """Return the prompts of up to ``limit_tokens`` tokens, in the problems' order, and count the longer prompts.
-
-        Problems whose messages the template refuses are added to ``unusable``.
-        """
-        prompts: list[Prompt] = []
-        longest = too_long = 0
-        for start in range(0, len(problems), _BATCH):
-            chunk = [(problem, self._render(problem, unusable)) for problem in problems[start : start + _BATCH]]
-            rendered = [(problem, text) for problem, text in chunk if text is not None]
-            encoded = self._encode([text for _, text in rendered])
-            for (problem, text), ids in zip(rendered, encoded, strict=True):
-                longest = max(longest, len(ids))
-                if len(ids) <= limit_tokens:
-                    prompts.append(Prompt(problem, ids, left_open(text)))
-                else:
-                    too_long += 1
-        return PromptSet(prompts, limit_tokens, too_long, longest, problems[0].origin if problems else "")
-
-    def text(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """Return the prompt's text. A template that asks for the date (Llama 3.2) always gets ``_DATE``."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         rendered = self._tokenizer.apply_chat_template(
@@ -165,16 +110,8 @@ class ChatTemplate:
         assert isinstance(rendered, str)
         return rendered
 
-    def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
-        try:
-            return self.text(problem.messages)
-        except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
-            roles = [message.role for message in problem.messages]
-            detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
-            unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
-            return None
-
-    def _encode(self, texts: Sequence[str]) -> list[Int32Array]:
+    def encode(self, texts: Sequence[str]) -> list[Int32Array]:
+        """Return the token ids of rendered prompts. Raises DataError for a token id that the model lacks."""
         # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
         encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         for text, ids in zip(texts, encoded, strict=True):

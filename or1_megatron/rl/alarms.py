@@ -17,22 +17,23 @@ from or1_megatron.schemas.metrics import ALARMS
 
 CALM_STEPS: Final = 5
 MEDIAN_STEPS: Final = 50
-"""Steps in the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
+"""Number of steps in the running median of the gradient norm. The alarm needs at least FIRST_NORMS earlier norms."""
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
-"""The mean accuracy of the last TREND_STEPS steps is compared with the mean of as many steps before. A mean over 20
-steps of 64 prompts has a standard error of about 0.012; noise moves both accuracies in the same direction."""
+"""The mean accuracy of the last TREND_STEPS steps is compared with the mean of the TREND_STEPS steps before them. A
+mean over 20 steps of 64 prompts has a standard error of about 0.012. Noise moves accuracy and non-truncated accuracy in
+the same direction; the alarm ``non_truncated`` needs opposite directions."""
 TREND_CHANGE: Final = 0.03
 PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
 LEARNT: Final = 0.9
-"""Training accuracy above which low entropy and a plateau are expected."""
+"""Training accuracy above which low entropy and a plateau are expected, so that they raise no alarm."""
 COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""(mean, largest) |engine - policy| log-prob, nats, up to which the difference is rounding. Measured against
-transformers: fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of millions of tokens is far higher."""
+"""For each dtype, (mean, largest) |engine - policy| log-prob in nats that rounding explains. Measured against
+transformers: at most 2e-5 in fp32, 0.02 to 0.2 per token in bf16. The largest of millions of tokens is far higher."""
 
 _REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")
 
@@ -53,7 +54,7 @@ class StepSeen:
 
 
 class Alarms:
-    """Applies the alarm rules to each step, and remembers the metrics of the last steps and the alarms that last."""
+    """Applies the alarm rules to each step. Remembers the metrics of the last steps, and which alarms still last."""
 
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
         """``dtype``: the policy's parameter dtype, which sets the default limits of the alarm ``mismatch``."""
@@ -72,10 +73,10 @@ class Alarms:
         self._rows: list[dict[str, float]] = []
         """The metrics ``_REMEMBERED`` of the last steps; a metric that a step did not measure is absent."""
         self._remaining = dict.fromkeys(ALARMS, 0)
-        """Calm steps left until the rule's alarm ends; 0: no alarm."""
+        """For each rule, the calm steps left until its alarm ends. 0: the rule has no alarm now."""
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """Return (texts of the alarms that begin now, metrics ``alarm/<name>``: 1 while the alarm lasts, else 0)."""
+        """Return (texts of the alarms that begin now, metrics ``alarm/<name>``: 1 while an alarm lasts, else 0)."""
         row = {"stage": float(seen.stage_index), **seen.metrics}
         kept: dict[str, float] = {name: row[name] for name in _REMEMBERED if name in row}
         self._rows = [*self._rows, kept][-2 * PLATEAU_STEPS :]
@@ -88,11 +89,11 @@ class Alarms:
         return starting, {f"alarm/{name}": float(left > 0) for name, left in self._remaining.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the rules' memory for a checkpoint, JSON-able."""
+        """Return what the rules remember, JSON-able, for a checkpoint."""
         return {"remaining": dict(self._remaining), "rows": list(self._rows)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. The state that older versions of the program saved has no ``rows``."""
+        """Take over what ``state`` returned. Older versions of the program saved no ``rows``."""
         self._remaining = {name: state["remaining"].get(name, 0) for name in ALARMS}
         self._rows = [dict(row) for row in state.get("rows", [])]
 
@@ -105,9 +106,9 @@ class Alarms:
         return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
-        """Return for each metric (mean of the previous ``half`` steps, mean of the last ``half`` steps) of a stage.
+        """Return for each metric (mean of the ``half`` steps before the last ``half``, mean of the last ``half``).
 
-        Returns None until 2 * ``half`` steps of the stage have all metrics.
+        Counts only steps of ``stage`` that have all metrics. Returns None if there are fewer than 2 * ``half``.
         """
         rows = self._past(*names, stage=stage)[-2 * half :]
         if len(rows) < 2 * half:
@@ -115,7 +116,7 @@ class Alarms:
         return [(fmean(values[:half]), fmean(values[half:])) for values in zip(*rows, strict=True)]
 
     def _grad_norm(self, seen: StepSeen) -> str | None:
-        """Return a text if the gradient norm exceeds a factor times the median of the previous MEDIAN_STEPS norms."""
+        """Return a text if the gradient norm exceeds ``grad_norm_factor`` times its median over MEDIAN_STEPS."""
         norm = seen.metrics.get("policy/grad_norm")
         norms = [value for (value,) in self._past("policy/grad_norm")[:-1]][-MEDIAN_STEPS:]
         if norm is None or len(norms) < FIRST_NORMS:  # None: no SGD step, or all of them skipped
@@ -178,7 +179,7 @@ class Alarms:
         )
 
     def _non_truncated(self, seen: StepSeen) -> str | None:
-        """Return a text if accuracy rises and non-truncated accuracy falls, both by TREND_CHANGE in TREND_STEPS."""
+        """Return a text if, over TREND_STEPS, accuracy rises and non-truncated accuracy falls, each by TREND_CHANGE."""
         trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
         if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None
@@ -200,7 +201,7 @@ class Alarms:
         )
 
     def _plateau(self, seen: StepSeen) -> str | None:
-        """Return a text if mean accuracy gains less than PLATEAU_GAIN in PLATEAU_STEPS of stage 1's first half."""
+        """Return a text if accuracy rises by less than PLATEAU_GAIN over PLATEAU_STEPS in the first half of stage 1."""
         stage = seen.stage
         if seen.stage_index > 0 or 2 * seen.stage_step > stage.steps:
             return None

@@ -42,7 +42,7 @@ LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs
 def to_samples(group: AdvantagedGroup) -> list[Sample]:
     """Return the responses of the group, in order, as training samples.
 
-    Every response token is counted, also of truncated responses and under every truncation mask (eq. 3.1 as written).
+    Every response token enters the loss, also in truncated responses and under every truncation mask (as in eq. 3.1).
     """
     return [
         Sample(
@@ -58,10 +58,10 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
 
 
 def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
-    """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger parts first.
+    """Split whole groups, in order, into ``mini_batches`` parts of nearly equal size, larger parts first.
 
-    The parts are the mini-batches of RECIPE section 1, after rejection and refill (``rl.supply``). 7 groups in 3
-    mini-batches: 3, 2, 2. Fewer groups than mini-batches give one mini-batch per group.
+    The parts are the D_R / D_T mini-batches of RECIPE section 1, after rejection and refill (``rl.supply``). 7 groups
+    in 3 mini-batches give 3, 2 and 2 groups. Fewer groups than mini-batches give one mini-batch per group.
     """
     parts = min(mini_batches, len(groups))
     if parts == 0:
@@ -79,7 +79,7 @@ def make_batches(
     aggregation: Aggregation,
     max_response_tokens: int,
 ) -> list[Batch]:
-    """Return one packed batch per SGD step: one batch for each mini-batch, the whole list repeated ``reuse`` times."""
+    """Return one packed batch per SGD step: one for each mini-batch, in order, and the whole list ``reuse`` times."""
     parts = [[sample for group in part for sample in group] for part in split(groups, mini_batches)]
     return [pack(weigh(part, aggregation, max_response_tokens), layout) for part in parts] * reuse
 

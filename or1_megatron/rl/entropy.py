@@ -16,9 +16,9 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
     """Return e_k in nats per token (RECIPE section 2): minus the mean log-prob of the sampled tokens.
 
     The log-probs are the engines' (temperature applied, before top-p and top-k). The mean is over tokens, not over
-    responses. Worked example: responses with log-probs (-1, -2, -3) and (-2): e = 8 / 4 = 2.
+    responses. Worked example: responses with log-probs (-1, -2, -3) and (-2) give e = 8 / 4 = 2.
 
-    Raises ValueError when a log-prob is not finite (naming the response) or when there is no token at all.
+    Raises ValueError when there is no token, or when a log-prob is not finite; the message then names the response.
     """
     completions = [completion for group in groups for completion in group.completions]
     totals = [float(completion.log_probs.sum(dtype=np.float64)) for completion in completions]
@@ -37,7 +37,7 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 def estimate(groups: Sequence[Group], kept: Sequence[Group], config: EntropyConfig) -> tuple[float, float]:
     """Return (e_k, the sampled entropy of all responses of the step), both in nats per token (RECIPE section 2).
 
-    e_k is measured on all ``groups``, or with ``measured_on: kept`` on the groups that were not rejected, if any.
+    e_k is measured on all ``groups``. With ``measured_on: kept`` it is measured on ``kept``, unless no group was kept.
     """
     of_all = sampled_entropy(groups)
     return (sampled_entropy(kept) if config.measured_on == "kept" and kept else of_all), of_all
@@ -63,8 +63,9 @@ class EntropyController:
     c_{k+1} = c_k + delta if e_k < target, c_k - delta if e_k > target, within [0, maximum] (report, section 3.2.5).
 
     ``advance`` is called once per rollout step; all SGD steps of a rollout step use one alpha_k. In mode ``adaptive``
-    the gate is 1{e_k <= target}; with ``gate: late`` it is 1{e_{k-1} <= target}, and open in the first step (as in the
-    released code); with ``gate: off`` it is always 1. In mode ``off`` the gate is 0, in other modes 1.
+    the gate is 1{e_k <= target}. With ``gate: late`` it is 1{e_{k-1} <= target}, and 1 in the first step, as in the
+    released code. With ``gate: off`` it is always 1. In mode ``fixed`` c_k is constant and the gate is 1; in mode
+    ``off`` the gate is 0.
 
     Worked example (adaptive, target 0.2, delta 0.005, c_0 = 0): e = 0.1, 0.1, 0.3, 0.1 gives c = 0, 0.005, 0.01, 0.005
     and alpha = 0, 0.005, 0, 0.005; with the late gate alpha = 0, 0.005, 0.01, 0; without gate alpha = c.
@@ -97,10 +98,10 @@ class EntropyController:
         self._before = entropy
 
     def state(self) -> dict[str, Any]:
-        """Return c_k and e_{k-1} for a checkpoint, JSON-able. Python writes floats so that they read back exactly."""
+        """Return c_k and e_{k-1} for a checkpoint, JSON-able. Python's JSON keeps floats exactly."""
         return {"coefficient": self.coefficient, "before": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. A mode with a fixed coefficient keeps the configured coefficient."""
+        """Take over what ``state`` returned. Modes other than ``adaptive`` keep the configured coefficient."""
         if self._config.mode == "adaptive":
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")

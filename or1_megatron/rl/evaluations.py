@@ -11,8 +11,8 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.types import EvaluationResult
 
 Due = Literal["no", "during", "whole"]
-"""``whole``: before or after training, with ``samples`` responses per problem; ``during``: in between, with
-``samples_during``."""
+"""Which evaluation is due. ``whole``: before or after training, with ``samples`` responses per problem. ``during``:
+between them, with ``samples_during`` responses per problem."""
 
 
 class Evaluations:
@@ -21,7 +21,7 @@ class Evaluations:
     def __init__(self, config: EvaluationConfig, schedule: StageSchedule) -> None:
         self._config, self._schedule = config, schedule
         self.first_step = 0
-        """Steps done when the run began: more than 0 for a run of a later stage."""
+        """Steps done when the run began. It is above 0 for a run of a later stage."""
         self.before: EvaluationResult | None = None
         self.after: EvaluationResult | None = None
         self.best: tuple[int, float] | None = None
@@ -78,7 +78,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned, without the result ``after`` if the run was given more steps since."""
+        """Take over what ``state`` returned. If the run was given more steps since, drop the result ``after``."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

@@ -33,7 +33,10 @@ class AllRejected(UserError, RuntimeError):
 
 
 def check_state(state: Mapping[str, Any], expected: Collection[str]) -> None:
-    """Raise ResumeError when the loop's state in a checkpoint lacks an ``expected`` key, or has deferred prompts."""
+    """Raise ResumeError when an older version wrote the loop's ``state``, and this version cannot use it.
+
+    The state then lacks an ``expected`` key, or holds prompts that the older version left to later steps.
+    """
     if missing := [name for name in expected if name not in state]:
         step = state.get("steps_done", "unknown")
         raise ResumeError(
@@ -48,7 +51,7 @@ def check_state(state: Mapping[str, Any], expected: Collection[str]) -> None:
 
 
 def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
-    """Raise ResumeError when a stage that ended because its ``steps`` were done is now longer or shorter."""
+    """Raise ResumeError when a stage that ended after all its ``steps`` now has another number of steps."""
     if end == "steps" and steps != stage.steps:
         raise ResumeError(
             f"stage '{stage.name}' ended after {steps} steps, and its steps are now {stage.steps}; put {steps} back, "
@@ -57,7 +60,7 @@ def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
 
 
 def check_stage_steps(stage: StageConfig, done: int) -> None:
-    """Raise ResumeError when the current stage is configured with fewer steps than are ``done``."""
+    """Raise ResumeError when more steps of the current stage are ``done`` than it is now configured with."""
     if done > stage.steps:
         raise ResumeError(
             f"the newest checkpoint is of step {done} of stage '{stage.name}', whose steps are now {stage.steps}; give "
@@ -94,7 +97,10 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
 
 
 def frequent_reasons(verdicts: Iterable[Any]) -> str:
-    """Return the three most frequent reasons for rewards of 0, with their counts, from verdicts or similar rows."""
+    """Return in words the three most frequent reasons for rewards of 0, with their counts.
+
+    ``verdicts``: Verdicts, or other records with ``status``, ``detail`` and ``reward``.
+    """
     lost = Counter((it.status, re.sub(r"\d+", "#", it.detail)[:100]) for it in verdicts if it.reward <= 0)
     return "; ".join(
         f"{count} {status}" + f" ({detail})" * bool(detail) for (status, detail), count in lost.most_common(3)
@@ -102,16 +108,19 @@ def frequent_reasons(verdicts: Iterable[Any]) -> str:
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
-    """Return how many rejected groups are (all right, all wrong, mixed but without spread under a truncation mask)."""
+    """Return the numbers of rejected groups that are (all right, all wrong, mixed).
+
+    A mixed group is rejected only when a truncation mask leaves its rewards without spread.
+    """
     right = sum(bool(group.group.right.all()) for group in rejected)
     wrong = sum(not group.group.right.any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong
 
 
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
-    """Raise VerificationFailing if over ``max_error_fraction`` of the verdicts are ``error``, or over half ``timeout``.
+    """Raise VerificationFailing if too many verdicts are ``error`` or ``timeout``.
 
-    Time-outs of fewer than half of the responses may be the responses' own fault.
+    Up to ``max_error_fraction`` may be ``error``. Up to half may be ``timeout``, because the responses can be at fault.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     limits = {"error": (max_error_fraction, "verify.max_error_fraction"), "timeout": (0.5, "see verify.timeout_s")}
@@ -125,9 +134,9 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
 
 
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
-    """Return by how many versions the oldest sampled token is behind ``version``, the weights about to be updated.
+    """Return the age of the oldest sampled token: ``version``, about to be updated, minus the version that sampled it.
 
-    Raises StaleRollout when the result exceeds ``max_staleness``, or a token is from newer or unknown weights.
+    Raises StaleRollout when the age exceeds ``max_staleness``, or a token is from newer or unknown weights.
     """
     oldest = version
     for group in groups:

@@ -170,8 +170,8 @@ class Loop:
     def begin_stage(self) -> Filtered | None:
         """Apply the data mixture, restarts and (from stage 2 on) filters of a stage that begins (RECIPE 3).
 
-        Returns None if no stage begins or no filter applies. Raises NoPromptsLeft when the filters leave fewer prompts
-        than a step takes.
+        Returns what the filters dropped; None if no stage begins or no filter applies. Raises NoPromptsLeft when the
+        filters leave fewer prompts than a step takes.
         """
         if not self.schedule.begins(self.steps_done):
             return None
@@ -203,7 +203,7 @@ class Loop:
 
     @stopping_verb
     def verify(self) -> tuple[list[Group], RolloutReport]:
-        """Wait for the remaining verdicts. Raises VerificationFailing and StaleRollout."""
+        """Wait for the remaining verdicts, and return the groups. Raises VerificationFailing and StaleRollout."""
         groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
         self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)
@@ -215,7 +215,7 @@ class Loop:
         self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps, ``first`` or more ahead, that staleness allows and that are surely in this stage."""
+        """Return the steps from ``first`` steps ahead on that staleness allows and that are surely in this stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 
@@ -226,7 +226,7 @@ class Loop:
 
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
-        """Normalise the rewards, minus penalties if there are any, within each group."""
+        """Subtract penalties, if there are any, from the rewards, and normalise the rewards within each group."""
         advantage = self.config.algorithm.advantage
         return assign_advantages(groups, advantage, reward_penalties(groups, advantage, stage.max_response_tokens))
 
@@ -255,14 +255,14 @@ class Loop:
 
     @stopping_verb
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
-        """Pack one batch per SGD step; none when every group was rejected."""
+        """Return a packed batch for each SGD step; [] when every group was rejected."""
         mini_batches = stage.prompts_per_step // stage.prompts_per_update
         aggregation, layout = self.config.algorithm.loss.aggregation, self.config.layout
         return make_batches(samples, mini_batches, stage.reuse, layout, aggregation, stage.max_response_tokens)
 
     @stopping_verb
     def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
-        """Make the SGD steps, all with one entropy coefficient. Raises TooManySkipped."""
+        """Make the SGD steps, all with the same entropy coefficient. Raises TooManySkipped."""
         step, reports = self.steps_done + 1, []
         for i, batch in enumerate(batches):
             objective = make_objective(
@@ -283,7 +283,7 @@ class Loop:
 
     @deferred_verb
     def hand_off(self) -> HandoffReport | None:
-        """Hand the weights to the engines. If the run is stopping, the resumed run begins with this handoff."""
+        """Hand the weights to the engines. If the run is stopping, return None; the resumed run then hands off."""
         report = self.ports.policy.hand_off(self.steps_done)
         self._probe_mean = report.probe_mean_abs_diff or self._probe_mean  # None: no probe was due
         return report
@@ -320,7 +320,7 @@ class Loop:
 
     @verb
     def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
-        """Give the rollouts to the observer and one row of metrics to the tracker."""
+        """Give the rollouts to the observer, and the step's metrics to the tracker as one row."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
         row = dict(metrics) | self.saving.take_write_s() | evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
@@ -402,7 +402,6 @@ class Loop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
         check_state(state, self.state().keys() - {"rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
@@ -423,7 +422,7 @@ class Loop:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
 
     def _lap(self, busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]) -> dict[str, float]:
-        """Return the time metrics since the last call, with the reports ``busy``; add them to the run's totals."""
+        """Return the metrics of the time since the last call (``time_metrics``), and add them to the run's totals."""
         times = time_metrics(*self.ports.timer.lap(), busy, self.config.max_staleness > 0)
         for name, spent_s in times.items():
             if name.startswith("time/"):

@@ -28,12 +28,12 @@ class Begin:
     checkpoint: Path
     index: int
     chosen: bool
-    """Whether the user named this checkpoint (run.previous), so that it ends the previous stage."""
+    """Whether the user named this checkpoint (``run.previous``). The previous stage then ends at the checkpoint."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Check that the schedule, restored from the checkpoint, begins stage ``index`` with the next step.
+        """Raise ResumeError unless the next step is the first of stage ``index``.
 
-        A ``chosen`` checkpoint ends the previous stage here. Raises ResumeError when another step comes next.
+        ``schedule`` was restored from the checkpoint. A ``chosen`` checkpoint ends the previous stage here.
         """
         number, stages = self.index, schedule.stages  # ``number``: the previous stage, counted from 1
         if self.chosen and schedule.current == number - 1:
@@ -61,7 +61,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     layout: BatchLayout
     max_error_fraction: float
-    """A rollout step with a larger share of verdicts ``error`` ends the run."""
+    """A rollout step in which a larger share of the verdicts is ``error`` ends the run."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: TrainerGpus | None = None
@@ -87,7 +87,7 @@ class Ports:
     rollouts: Rollouts
     stream: ProblemStream
     evaluator: HeldOut | None
-    """None: there are no held-out problems."""
+    """Evaluates on held-out problems; None: there are no held-out problems."""
     observer: Observer
     tracker: Tracker
     keeper: CheckpointKeeper
@@ -98,7 +98,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """The result of a run. Times are sums over all its resumed parts."""
+    """The result of a run. Times are sums over all parts of a run that was stopped and resumed."""
 
     steps: int
     finished: bool

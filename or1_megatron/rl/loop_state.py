@@ -25,7 +25,7 @@ class Saving:
         self._write_s: float | None = None  # writing time of the last checkpoint, until it is reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, taken after ``step``. If ``step`` is saved already, tell the keeper if it is the best."""
+        """Save the snapshot, taken after ``step``. If ``step`` is already saved and is the best, tell the keeper so."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
@@ -35,7 +35,7 @@ class Saving:
             self._keeper.saved(step, best)
 
     def finish(self, wait: bool) -> None:
-        """If the save under way is complete, tell the keeper, which may then delete older checkpoints."""
+        """If the save under way is complete, tell the keeper. With ``wait``, wait until the save is complete."""
         if self._writing is None:
             return
         if (write_s := self._policy.finish_save(wait)) is not None:
@@ -44,6 +44,6 @@ class Saving:
             self._writing = None
 
     def take_write_s(self) -> dict[str, float]:
-        """Return the metric ``checkpoint/write_s`` of the last checkpoint written; {} if it was returned before."""
+        """Return the metric ``checkpoint/write_s`` once for each checkpoint written; {} until the next is written."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

@@ -36,7 +36,7 @@ class TrainerGpus:
 
     gpus: int
     peak_flops_per_gpu: float | None
-    """None: unknown for this GPU, so that MFU is not reported."""
+    """Peak FLOP/s of one GPU; None: unknown, so that MFU is not reported."""
     parameters: int
 
 
@@ -46,7 +46,7 @@ class Filtered:
 
     solved: int
     outside: int
-    """Problems that are not solved, but whose pass rate is outside the stage's limits."""
+    """Number of problems, without the ``solved`` ones, whose pass rate is outside the stage's limits."""
     left: int
 
 
@@ -139,7 +139,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
 
 
 def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
-    """Return the handoff's metrics; the probe's metrics are left out if no probe was due. {} without a handoff."""
+    """Return the handoff's metrics, without the probe's if no probe was due. Without a handoff, return {}."""
     if report is None:
         return {}
     return _measured(
@@ -154,7 +154,6 @@ def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
 
 
 def _measured(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the metrics without those that are None."""
     return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -170,7 +169,7 @@ def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[Advant
 
 
 def refill_metrics(step: StepRecord) -> dict[str, float]:
-    """Return the refill's metrics; {} in a stage without refill."""
+    """Return the refill's metrics. In a stage without refill, return {}."""
     if step.stage.refill_prompts == 0:
         return {}
     wanted = step.stage.prompts_per_step
@@ -232,7 +231,7 @@ _MEANS: Mapping[str, str] = {
 def throughput_metrics(
     batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: TrainerGpus | None
 ) -> dict[str, float]:
-    """Return the training speed, and on GPUs MFU (without attention's own FLOPs); {} when no SGD step was made."""
+    """Return the training speed and, on GPUs, MFU without attention's FLOPs. If no SGD step was made, return {}."""
     train_s = sum(update.forward_backward_s + update.optimizer_s for update in updates)
     if train_s <= 0:
         return {}
@@ -247,7 +246,7 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
-    """Return the metrics of an evaluation, and of each of its sets if there are several; {} without an evaluation."""
+    """Return the metrics of an evaluation, and of each of its sets if it has several. Without evaluation, return {}."""
     if result is None:
         return {}
     metrics: dict[str, float | None] = {}
@@ -273,9 +272,9 @@ def time_metrics(
     """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``,
     ``other_share_with_score`` and ``engine/utilization``.
 
-    other = wall time - decoding time of the engines - (forward, backward, optimizer) time, from the reports ``busy``
-    of this step. A ``score`` pass counts as forward in ``other_share``, and as other in ``other_share_with_score``, as
-    in the paper's t_O. ``overlaps``: engines decode while the policy trains. Then only the longer of the two times is
+    other = wall time - decoding time of the engines - (forward, backward, optimizer) time, from this step's reports
+    ``busy``. ``other_share`` counts a ``score`` pass as forward. ``other_share_with_score`` counts it as other, as the
+    paper's t_O does. ``overlaps``: engines decode while the policy trains. Then only the longer of the two times is
     subtracted, and the engines' utilization is their busy time over the ``period_s`` of the rollouts' reports.
     """
     updates = [report for report in busy if isinstance(report, UpdateReport)]

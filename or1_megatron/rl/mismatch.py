@@ -15,20 +15,21 @@ from numpy.typing import NDArray
 from or1_megatron.types import Float32Array
 
 _LARGEST: Final = 20.0
-"""|d| and |s| are clamped to this in exponents."""
+"""Before exp(), |d| and |s| are clamped to this."""
 
 
 def mismatch_metrics(
     engine: Sequence[Float32Array], policy: Sequence[Float32Array], stale: bool = False
 ) -> dict[str, float]:
-    """Return the metrics ``mismatch/...`` of one or more responses, none of them empty. Returns {} if a log-prob is not
-    finite; the SGD step is then skipped and reported. k1, mean_abs, max_abs and kl are in nats.
+    """Return the metrics ``mismatch/...`` of one or more responses, none of them empty.
 
-    k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: e^(mean of -d) of a response, which
-    is the policy's perplexity over the engine's; mean over responses. chi_square: mean of w^2, minus 1.
-    sequence_chi_square: mean of W^2, minus 1. mean_abs, max_abs: mean and maximum of |d|. kl: mean of w - 1 - d, the
-    k3 estimate of KL(engine || policy). The last three are left out for ``stale`` responses, which older weights
-    sampled.
+    If a log-prob is not finite, returns {}; the SGD step is then skipped and reported. If the responses are ``stale``
+    (older weights sampled them), mean_abs, max_abs and kl are left out. k1, mean_abs, max_abs and kl are in nats.
+
+    k1: mean of -d, the plain estimate of KL(engine || policy). perplexity_ratio: e^(mean of -d) of a response, which is
+    the policy's perplexity over the engine's; mean over responses. chi_square: mean of w^2, minus 1.
+    sequence_chi_square: mean of W^2, minus 1. mean_abs, max_abs: mean and maximum of |d|. kl: mean of w - 1 - d, the k3
+    estimate of KL(engine || policy).
 
     Worked example: d is ln 2 and -ln 2 in one response, ln 2 in another. k1 = -ln 2 / 3. Perplexity ratios e^0 = 1 and
     1 / 2: mean 3 / 4. w is 2, 1/2, 2: chi_square = 8.25 / 3 - 1 = 1.75. s is 0 and ln 2, W is 1 and 2:

@@ -29,11 +29,11 @@ class MismatchTooLarge(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The kept groups as samples with log-probs, and the policy's scores of them."""
+    """The kept groups as samples with log-probs, and the policy's scores of these samples."""
 
     samples: list[list[Sample]]
     of_kept: TokenScores | None = None
-    """The policy's scores of ``samples`` at the step's start; None: there was no pass over them."""
+    """The policy's scores of ``samples`` at the step's start; None: the policy did not score them."""
 
 
 def score(
@@ -44,10 +44,10 @@ def score(
     layout: BatchLayout,
     stale: bool = False,
 ) -> Scored:
-    """Score the kept groups with the policy if N_SGD > 1 and ``old_is_the_policy``, and with the reference if any.
+    """Return the kept groups as samples, scored by the policy where rho needs it, and by the reference if there is one.
 
-    N_SGD = 1 needs no ``policy_log_probs``, because rho is 1; the update compares its own log-probs with the engines'.
-    ``stale``: the samples were drawn by older weights than the policy's (``old_is_the_policy``).
+    rho needs pi_k's log-probs if N_SGD > 1 and ``old_is_the_policy``. With N_SGD = 1 rho is 1, and the update compares
+    its own log-probs with the engines'. ``stale``: older weights than the policy's drew the samples.
     """
     groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
@@ -67,7 +67,7 @@ def score(
 def check_mismatch(
     policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Score up to JUDGED responses whose tokens were all sampled by the policy's weights, ``version``.
+    """Compare the policy's log-probs with the engines' on up to JUDGED responses sampled only by weights ``version``.
 
     Raises:
         MismatchTooLarge: the mean |engine - policy| log-prob, in nats, is above ``limit`` or not finite.

@@ -10,9 +10,9 @@ budget, and T is the smallest length for that R (best fit, longest first, bisect
 and cut into layers of one row per rank. The layer with the widest spread of costs is dealt first, and its costliest row
 goes to the rank with the least work so far. The result is deterministic: ties go to the earlier sample, row and rank.
 
-Limits: R is an integer, so up to 1 / R of the tokens is padding where the budget is near the longest sequence; rows of
-the same lengths could then be balanced better, too, by 1% (33 rows) to 7% (3 rows). With a budget of 1.5 times the
-longest sequence neither effect shows. No step is faster than the longest sequence alone.
+Limits: where the budget is near the longest sequence, up to 1 / R of the tokens is padding, because R is an integer.
+Rows of the same lengths could then also be balanced better, by 1% (33 rows) to 7% (3 rows). With a budget of 1.5 times
+the longest sequence neither effect shows. No step is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SequenceCost:
     def of_decoder(cls, weights: int, attention_width: int) -> SequenceCost:
         """Return the FLOPs of a forward pass of a decoder (a backward pass has about twice as many in both terms).
 
-        Each token takes 2 FLOPs per weight. Each of the L^2 / 2 causal pairs of tokens takes 2 * width for its score
-        and 2 * width for its value.
+        Each token takes 2 FLOPs per weight. Each of the L^2 / 2 causal pairs of tokens takes 2 * ``attention_width``
+        for its score and as many for its value.
 
         Args:
             weights: number of weights that multiply every token, with the output layer, without the input embedding.
@@ -115,7 +115,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Return rows. Each sequence, in ``order``, goes into the fullest row with room for it, or into a new row."""
+    """Return rows. Each sequence, in ``order``, goes into the fullest row that has room, or else into a new row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
@@ -131,7 +131,7 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
 
 
 def _deal(rows: Rows, extents: Ints, layout: BatchLayout) -> RowPlan:
-    """Return a plan that deals the rows to the ranks, an equal number to each, balanced by cost."""
+    """Return a plan that gives each rank the same number of rows and nearly the same cost."""
     filled = np.array([extents[row].sum() for row in rows], dtype=np.int64)
     row_tokens = -(-int(filled.max()) // layout.alignment) * layout.alignment
     squares = np.array([np.square(extents[row], dtype=np.float64).sum() for row in rows])

@@ -17,7 +17,7 @@ from or1_megatron.types import Group
 def reward_penalties(
     groups: Sequence[Group], config: AdvantageConfig, longest: int
 ) -> list[NDArray[np.float64]] | None:
-    """Return the penalties [M] of each group, for responses of up to ``longest`` tokens; None: no penalties."""
+    """Return the penalties [M] of each group's responses of up to ``longest`` tokens; None: no penalty is set."""
     if config.overlong_tokens is None:
         return None
     lengths = [np.array([completion.token_ids.size for completion in group.completions]) for group in groups]
@@ -25,7 +25,7 @@ def reward_penalties(
 
 
 def overlong(lengths: NDArray[np.int64], longest: int, soft: int) -> NDArray[np.float64]:
-    """Return the share of DAPO's soft penalty that each response gets, 0 to 1 (arXiv 2503.14476, eq. 13). [M] -> [M].
+    """Return the share [M], 0 to 1, of DAPO's soft penalty for responses of ``lengths`` [M] (arXiv 2503.14476, eq. 13).
 
     The share is 0 up to ``longest`` - ``soft`` tokens, then rises linearly to 1 at ``longest``. Worked example, longest
     20, soft 4: lengths 16, 17, 20 give 0, 1/4, 1.

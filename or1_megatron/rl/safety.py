@@ -21,7 +21,7 @@ class UpdateGuard:
 
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.
-        tell: takes the step and a sentence for the log and the console.
+        tell: takes the step and a sentence, which it shows in the log and on the console.
         one_pass: whether the policy's output head is one-pass (``objectives.whole_batch.needs_scores``).
     """
 
@@ -57,5 +57,4 @@ class UpdateGuard:
         return {"in_a_row": self.in_a_row, "total": self.total}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]

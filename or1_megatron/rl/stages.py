@@ -32,7 +32,7 @@ class Plateau:
         self._flat = 0
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Take the value of the rule's metric, if ``metrics`` has it."""
+        """Add the value of the rule's metric to the present block, if ``metrics`` has the metric."""
         value = metrics.get(self._config.metric)
         if value is None:
             return
@@ -56,7 +56,7 @@ class Plateau:
         return flat >= self._config.patience and stage_steps >= self._config.min_steps
 
     def state(self) -> dict[str, Any]:
-        """Return the values read so far, for a checkpoint; JSON-able."""
+        """Return the unfinished block, the best mean and the number of flat blocks, JSON-able, for a checkpoint."""
         return {"block": list(self._block), "best": self._best, "flat": self._flat}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -89,11 +89,10 @@ class StageSchedule:
 
     @property
     def most_steps(self) -> int:
-        """Return the steps done at the end of the run if no plateau ends a stage early."""
+        """Return the number of steps done at the end of the run if no plateau ends a stage early."""
         return self._starts[-1] + sum(stage.steps for stage in self.stages[self.current : self._count])
 
     def over(self, steps_done: int) -> bool:
-        """Return whether the run is over."""
         return self._next(steps_done) >= self._count
 
     def index(self, steps_done: int) -> int:
@@ -126,7 +125,7 @@ class StageSchedule:
         return steps_done - self._starts[-1]
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Pass metrics of the last step to the current stage's plateau rule; they may come in several calls."""
+        """Pass metrics of the last step to the current stage's plateau rule. A step's metrics may come in parts."""
         if self._plateau is not None:
             self._plateau.read(metrics)
 
@@ -140,7 +139,7 @@ class StageSchedule:
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """End the current stage after the steps done so far: the next stage starts here by the user's choice."""
+        """End the current stage after the steps done so far, because the user lets the next stage start here."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:
@@ -149,7 +148,7 @@ class StageSchedule:
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. Raises ResumeError when the stages' steps contradict the steps done."""
+        """Take over what ``state`` returned. Raises ResumeError when the stages' steps contradict ``steps_done``."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
@@ -180,7 +179,7 @@ class PassRateLedger:
         self._stages: dict[int, dict[str, tuple[int, int]]] = {}
 
     def record(self, stage: int, groups: Sequence[Group]) -> None:
-        """Add each group's (right, samples) to its problem's counts."""
+        """Add each group's numbers of right samples and of all samples to the counts of its problem."""
         rates = self._stages.setdefault(stage, {})
         for group in groups:
             right, samples = rates.get(group.prompt.problem.id, (0, 0))

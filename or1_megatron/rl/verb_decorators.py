@@ -48,16 +48,17 @@ def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable
         try:
             return timed(self, *args, **kwargs)
         except EnginesLost as error:
-            unless_stopping(self, error)
+            raise_unless_stopping(self, error)
             raise Stopped(method.__name__) from error
 
     return checked
 
 
 def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
-    """Make the method a verb that returns None if the run has been asked to stop; the resumed run does the work.
+    """Make the method a verb that is skipped, and returns None, if the run has been asked to stop.
 
-    Losing the engines while the run is stopping is no error, because they may be gone with their node.
+    The resumed run does the skipped work. Losing the engines while the run is stopping is no error, because they may be
+    gone with their node.
     """
 
     @wraps(method)
@@ -69,14 +70,14 @@ def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> C
         except Stopped:
             return None
         except EnginesLost as error:
-            unless_stopping(self, error)
+            raise_unless_stopping(self, error)
             return None
 
     return verb(attempted)
 
 
-def unless_stopping(loop: Loop, error: EnginesLost) -> None:
-    """Raise ``error``, or only log it if the run has been asked to stop, because saving needs no engines."""
+def raise_unless_stopping(loop: Loop, error: EnginesLost) -> None:
+    """Raise ``error``. If the run has been asked to stop, only log it, because saving needs no engines."""
     if not loop.ports.stop():
         raise error
     logger.warning("the run is stopping, and its engines are lost: %s", error)

@@ -36,7 +36,7 @@ class RankGpu:
 
 
 def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> EnginePool:
-    """Begin to start the engines on the connected Ray cluster, and return before they are up. ``stack`` ends them."""
+    """Begin to start the engines on the connected Ray cluster; return before they are up. ``stack`` closes the pool."""
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
     faults = FaultRecord(folder.root)
     engines = EnginePool(
@@ -55,7 +55,7 @@ def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> Engine
 
 
 def sized_rollout(config: Config) -> RolloutConfig:
-    """Return the section ``rollout``, with a KV-cache size where the engines must leave room for the trainer."""
+    """Return the section ``rollout``, with a KV-cache size if engines must leave room on their GPUs for the trainer."""
     if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
         return config.rollout
     size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
@@ -68,12 +68,12 @@ def takes_turns(config: Config) -> bool:
 
 
 def offloads(config: Config) -> bool:
-    """Return whether the trainer's state is on the host while the engines sample."""
+    """Return whether the trainer's state is moved to host memory while the engines sample."""
     return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return each engine's node and GPUs on rank 0. Returns None on CPU, where Ray chooses, and on other ranks.
+    """On rank 0 return each engine's node and GPUs. Return None on other ranks, and on CPU, where Ray chooses.
 
     On GPUs this is a collective call of the trainer's ranks, and rank 0 must be connected to Ray.
 
@@ -97,7 +97,7 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
 
 
 def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
-    """Return each engine's node and GPUs: the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
+    """Return each engine's node and GPUs. An engine has the GPUs of ``tensor_parallel`` consecutive trainer ranks."""
     size, engines = rollout.tensor_parallel, rollout.engines
     node_of = {uuid: node.node_id for node in nodes for uuid in node.gpus}
     for number, rank in enumerate(ranks[: size * engines]):

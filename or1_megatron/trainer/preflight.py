@@ -41,7 +41,7 @@ _LAST_PROCESS_S = 2.0  # in which the last process of a killed run may still use
 
 def plan_start(config: Config, device: Device) -> Plan:
     """Return the plan of a run that starts now. On GPUs the plan uses the memory of this machine's GPUs. The plan's
-    warnings also say which records the start deletes. Raises what ``plan_run`` raises."""
+    warnings also say which records the start deletes. Raises the same errors as ``plan_run``."""
     planned = plan_run(with_gpu_memory(config) if device == "cuda" else config, device)
     return replace(planned, warnings=(*planned.warnings, *discarded(config)))
 
@@ -54,7 +54,7 @@ def check_inputs(config: Config, ranks_here: int) -> None:
 
     Raises:
         RunFolderBusy: another trainer uses the folder.
-        ConfigError: a key differs from the folder's run and must not, or there are fewer GPUs than asked for.
+        ConfigError: a key that may not change differs from the folder's run, or there are too few GPUs.
         PreviousStageMissing: the stage before has left no checkpoint.
         ResumeError: the stage before has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
@@ -140,7 +140,7 @@ class PreviousStageMissing(UserError, FileNotFoundError):
 
 
 def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | None:
-    """Return where a run of one stage begins; None for the first stage, and when the run has checkpoints of its own.
+    """Return where a run of one stage begins; None for the first stage, and for a run that has checkpoints of its own.
 
     Args:
         whole: read the whole checkpoint and compare it with its checksums.

@@ -86,7 +86,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
 
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
-    """Yield this rank's mesh and its shard of the policy; end the process group afterwards. Raises NodesDiffer."""
+    """Yield this rank's mesh and its shard of the policy. Ends the process group afterwards. Raises NodesDiffer."""
     torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_per_node(config.parallel.ranks)))
     join_world(config)
     try:
@@ -100,7 +100,7 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
 
 
 def reference_scorer(config: Config, mesh: Mesh, policy: MegatronPolicy) -> Verb | None:
-    """Return the verb that scores by this rank's shard of the KL reference; None if the configuration names none.
+    """Return the verb that scores with this rank's shard of the KL reference; None if no reference is configured.
 
     Loads the reference if it has weights of its own. A collective call.
     """
@@ -176,7 +176,7 @@ def lead(
 
 
 def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Return the checkpoint keeper, and where the run begins; check the checkpoints, and write the configuration."""
+    """Check the checkpoints, write the configuration, and return (checkpoint keeper, where the run begins)."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
     if warning := choose_layers(config.parallel, config.model.dtype).warning:
@@ -200,7 +200,7 @@ def serve_policy(
     heart: Heartbeat,
     stack: ExitStack,
 ) -> SyncedPolicy:
-    """Return the loop's policy, which drives all ranks and hands weights to the engines, once the engines are ready."""
+    """Wait for the engines, and return the loop's policy, which drives all ranks and hands weights to the engines."""
     score_reference = reference_scorer(config, mesh, policy)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)

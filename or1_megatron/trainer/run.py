@@ -32,7 +32,7 @@ _STARTED_S = time.time()
 
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:
-    """Return the run's summary if its folder holds the finished run, so that nothing is left to do; else None."""
+    """Return the run's summary if its folder holds the finished run; None if there is still something to do."""
     folder = RunFolder(config.run.folder)
     if not folder.summary.is_file():
         return None
@@ -96,13 +96,13 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
 
 
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
-    """Record why this rank ends, for the launcher."""
+    """Record for the launcher why this rank ends."""
     if folder is not None:
         FaultRecord(folder.root).failed(f"rank {rank}")(f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
-    """Run this rank by the configuration in the only argument, as JSON, and return its exit status."""
+    """Run this rank with the configuration in the only argument (JSON), and return its exit status."""
     outlive_console()
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
@@ -127,8 +127,7 @@ def main() -> int:
 def leave(status: int) -> NoReturn:
     """End this process with ``status``, once its other threads have ended and its exit functions have run.
 
-    Python's own shutdown is skipped: in it, a daemon thread that waits in torch for a dead engine would abort the
-    process.
+    Python's own shutdown is skipped, because a daemon thread that waits in torch for a dead engine would abort it.
     """
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

@@ -75,7 +75,7 @@ def rank_verbs(
     """
 
     def of_rows(method: Verb) -> Verb:
-        """Let each rank first get its part of the rows' routed experts, if the rows have routed experts."""
+        """Give each rank its part of the rows' routed experts first, if the rows have any."""
 
         def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
             if routed:
@@ -104,7 +104,8 @@ def rank_verbs(
 
 
 def _profiled(send: Verb, config: Config, rank: int) -> Verb:
-    """Return the verb ``send`` with profiling: profiles of ``profile_steps`` begin and end when ``send`` returns."""
+    """Return ``send`` with profiling: a profile of a step in ``profile_steps`` begins and ends when ``send``
+    returns."""
     running: list[profile] = []
 
     def profiled(version: int) -> int:
@@ -222,8 +223,8 @@ class SyncedPolicy:
             SendError: an engine failed, was too slow, or received or holds other bytes than were sent.
             ReplicasDiffer: a parameter differs between data-parallel ranks.
             PolicyNotFinite: the policy's log-probs are not finite.
-            HandoffMismatch: an engine's log-probs differ from the policy's.
-            EngineStrayed: the same, after the first handoff.
+            HandoffMismatch: an engine's log-probs differ from the policy's at the first handoff.
+            EngineStrayed: an engine's log-probs differ from the policy's at a later handoff.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -279,10 +280,7 @@ class SyncedPolicy:
     def revive(self) -> None:
         """Replace engines that died in the middle of a rollout, and hand the current weights to all engines.
 
-        Where engines share the trainer's GPUs, no engine may be decoding.
-
-        Raises:
-            EngineError: an engine died too often. Also what ``hand_off`` raises.
+        Where engines share the trainer's GPUs, no engine may be decoding. Raises the same errors as ``hand_off``.
         """
         if self._replace_lost():
             self.hand_off(self._version)
@@ -333,7 +331,7 @@ class SyncedPolicy:
         return True
 
     def _make_room(self) -> None:
-        """Offload the trainer's state if engines share its GPUs, because an engine that starts needs the memory."""
+        """Offload the trainer's state if engines share its GPUs, because a starting engine needs the memory."""
         if self._sharing.engines_sleep:
             self._lockstep.call("offload", "optimizer", "gradients", "parameters")
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from or1_megatron.data.prompts import thinking_rule
+from or1_megatron.data.prompts import encode_problems, thinking_rule
 from or1_megatron.data.stream import PromptSource
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_verify.problems.rows import DataError
@@ -51,11 +51,11 @@ def test_token_ids_are_those_of_transformers() -> None:
 def test_long_prompts_are_dropped_and_counted() -> None:
     problems = [problem("w1"), problem("w1 w2 w3 w4"), problem("w1 w2")]  # 5, 8 and 6 tokens with the template's 4
     template, unusable = ChatTemplate(tokenizer()), UnusableRows()
-    made = template.encode_problems(problems, 6, unusable)
+    made = encode_problems(template, problems, 6, unusable)
     assert [prompt.problem.messages[0].content for prompt in made.prompts] == ["w1", "w1 w2"]
     assert {prompt.opened for prompt in made.prompts} == {"<think>"}
     assert (made.too_long, made.longest_tokens) == (1, 8)
-    none = template.encode_problems(problems, 4, unusable)
+    none = encode_problems(template, problems, 4, unusable)
     expected = r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"
     with pytest.raises(DataError, match=expected):
         none.check(Path("x.jsonl"))
@@ -66,7 +66,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         ChatTemplate(tokenizer(None))
     unusable = UnusableRows()
-    assert ChatTemplate(tokenizer()).encode_problems([problem("w1", "tool", 7)], 9, unusable).prompts == []
+    assert encode_problems(ChatTemplate(tokenizer()), [problem("w1", "tool", 7)], 9, unusable).prompts == []
     with pytest.raises(DataError, match=r"x\.jsonl:7: field 'prompt'.*\['tool'\].*only users"):
         unusable.refuse()
     with pytest.raises(DataError, match="no such folder"):
@@ -93,7 +93,7 @@ def test_a_broken_template_is_named(template: str, said: str) -> None:
 
 def test_the_thinking_rule_is_said() -> None:
     sources = [
-        PromptSource(ChatTemplate(tokenizer(template)).encode_problems([problem("w1")], 9, UnusableRows()).prompts, 1)
+        PromptSource(encode_problems(ChatTemplate(tokenizer(template)), [problem("w1")], 9, UnusableRows()).prompts, 1)
         for template in (TEMPLATE, TEMPLATE.replace("<think>", ""))
     ]
     assert thinking_rule(sources[:1]).startswith("the chat template opens <think>, so a response counts only from")
@@ -134,16 +134,16 @@ def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     backend = byte_level(tmp_path, "PreTrainedTokenizerFast")
     largest = max(backend.encode("<u>sum<a><think>", add_special_tokens=False).ids)
     problems, unusable = [problem("sum")], UnusableRows()
-    assert ChatTemplate(load_tokenizer(tmp_path), largest + 1).encode_problems(problems, 99, unusable).prompts
+    assert encode_problems(ChatTemplate(load_tokenizer(tmp_path), largest + 1), problems, 99, unusable).prompts
     with pytest.raises(
         DataError, match=rf"a prompt has token {largest} .* vocab_size is {largest}; expected the model's"
     ):
-        ChatTemplate(load_tokenizer(tmp_path), largest).encode_problems(problems, 99, unusable)
+        encode_problems(ChatTemplate(load_tokenizer(tmp_path), largest), problems, 99, unusable)
 
 
 def test_a_template_of_today_is_the_same_tomorrow(tmp_path: Path) -> None:
     byte_level(tmp_path, "PreTrainedTokenizerFast", "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
-    assert ChatTemplate(load_tokenizer(tmp_path)).text((Message("user", "?"),)) == "26 Jul 2024?"
+    assert ChatTemplate(load_tokenizer(tmp_path)).render((Message("user", "?"),)) == "26 Jul 2024?"
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
     with pytest.raises(DataError, match=r"tokenizer\.json is a Git LFS pointer, not the tokenizer"):
         load_tokenizer(tmp_path)

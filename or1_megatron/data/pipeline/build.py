@@ -1,7 +1,8 @@
-"""Runs a whole data build: its steps in order, then the dataset; also answers why a problem was left out.
+"""Runs a whole data build: its steps in order, then the dataset. Also answers why a problem was left out.
 
 ``build.json`` lists the finished steps. The dataset has the columns of Skywork-OR1-RL-Data, one Parquet file per
-ability, as ``or1 train`` loads it."""
+ability, as ``or1 train`` loads it.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
 def build(recipe: Recipe, open_sampler: OpenSampler, say: Say) -> None:
-    """Run a recipe's unfinished steps, then write the dataset.
+    """Run a recipe's unfinished steps, then write the dataset. An error does not lose finished work.
 
     Raises:
-        DataError: a source cannot be used, a step keeps no problem, or a model does not answer. Finished work is kept.
+        DataError: a source cannot be used, a step keeps no problem, or a model does not answer.
         SandboxUnavailable: programs (reference solutions or models' answers) cannot be run on this machine.
     """
     steps = steps_of(recipe, open_sampler)
@@ -83,7 +84,7 @@ def steps_of(recipe: Recipe, open_sampler: OpenSampler) -> list[PipelineStep[Any
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
-    """Replace ``folder`` by ABILITY.parquet files of the shards' candidates; return each ability's number."""
+    """Replace ``folder`` by ABILITY.parquet files of the shards' candidates; return each ability's candidate count."""
     models = sorted({model for row in read_candidates(shards) for model in row.difficulty})
     measured = [pa.field("model_difficulty", pa.struct([(model, pa.int64()) for model in models]))] if models else []
     schema = pa.schema(
@@ -140,12 +141,11 @@ def ledger(out: Path) -> Iterator[tuple[str, Exclusion]]:
 
 
 def kept(out: Path) -> Iterator[Candidate]:
-    """Yield the candidates that the newest build kept."""
     return read_candidates(newest_build(out)[-1].paths(out))
 
 
 def why(out: Path, wanted: str) -> list[tuple[str, Exclusion | Candidate]]:
-    """Return (step, its decision) for each row of one problem; for a kept row, the step is "".
+    """Return (step, exclusion) for each excluded row of one problem, and ("", candidate) for each kept row.
 
     ``wanted``: the problem's id, the id's first digits, or an origin such as file.jsonl:12. An id can have several
     rows, because exact duplicates within a source share an id. Raises DataError if no problem or several problems fit.

@@ -69,7 +69,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
         return frozenset(" ".join(parts[start : start + size]) for start in range(len(parts) - size + 1))
 
     def _evidence(self, text: str) -> dict[str, Any] | None:
-        """Return evidence for the evaluation problem that a text equals or overlaps most; None if it matches none."""
+        """Return evidence about the evaluation problem that the text equals or overlaps most; None if there is none."""
         if (equal := self._by_text.get(text_key(text))) is not None:
             return {"match": "normalised text", **_named(equal)}
         grams = self._grams(text)

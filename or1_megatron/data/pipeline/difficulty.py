@@ -17,7 +17,7 @@ from or1_verify.verifier_threads import judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):
-    """Samples and verifies answers of each model to each problem; a result is the status of an answer's verdict."""
+    """Samples and verifies each model's answers to each problem. A result is the status of an answer's verdict."""
 
     name = "difficulty"
     only_counts = frozenset({"samples_math", "samples_code"})
@@ -51,7 +51,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
             )
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Keep the problem, with its measured difficulty, if some model solves it in some but not all of its tries."""
+        """Keep the problem, with its measured difficulty, if a model solves it in some but not all of its tries."""
         counts = {
             model: (sum(status != "right" for status in statuses), len(statuses))
             for model, statuses in given.items()
@@ -71,7 +71,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
 
 
 def of_sixteen(failures: int, tries: int) -> int:
-    """Return failures scaled to 16 tries (``model_difficulty``): 0 only if no try failed, 16 only if every try did."""
+    """Return failures scaled to 16 tries (``model_difficulty``): 0 only if no try failed, 16 only if all failed."""
     if failures in (0, tries):
         return DIFFICULTY_TRIES if failures else 0
     return min(max(round(failures * DIFFICULTY_TRIES / tries), 1), DIFFICULTY_TRIES - 1)

@@ -35,7 +35,7 @@ _CACHED_SETS = 1 << 14
 _MOST_COMPARED = 8  # earlier problems that one is compared with; without a limit, N from one template cost N^2
 
 Repeats = Mapping[int, tuple[int, float]]
-"""Number of a repeated problem -> (number of the earlier problem that it repeats, similarity)."""
+"""Maps a repeated problem's number to (number of the earlier problem that it repeats, similarity)."""
 
 
 class DuplicateStep[C: Section](PipelineStep[C]):
@@ -102,8 +102,8 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     """Excludes near-duplicates: MinHash finds pairs of statements, the Jaccard similarity of their shingles decides.
 
     Statements that differ in a number, or in a word that decides the meaning (largest, smallest, odd, even, ...), are
-    never duplicates. A problem is compared only with problems that stay, so of a chain of similar problems both ends
-    may stay.
+    never duplicates. A problem is compared only with problems that stay. So if A is like B and B is like C, but A is
+    not like C, then A and C stay.
     """
 
     name = "near_duplicates"
@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare each problem with earlier problems that share a band key; no other statements are held in memory."""
+        """Compare each problem with the earlier problems that share a band key. Only their statements are in memory."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
@@ -147,7 +147,7 @@ def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
 
 
 def _occurs_again(band: UInt64Array) -> BoolArray:
-    """Return for each problem, [problems], whether another problem has the same key in this band."""
+    """Return a mask [problems] of the problems whose key in this band another problem has too."""
     _, place, counts = np.unique(band, return_inverse=True, return_counts=True)
     return counts[place] > 1
 

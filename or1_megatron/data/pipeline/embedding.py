@@ -44,7 +44,7 @@ class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
 
 
 def first_alike(vectors: Float32Array, threshold: float) -> Repeats:
-    """Return row -> (most similar earlier row that stays, cosine) for the vectors whose cosine reaches ``threshold``.
+    """Return row -> (most similar earlier row that stays, cosine) for the rows whose cosine reaches ``threshold``.
 
     Args:
         vectors: [rows, dimension], each of length 1.

@@ -25,7 +25,7 @@ CRITERIA = (
 """The paper's four criteria, in our words."""
 
 NO_VOTE = "no_vote"
-"""Result of an answer that contains no readable vote."""
+"""Result of an answer without a readable vote."""
 
 _QUESTION = """You are asked whether a math problem is fit for an exam. Do not solve it. Judge only how it is put:
 
@@ -45,9 +45,9 @@ _MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 
 
 def read_vote(answer: str) -> str:
-    """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if an answer is missing after the reasoning.
+    """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if an answer is missing.
 
-    If a criterion is answered more than once, the last answer counts.
+    Only text after the reasoning counts, and the last answer if a criterion is answered more than once.
     """
     said = answer.rpartition("</think>")[2]
     words = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
@@ -55,7 +55,7 @@ def read_vote(answer: str) -> str:
 
 
 class Judges(ModelStep[JudgesConfig]):
-    """Asks models for votes on math problems, and excludes problems with too few votes for them; a result is a vote."""
+    """Asks models for votes on math problems, and excludes problems with too few good votes. Its results are votes."""
 
     name = "judges"
     only_counts = frozenset({"votes", "keep_at_least"})

@@ -21,13 +21,13 @@ from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
 SHARD_ROWS = 2000
-"""Candidates per shard: bounds memory (a code problem's tests can be megabytes) and what a killed step repeats."""
+"""Candidates per shard. This limits memory (a code problem's tests can be megabytes) and what a killed step repeats."""
 UNUSABLE = "unusable_row"
 """The reason that the ledger gives for a data row that this step excludes."""
 
 
 def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Manifest:
-    """Run the step and return its manifest. Raises DataError for an unreadable source and for refused rows."""
+    """Run the step and return its manifest. Raises DataError if a source cannot be read or rows are refused."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     folder = step_folder(0, NAME, settings, [source_digest(source) for source in sources])
     if (finished := finished_step(out, folder, say)) is not None:
@@ -105,7 +105,7 @@ def _source_name(source: BuildSource, row: Published) -> str:
 
 
 def source_digest(source: BuildSource) -> str:
-    """Return a hash of all bytes of a source; for a set on the hub its id, so that a new revision goes unnoticed."""
+    """Return a hash of all bytes of a source. For a set on the hub, return its id: new revisions go unnoticed."""
     if is_hub_id(source.path):
         return f"hub:{source.path}"
     digest = hashlib.sha256()

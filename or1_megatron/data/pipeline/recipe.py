@@ -20,13 +20,13 @@ from or1_megatron.config.schema import (
 
 
 class BuildSource(ProblemSetConfig):
-    """One problem set as published. Its ``name`` (unset: that of the file or folder) becomes part of ``data_source``,
-    followed by the row's own source column if any, as in train-math-numinamath1.5_olympiads."""
+    """One problem set as published. Its ``name`` (unset: the name of the file or folder) becomes part of
+    ``data_source``. The row's own source column follows, if there is one, as in train-math-numinamath1.5_olympiads."""
 
     subset: str | None = None
     """Configuration (subset) of a set on the hub."""
     select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Takes only data rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
+    """Take only data rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}."""
 
 
 class VerifiedStepConfig(Section):

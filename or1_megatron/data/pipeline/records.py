@@ -22,8 +22,8 @@ from or1_verify.types import Message, Problem
 class Candidate(Published):
     """A problem in the data build: a published data row, with what the steps add to it.
 
-    Duplicates are found by ``statement``, the source's text. ``notes`` (JSON-able) come from the source or from a step,
-    such as ``question_type`` or the votes.
+    Duplicates are found by ``statement``, which is the source's text. ``notes`` (JSON-able) come from the source or
+    from a step, such as ``question_type`` or the votes.
     """
 
     id: str
@@ -49,7 +49,7 @@ def candidate_id(source: str, content: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A candidate that a step leaves out, with a short ``reason`` to count by and its evidence (JSON-able)."""
+    """A candidate that a step leaves out. ``reason`` is short, to be counted; ``evidence`` is JSON-able."""
 
     candidate: Candidate
     reason: str
@@ -70,7 +70,7 @@ _SCHEMA = pa.schema(
 
 
 def write_shard(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write outcomes to a zstd Parquet file, which appears whole or not at all."""
+    """Write outcomes to a zstd Parquet file. A killed process leaves no part of the file."""
     rows = []
     for outcome in outcomes:
         candidate = outcome if isinstance(outcome, Candidate) else outcome.candidate

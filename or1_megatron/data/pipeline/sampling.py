@@ -26,7 +26,7 @@ from or1_verify.problems.rows import DataError
 from or1_verify.types import Message
 
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
-"""(model, sampling, longest prompt in tokens) -> context with a sampler, whose engines end with the context."""
+"""(model, sampling, longest prompt in tokens) -> context manager that gives a sampler. Its exit ends the engines."""
 
 Answers = Iterator[tuple[Candidate, ChatCompletion]]
 
@@ -35,10 +35,10 @@ REFUSED = "refused"
 
 
 class ResultStore:
-    """A model's results by (problem, sample): a JSONL file with a line per result, which survives kill -9."""
+    """A model's results by (problem, sample), in a JSONL file with a line per result, which kill -9 does not damage."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """Open a model's store; ``request_settings``: all settings, such as sampling, that affect a result."""
+        """Open a model's store. ``request_settings``: all settings, such as sampling, that affect a result."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
@@ -58,7 +58,7 @@ class ResultStore:
         return len(self._known)
 
     def of(self, row: Candidate) -> Mapping[int, str]:
-        """Return a problem's results by the sample's index."""
+        """Return a problem's results, each by its sample index."""
         return self._known.get(_key(row), {})
 
     def add(self, request: ChatRequest, result: str) -> None:
@@ -70,7 +70,7 @@ class ResultStore:
 
 
 class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
-    """Base of the steps that ask models; a subclass defines the question, an answer's result, and the decision."""
+    """Base of the steps that ask models. A subclass defines the question, an answer's result, and the decision."""
 
     only_counts: frozenset[str]
     """Keys of the step's configuration that change the decision about a problem, but not the models' results."""
@@ -85,7 +85,7 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
         return {**self._request_settings(), **decisive, "models": [_identity(model) for model in self._config.models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        """Sample each model's missing answers; a model's engines start only if answers are missing.
+        """Sample the missing answers of each model. A model's engines start only if answers are missing.
 
         Raises DataError if requests failed.
         """
@@ -110,7 +110,7 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
             store.close()
 
     def _samples(self, row: Candidate) -> int:
-        """Return how often each model is asked about a problem; 0: the problem is kept without asking."""
+        """Return how often each model is asked about a problem. With 0 the problem is kept without asking."""
         raise NotImplementedError
 
     def _messages(self, row: Candidate) -> tuple[Message, ...]:
@@ -125,11 +125,11 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
         raise NotImplementedError
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Return the decision about a problem, from its results by model."""
+        """Return the decision about a problem. ``given``: for each model, the results of its answers."""
         raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
-        """Return the settings, except problem and model, that affect a result."""
+        """Return the settings that affect a result, without problem and model."""
         return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
     def _given(self, row: Candidate, store: ResultStore) -> list[str]:
@@ -151,8 +151,8 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
     ) -> None:
         """Send the missing requests, and store each result as it comes (REFUSED if the model refuses for good).
 
-        Raises DataError after the last answer if requests failed, or if the model refuses every request: then the
-        requests are wrong, not the problems, and nothing is stored.
+        Raises DataError after the last answer if requests failed. Raises it too if the model refuses every request,
+        because then the requests are wrong, not the problems; nothing is stored.
         """
         waiting: dict[tuple[str, int], Candidate] = {}
         sent = 0
@@ -189,5 +189,5 @@ def _key(row: Candidate) -> str:
 
 
 def _identity(model: SampledModel) -> dict[str, Any]:
-    """Return the settings that identify a model, without those of its engines and requests."""
+    """Return the settings that identify a model, without the settings of its engines and requests."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})

@@ -21,13 +21,13 @@ _MATH_REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_soluti
 
 
 def verifiers_of(config: VerifiedStepConfig, abilities: Iterable[str]) -> VerifierThreads:
-    """Return verifier threads for problems of ``abilities``; verifiers are made when first needed."""
+    """Return verifier threads for problems of ``abilities``. A verifier is made when it is first needed."""
     make = partial(build_verifiers, VerifyConfig(timeout_s=config.timeout_s), abilities)
     return VerifierThreads(make, config.workers)
 
 
 class SolutionStep(PipelineStep[VerifiedStepConfig]):
-    """Judges the solutions of each problem of one ability until a solution is right; keeps other problems.
+    """Judges the solutions of each problem of one ability until a solution is right. Keeps problems of other abilities.
 
     If no problem has the ability, no verifier is made, so no sandbox is needed.
     """
@@ -36,7 +36,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
     ability: str
     needs_solution: bool
     tries: int
-    """Largest number of solutions of a problem that are judged."""
+    """Largest number of solutions that are judged per problem."""
     response: str
     """Format string that turns a solution into a response that the verifier can read."""
 
@@ -61,7 +61,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
                 if verdict.status == "right":
                     del failed[number]
                 else:
-                    self._look_at(row, verdict)
+                    self._check_verdict(row, verdict)
                     failed[number][1].append(verdict)
         for number, (row, verdicts) in failed.items():
             outcomes[number] = self._excluded(row, verdicts)
@@ -71,7 +71,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         self._verifiers.close()
 
     def _checked(self, row: Candidate) -> Outcome:
-        """Return the candidate; or exclude it if its ground truth cannot be used, or a required solution is missing."""
+        """Return the candidate, or its exclusion: its ground truth is unusable, or a required solution is missing."""
         with self._verifiers.borrowed() as verifiers:
             try:
                 verifiers[row.ability].check_ground_truth(row.problem())
@@ -82,11 +82,11 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
     def _unusable(self, row: Candidate, why: str) -> Exclusion:
         raise NotImplementedError
 
-    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
-        """Raise DataError if a verdict that is not ``right`` is not the solution's fault."""
+    def _check_verdict(self, row: Candidate, verdict: Verdict) -> None:
+        """Raise DataError if the verdict, which is not ``right``, is not the solution's fault."""
 
     def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
-        """Return the exclusion of a candidate all of whose judged solutions failed."""
+        """Return the exclusion of a candidate whose judged solutions all failed."""
         raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ class CodeSolutions(SolutionStep):
             return Exclusion(row, "no_tests", {})
         return Exclusion(row, "tests_incomplete", {"tests": why})
 
-    def _look_at(self, row: Candidate, verdict: Verdict) -> None:
+    def _check_verdict(self, row: Candidate, verdict: Verdict) -> None:
         if verdict.status == "error":  # the sandbox's fault
             raise DataError(
                 f"{row.origin}: the sandbox failed on a reference solution: {verdict.detail}; what was judged before "

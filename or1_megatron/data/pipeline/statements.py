@@ -55,7 +55,7 @@ class Statements(PipelineStep[Section]):
 
 
 def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
-    """Return (reason, evidence) why a problem is excluded; None for a problem that stays."""
+    """Return (reason, evidence) for excluding a problem; None for a problem that stays."""
     text = row.statement
     if len(text) < _MIN_CHARS:
         return "statement_too_short", {"chars": len(text), "expected_at_least": _MIN_CHARS}
@@ -78,7 +78,7 @@ def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """Return the answer of a ground truth that is a JSON list of one answer, else the ground truth unchanged."""
+    """Return the single answer of a ground truth that is a JSON list of one; else the ground truth unchanged."""
     if not ground_truth:
         return ""
     try:
@@ -89,7 +89,7 @@ def _only_answer(ground_truth: str) -> str:
 
 
 def _chooses(text: str, answer: str, kind: str) -> str:
-    """Return what shows that a problem is multiple-choice (words of the text, or the answer's letter); else ""."""
+    """Return the words of the text, or the answer's letter, that show a multiple-choice problem; else ""."""
     if kind == "MCQ":
         return "question_type MCQ"
     if chosen := _CHOOSES.search(text):

@@ -51,11 +51,11 @@ class PipelineStep[C: Section]:
         """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """Return an outcome for each candidate of a shard; ``first``: the first candidate's number in the input."""
+        """Return an outcome for each candidate of a shard. ``first``: the first one's number in the whole input."""
         return [self.decide(row, number) for number, row in enumerate(rows, start=first)]
 
     def decide(self, row: Candidate, number: int) -> Outcome:
-        """Return the outcome of one candidate; ``number``: its number within the whole input."""
+        """Return the outcome of one candidate. ``number``: its number in the whole input."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -64,11 +64,11 @@ class PipelineStep[C: Section]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a finished step, which is written last: a step without a manifest is not finished."""
+    """The record of a finished step. It is written last, so a step without a manifest is not finished."""
 
     step: str
     folder: str
-    """The step's folder ``steps/NN-NAME-KEY``; the key is a hash of all that the result depends on."""
+    """The step's folder ``steps/NN-NAME-KEY``, where KEY is a hash of all that the result depends on."""
     rows_in: int
     rows_out: int
     reasons: Mapping[str, int]
@@ -94,7 +94,7 @@ def _code_digests() -> tuple[str, ...]:
 
 
 def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:
-    """Return the manifest of a finished step whose shards are all there in their full size, else None."""
+    """Return the manifest of a finished step, if all its shards are there in full size; else None."""
     try:
         manifest = Manifest(**json.loads((out / folder / MANIFEST).read_text()))
         whole = all(path.stat().st_size == manifest.shards[path.name] for path in manifest.paths(out))
@@ -106,7 +106,7 @@ def finished_step(out: Path, folder: str, say: Say) -> Manifest | None:
 
 
 def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, say: Say) -> Manifest:
-    """Run a step on the candidates that the previous step kept; a killed step resumes after its last finished shard."""
+    """Run a step on the candidates that the previous step kept. A killed step resumes after its last finished shard."""
     folder = step_folder(number, step.name, step.settings(), before.folder)
     if (finished := finished_step(out, folder, say)) is not None:
         return finished

@@ -61,9 +61,9 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """Return ``plain(statement)`` without commands ("find") and words about the answer's form.
+    """Return ``plain(statement)`` without commands ("find") and words about the form of the answer.
 
-    Digits replace number words ("two").
+    Number words ("two") become digits.
     """
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
@@ -73,12 +73,12 @@ def comparable(statement: str) -> str:
 
 
 def text_key(text: str) -> int:
-    """Return a 64-bit hash of a text without its spaces, which is equal for exact duplicates."""
+    """Return a 64-bit hash of a text without its spaces. Exact duplicates have equal hashes."""
     return int.from_bytes(hashlib.blake2b(text.replace(" ", "").encode(), digest_size=8).digest(), "big")
 
 
 def decisive(text: str) -> tuple[str, ...]:
-    """Return a text's numbers, and words that decide its meaning, in order: two statements of one problem share them.
+    """Return, in order, a text's numbers and the words that decide its meaning. Copies of a problem share them.
 
     The order counts: 3 red and 5 blue balls are not 5 red and 3 blue balls.
     """
@@ -92,7 +92,7 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str, chars: int) -> UInt64Array:
-    """Return the sorted, distinct hashes of a text's shingles (runs of ``chars`` bytes), or of a shorter text."""
+    """Return the sorted, distinct hashes of a text's shingles (runs of ``chars`` bytes). A shorter text is padded."""
     return np.unique(_batch_shingles([text], chars)[0])
 
 
@@ -103,7 +103,7 @@ def jaccard(one: UInt64Array, other: UInt64Array) -> float:
 
 
 def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
-    """Return MinHash signatures [texts, size]: two texts' share of equal columns estimates their Jaccard similarity.
+    """Return MinHash signatures [texts, size]; two texts' share of equal columns estimates their Jaccard similarity.
 
     Each column has the smallest of a text's shingle hashes under its own permutation, h -> a h + b modulo 2^32.
     """
@@ -117,7 +117,7 @@ def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
 
 
 def band_keys(signed: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Array:
-    """Return band keys [texts, bands]; two texts share a band's key only if its columns and their guards agree."""
+    """Return band keys [texts, bands]. Texts share a key only if the band's columns and the texts' guards agree."""
     rows, size = signed.shape
     grouped = signed.reshape(rows, bands, size // bands).astype(np.uint64)
     keys = np.broadcast_to(guards[:, None], (rows, bands)) + np.arange(bands, dtype=np.uint64)
@@ -134,7 +134,7 @@ def mixed(values: UInt64Array) -> UInt64Array:
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hashes of all texts' shingles, index of each text's first hash); pads a short text to one shingle."""
+    """Return (hashes of all texts' shingles, index of each text's first hash). A short text gets one, by padding."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

@@ -14,12 +14,12 @@ from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surro
 
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyLoss(PolicyGradientLoss):
-    """J = min(rho A, clip(rho, 1 - low, 1 + high) A), and where A < 0 with dual clip c: max(J, c A)
+    """J = min(rho A, clip(rho, 1 - low, 1 + high) A). With dual clip c, tokens with A < 0 have max(J, c A) instead.
 
     rho = exp(log pi_theta - log pi_old), with both log-probs at ``temperature``. log pi_old is the constant
     ``TokenInputs.old_log_probs``. Dual clip: Ye et al. 2020, arXiv 1912.09729.
 
-    The loss is -(sum of J) - alpha (sum of H). H is a token's entropy; ``PolicyGradientLoss`` adds this term.
+    The loss is -(sum of J) - alpha (sum of H). H is a token's entropy; ``PolicyGradientLoss`` adds the entropy term.
 
     Worked example (low = high = 0.2, alpha = 0.1), three tokens:
         rho 1.5, A  2, H 1: min(3.0, 1.2 * 2)   =  2.4, clipped, no gradient
@@ -46,8 +46,7 @@ class ClippedPolicyLoss(PolicyGradientLoss):
 
 
 def clipped_term(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return two tensors [N]: min(rho A, clip(rho, 1 - low, 1 + high) A), and a mask that is true where the clipped
-    product is the smaller one."""
+    """Return min(rho A, clip(rho, 1 - low, 1 + high) A) [N], and the mask [N] where the clipped product is smaller."""
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return torch.minimum(free, clipped), clipped < free

@@ -13,8 +13,8 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 class DAPO(ClippedPolicyLoss):
     """J = min(rho A, clip(rho, 1 - low, 1 + high) A) with high > low (eq. 8), and DAPO's other settings.
 
-    The configuration must have clip-higher (the paper: 0.2 and 0.28) and the token mean, which are keys of
-    ``algorithm.loss``, and the length penalty (``rl.penalties``). Dynamic sampling (``refill_prompts``) is optional.
+    The configuration must set clip-higher (0.2 and 0.28 in the paper) and the token mean, both in ``algorithm.loss``.
+    It must also set the length penalty (``rl.penalties``). Dynamic sampling (``refill_prompts``) is optional.
 
     Worked example (low 0.2, high 0.28): rho 1.25, A 2 give J = 2.5, not clipped; a high of 0.2 would clip J to 2.4.
     rho 1.4, A 2 give J = 2.56, clipped. rho 0.7, A -1 give J = -0.8, clipped.

@@ -16,8 +16,8 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 class DrGRPO(ClippedPolicyLoss):
     """The clipped loss, summed over all tokens of R responses and divided by R L, with advantages A = r - mean(r).
 
-    L is the stage's ``max_response_tokens``. The policy divides by the T_k tokens of the batch, so the loss, with bonus
-    and KL, is multiplied by T_k / (R L) here. ``advantage.scale: none`` gives the advantages.
+    L is the stage's ``max_response_tokens``. The policy divides every loss by the batch's T_k counted tokens, so the
+    loss, with entropy bonus and KL, is multiplied by T_k / (R L) here. ``advantage.scale: none`` gives the advantages.
 
     Worked example: responses of 1 and 3 tokens with J = 2 and -1 at each token, L 8. The mean J is (2 - 3) / (2 * 8) =
     -1/16, so the loss is 1/16. T_k / (R L) = 4 / 16 times the token mean (2 - 3) / 4 = -1/4 gives -1/16 too.

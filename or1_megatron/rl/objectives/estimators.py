@@ -14,8 +14,8 @@ from or1_megatron.config.algorithm import CorrectionLevel, KLEstimator
 from or1_megatron.interfaces import Sequences
 
 LARGEST_LOG_RATIO: Final = 20.0
-"""|log rho| is clamped to this, so that exp() stays finite. An infinite ratio that is clipped would give a NaN gradient
-(0 * inf). No sane update comes near e^20."""
+"""|log rho| is clamped to this value, so that exp() stays finite. An infinite ratio that is clipped would give a NaN
+gradient (0 * inf). No sane update comes near e^20."""
 
 
 def ratio_of(log_probs: Tensor, old: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def correction_weights(
     sequences: Sequences | None = None,
     floor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (importance weights w [N], mask of the weights that were cut [N]) from log-probs ``policy``, ``engine``.
+    """Return (importance weights w [N], mask [N] of the weights that were cut) from the log-probs of policy and engine.
 
     The engine samples from pi_engine, but the loss treats the samples as drawn from pi_k. w = pi_k / pi_engine corrects
     this, and the cap bounds the variance. Mode ``truncated`` takes min(w, cap) (TIS: Yao et al. 2025, "Your Efficient
@@ -40,8 +40,8 @@ def correction_weights(
     level: IcePop, arXiv 2510.18855, with 0.5 and 5; other levels: MIS, Liu et al. 2025, "When Speed Kills Stability").
     ``floor`` None means 1 / cap.
 
-    At ``level`` token, w is the token's ratio; at level sequence, the product of the ratios of the token's sequence;
-    at level geometric, their geometric mean. The levels sequence and geometric need ``sequences``.
+    At ``level`` token, w is the token's own ratio. At level sequence, w is the product of all ratios of the token's
+    sequence, and at level geometric, their geometric mean. The levels sequence and geometric need ``sequences``.
 
     Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence they
     have the product 1.125 and the geometric mean 1.125^(1/3) = 1.040; neither is cut.
@@ -59,7 +59,7 @@ def correction_weights(
 
 
 def k3(of_samples: Tensor, other: Tensor) -> Tensor:
-    """Return Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1 with r = q / p (RECIPE 1). [N].
+    """Return Schulman's k3 estimator [N] of KL(p || q) from samples of p: r - log r - 1 with r = q / p (RECIPE 1).
 
     Args:
         of_samples: log p of the sampled tokens.
@@ -78,12 +78,13 @@ def kl_estimate(
     estimator: KLEstimator = "k3",
     cap: float | None = None,
 ) -> Tensor:
-    """Return an estimate of KL(p || q) per sampled token, which is never negative. [N]. ``of_samples``: log p.
+    """Return for each token sampled from p an estimate [N] of KL(p || q); no estimate is negative.
 
-    ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function ``k3``. Values above ``cap`` are cut, with gradient 0.
+    ``of_samples`` is log p of the tokens, ``other`` log q. ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function
+    ``k3``. Values above ``cap`` are cut to the cap and have gradient 0.
 
-    In the mean under p, the gradient of k2 by p's parameters is the gradient of KL(p || q), and k3's gradient is that
-    of KL(q || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
+    In the mean under p, k2's gradient by p's parameters is the gradient of KL(p || q), and k3's is the gradient of KL(q
+    || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
 
     Worked example: p = 1/2, q = 1/4 give k2 0.240 and k3 0.193, with gradients 0.693 and 1/2. log p - log q = -3 gives
     k3 = e^3 - 3 - 1 = 16.1 with gradient -19.1; a cap of 10 makes them 10 and 0.

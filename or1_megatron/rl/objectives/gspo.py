@@ -20,9 +20,10 @@ class GSPO(PolicyGradientLoss):
     """J = min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = (pi_theta(y_i) / pi_old(y_i))^(1 / |y_i|)
 
     All tokens of response i have the same J, so ``response_mean`` gives the mean over responses, the paper's eq. 5. The
-    paper's low and high are 3e-4 and 4e-4, because the geometric mean s_i moves far less than a token's ratio. On
-    policy and without a correction s_i is 1; then each token uses its own ratio, which gives the response the same
-    gradient, and J is pointwise. A correction w_t multiplies J at each token and leaves s_i unchanged.
+    paper's low and high are 3e-4 and 4e-4, because the geometric mean s_i moves far less than a token's ratio.
+
+    On policy and without a correction s_i is 1. Each token then uses its own ratio, which gives the response the same
+    gradient, and the scope is "token". A correction w_t multiplies J at each token and leaves s_i unchanged.
 
     Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2 have s = sqrt(1.8) = 1.342, clipped: J =
     2.4, no gradient. With rho 1.1 and 1.0, s = sqrt(1.1) = 1.0488 and J = 2.0976 at both tokens; the gradient of the

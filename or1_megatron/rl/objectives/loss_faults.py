@@ -21,7 +21,7 @@ _TOLERANCE: Final = 1e-9
 """Relative and absolute tolerance of comparisons in float64."""
 
 Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
-"""(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
+"""(loss, named sums, gradients [2, N] of the loss by log-probs and by entropies)."""
 _ADVICE: Final = "expected a sum over tokens, or max_ before its name; the policy divides once, by the batch's tokens"
 _LARGEST: Final = "the sum 'max_"
 
@@ -31,15 +31,15 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
 }
-"""For each objective, parameters with which its own clips or scale take effect on some hundred tokens."""
+"""For each objective, arguments with which its clips or its scale change the loss of some hundred random tokens."""
 
 
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
     """Return the named objective with the parameters that ``or1 check-parity`` uses on a model of this dtype.
 
-    The objective has a KL penalty and an entropy bonus, so that both gradients of the head take part. In fp32 it also
-    has ratios, clips and an importance correction; in bf16 rounding would decide which tokens are clipped, and small
-    differences would become large. ``args`` override any parameter of the objective.
+    The objective has a KL penalty and an entropy bonus, so that both gradients of the head are tested. In fp32 it also
+    has ratios, clips and an importance correction. In bf16 it has none of these, because rounding would decide which
+    tokens are clipped, and small differences would become large. ``args`` override any parameter of the objective.
 
     Raises ConfigError when there is no objective or parameter of a given name.
     """
@@ -108,7 +108,7 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault of the objective. A field ``on_policy`` is tried with both values."""
+    """Yield a sentence for each fault of the objective. If it has a field ``on_policy``, both values are tried."""
     sentences = list(_faults(objective))
     if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
         sentences = list(_faults(replace(objective, on_policy=not before)))
@@ -164,7 +164,7 @@ def _raised(name: str, error: Exception) -> str:
 
 
 def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
-    """Yield a sentence for each value, and each gradient, that behaves like a mean when all tokens occur twice."""
+    """Yield a sentence for each value and gradient that behaves like a mean when all tokens are evaluated twice."""
     for what, once, both in _values(whole, twice):
         if not what.startswith(_LARGEST) and (once - both).abs() < (2 * once - both).abs():
             yield (
@@ -181,7 +181,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield a sentence for each value, and for gradients, that change when the tokens are evaluated in two parts."""
+    """Yield a sentence for each value, and one for gradients, that differs when tokens are evaluated in two parts."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     for what, value, *of_parts in _values(whole, *parts):
@@ -201,7 +201,7 @@ def _values(*results: Result) -> Iterator[tuple[Any, ...]]:
 
 
 def _parts(scope: Scope) -> list[Tensor]:
-    """Return the indices of two parts of the tokens, cut between sequences, or for scope "token" within a sequence."""
+    """Return the indices of two parts of the tokens. Only with scope "token" may a sequence be cut in two."""
     at = sum(_LENGTHS[:3]) + (2 if scope == "token" else 0)
     return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
 

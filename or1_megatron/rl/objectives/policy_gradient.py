@@ -1,6 +1,7 @@
 """The policy-gradient loss that all objectives share: importance correction, KL penalty, entropy bonus, reported sums.
 
-Shapes: all tensors are [N] for N counted tokens, N may be 0; fp32, or float64 when evaluated before the update.
+Shapes: all tensors are [N] for N counted tokens, where N may be 0. They are fp32, or float64 when the loss is evaluated
+before the update.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class PolicyGradientLoss(ABC):
     omega: token weights of the aggregation (``rl.aggregation``), 1 for the recipe's token mean. w: importance weights
     (``correction_weights``). kl: ``kl_estimate``. H: the token's entropy.
 
-    ``on_policy`` (N_SGD = 1): pi_k is pi_theta. The ratio rho = exp(log pi_theta - stop_gradient(log pi_theta)) is then
-    1 everywhere, and its gradient is the gradient of log pi_theta. The engine's log-probs then serve only to measure
-    the mismatch of engine and policy, and to compute w.
+    ``on_policy`` (N_SGD = 1): pi_k, the policy at the step's start, is pi_theta. The ratio
+    rho = exp(log pi_theta - stop_gradient(log pi_theta)) is then 1 everywhere, and its gradient is the gradient of log
+    pi_theta. The engine's log-probs then serve only to measure the mismatch of engine and policy, and to compute w.
     """
 
     own_scope: ClassVar[Scope] = "token"
@@ -64,7 +65,7 @@ class PolicyGradientLoss(ABC):
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
-        """Return J from log pi_theta [N], ``log_probs``, and the constant log pi_old [N], ``old``."""
+        """Return J. ``log_probs`` is log pi_theta [N]; ``old`` is the constant log pi_old [N]."""
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -148,10 +149,10 @@ def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[
 
 
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
-    """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines that sampled.
+    """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines' policy.
 
-    The two differ in weights only where older weights sampled (``stale``). Then, without a correction, rho's
-    denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the older
-    weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    The two differ in weights only where older weights sampled (``stale``). With ``stale`` samples and no correction,
+    rho's denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the
+    older weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
     """
     return not stale or algorithm.correction.mode != "off"

@@ -48,7 +48,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "correction_floor": "correction.floor",
     "correction_level": "correction.level",
 }
-"""For each common field of objectives, the key below ``algorithm`` that sets it."""
+"""For each field that objectives share, the key below ``algorithm`` that sets it."""
 _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
 
 
@@ -80,9 +80,9 @@ def find(name: str) -> type[Any]:
 
 
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
-    """Return the named objective, made from its own ``args`` and those common ``settings`` for which it has a field.
+    """Return the named objective; its fields get their values from ``args`` and from ``settings`` of the same name.
 
-    Raises ConfigError with all that is wrong.
+    Raises ConfigError, which lists everything that is wrong.
     """
     kind = find(name)
     known = {field.name for field in fields(kind) if field.init}
@@ -148,7 +148,7 @@ def value_at(section: Any, key: str) -> Any:
 
 
 def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Iterator[str]:
-    """Yield each setting of ``algorithm`` that contradicts the objective, with what to do."""
+    """Yield a sentence for each setting of ``algorithm`` that contradicts the objective. It says what to do."""
     name = algorithm.objective.name
     try:
         kind = find(name)

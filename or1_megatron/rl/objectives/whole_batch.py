@@ -1,4 +1,4 @@
-"""Evaluates losses that need whole sequences or the whole mini-batch, on rank 0 before the update.
+"""Evaluates, on rank 0 before the update, losses that need whole sequences or the whole mini-batch.
 
 The present weights score the whole mini-batch, autograd gives dL/dlogp_t and dL/dH_t of every token, and the update
 runs a pointwise loss with these constants. The gradient is exact under every packing and parallel layout, because
@@ -44,10 +44,11 @@ def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) 
 
 
 def needs_scores(objective: Objective, one_pass: bool) -> bool:
-    """Return whether the objective must be evaluated before the update: scope "batch", or "sequence" with ``one_pass``.
+    """Return whether the objective must be evaluated before the update.
 
-    The one-pass head forms the gradient tile by tile and never sees a whole sequence. The recompute head sees every
-    sequence whole in one micro-batch.
+    It must if its scope is "batch", or if its scope is "sequence" and the output head is ``one_pass``. The one-pass
+    head forms the gradient tile by tile and never sees a whole sequence. The recompute head sees every sequence whole
+    in one micro-batch.
     """
     scope = scope_of(objective)
     return scope == "batch" or (scope == "sequence" and one_pass)
@@ -81,7 +82,7 @@ class Linearised(NamedTuple):
 def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linearised:
     """Return the objective linearised on the whole batch, evaluated in float64 with ``scores`` by the present weights.
 
-    A loss that is not finite makes all gradient constants NaN, so that the update is skipped.
+    If the loss is not finite, all gradient constants are NaN, so that the update is skipped.
     """
     locations = _locations(batch)
     log_probs, entropies = (_joined(values).requires_grad_() for values in (scores.log_probs, scores.entropies))
@@ -108,7 +109,6 @@ _Location = tuple[int, int, NDArray[np.int64]]
 
 
 def _locations(batch: Batch) -> list[_Location]:
-    """Return each sample's location in the packed rows, in the order of the samples."""
     located: dict[int, _Location] = {}
     for r, rank in enumerate(batch.ranks):
         for m, row in enumerate(rank):
