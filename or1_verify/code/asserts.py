@@ -13,8 +13,8 @@ import builtins
 from collections.abc import Mapping
 from typing import Any
 
-from or1_verify.code.imports import MODULES, has_unknown_star, names_of
-from or1_verify.code.tests import ProgramTest, is_call_name
+from or1_verify.code.code_tests import ProgramTest, is_call_name
+from or1_verify.code.missing_imports import MODULES, has_unknown_star, names_of
 
 _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
 

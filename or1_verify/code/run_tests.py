@@ -11,18 +11,17 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from or1_verify.child_process import describe_exit
 from or1_verify.code.checker_programs import CheckerPrograms
 from or1_verify.code.checkers import text_matches, value_matches
+from or1_verify.code.code_tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
 from or1_verify.code.codec import encode
-from or1_verify.code.imports import with_imports
 from or1_verify.code.in_sandbox import own_program
-from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
+from or1_verify.code.missing_imports import with_imports
 from or1_verify.sandbox.confined_process import ConfinedProcess
-from or1_verify.sandbox.limits import WALL_PER_CPU, SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits
 from or1_verify.sandbox.program import Program, SandboxFailure, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox
 
@@ -52,7 +51,7 @@ class CodeRun:
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
-        limits = row_limits(self._sandbox, tests.limits)
+        limits = self._sandbox.limits.for_problem(tests.limits)
         calls = _Calls(self._sandbox, tests, source, limits)
         try:
             for test in tests.tests:
@@ -108,7 +107,7 @@ class CodeRun:
 
         A test program makes many calls. Each call has the wall time limit; all calls share the budget as CPU time.
         """
-        limits = replace(limits, cpu_s=self._budget_s, keys={**limits.keys, "cpu_time": "verify.budget_s"})
+        limits = limits.for_test_program(self._budget_s)
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
         calls = _Calls(self._sandbox, tests, source, limits, for_program=True)
         setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
@@ -132,19 +131,6 @@ class CodeRun:
         if "passed" in message:
             return None if asked else "the test program never called the submission"
         return f"{message['failed']}: {message['at']}"
-
-
-def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
-    """Return a problem's own limits, else those of the sandbox; memory is at most the node's limit."""
-    limits, keys = sandbox.limits, dict(sandbox.limits.keys)
-    if row.time_s is not None:
-        keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
-        limits = replace(limits, cpu_s=row.time_s, wall_s=WALL_PER_CPU * row.time_s, keys=keys)
-    if row.memory_bytes is not None:
-        most = sandbox.most_memory_bytes or row.memory_bytes
-        keys["memory"] = "the row's limits.memory_bytes" if row.memory_bytes <= most else "verify.node_memory_bytes"
-        limits = replace(limits, memory_bytes=min(row.memory_bytes, most), keys=keys)
-    return limits
 
 
 class _Calls:

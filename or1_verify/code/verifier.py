@@ -17,10 +17,10 @@ from itertools import islice
 
 from or1_verify.answer import after_reasoning
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
+from or1_verify.code.code_tests import ProgramTest
 from or1_verify.code.ground_truth import parse_code_tests
-from or1_verify.code.imports import modules_of
+from or1_verify.code.missing_imports import modules_of
 from or1_verify.code.run_tests import CodeRun, TestOutcome
-from or1_verify.code.tests import ProgramTest
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.units import NAMING, WITHOUT_SPACES, change_nothing
+from or1_verify.math.reader.words import NAMING, WITHOUT_SPACES, change_nothing
 
 _ANSWER = re.compile(
     r"(?:answer|result|respuesta|resposta|risposta|antwort|réponse|ответ|答案|答|答え|结果|정답|답)\b", re.I

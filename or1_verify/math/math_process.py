@@ -17,7 +17,7 @@ from typing import Any
 
 from or1_verify.child_process import serve
 from or1_verify.math.reader.judge import is_readable, judge
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 from or1_verify.types import VerdictStatus
 
 _CHILD_MEMORY_BYTES = 4 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from or1_verify.math.reader.text import Token, Unreadable
+from or1_verify.math.reader.normalization import Token, Unreadable
 
 _OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
 _CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}

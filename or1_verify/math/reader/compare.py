@@ -7,22 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from or1_verify.math.reader import notation
-from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
-from or1_verify.math.reader.equality import canonical, fraction, proportional, same
-from or1_verify.math.reader.numerals import decimals, is_numeral
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.ranges import (
-    Interval,
-    conditioned,
-    counted_on,
-    covered,
-    members,
-    names_of,
-    of_integers,
-    same_ranges,
-)
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Cases,
     Conditional,
     Dots,
@@ -39,13 +24,28 @@ from or1_verify.math.reader.records import (
     Union,
     Words,
 )
-from or1_verify.math.reader.scalars import same_quantity
+from or1_verify.math.reader.compare_conditions import agree_where_one_is_silent, parameter, said
+from or1_verify.math.reader.compare_quantities import same_quantity
+from or1_verify.math.reader.expression_equality import canonical, fraction, proportional, same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.intervals import (
+    Interval,
+    conditioned,
+    counted_on,
+    covered,
+    members,
+    names_of,
+    of_integers,
+    same_ranges,
+)
+from or1_verify.math.reader.named_values import assignments, same_name
+from or1_verify.math.reader.normalization import Unreadable
+from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import rational, real
+from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.several_values import same_links, spread
 from or1_verify.math.reader.solution_families import same_family
-from or1_verify.math.reader.text import Unreadable
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import HEDGES, LEAD_INS
-from or1_verify.math.reader.value import rational, real
+from or1_verify.math.reader.words import HEDGES, LEAD_INS
 
 _MAX_ITEMS = 200
 _LABEL = re.compile(r"[a-z-]{3,}")
@@ -211,11 +211,11 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
 def _same_relations(gold: Relation, answer: Relation) -> bool:
     if gold.is_inequality and answer.is_inequality:
         return _same_order(gold, answer)
-    one_name = bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
+    one_name = bool(gold.heads[0]) and same_name(gold.heads[0], answer.heads[0])
     if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and one_name:
         return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
     assigned = _assigned(gold), _assigned(answer)
-    if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
+    if assigned[0] is not None and assigned[1] is not None and same_name(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
     if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
@@ -402,7 +402,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
         return False
-    named = notation.assignments(gold), notation.assignments(answer)
+    named = assignments(gold), assignments(answer)
     if (named[0] or named[1]) and _same_assignments(gold, answer, named):
         return True
     if any(_name_variables(names) for names in named):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from or1_verify.math.reader.units import SPOKEN, WITHOUT_SPACES, YES_NO
+from or1_verify.math.reader.words import SPOKEN, WITHOUT_SPACES, YES_NO
 
 _ENVIRONMENT = re.compile(
     r"^\s*\\begin\s*\{(aligned|align|gathered|gather|equation|split|array)(\*?)\}((?:(?!\\\\|\\begin|\\end).)*)"

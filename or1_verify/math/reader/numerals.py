@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.value import rational
+from or1_verify.math.reader.expression_tree import Node
+from or1_verify.math.reader.numeric_value import rational
 
 
 def is_numeral(tree: Node) -> bool:

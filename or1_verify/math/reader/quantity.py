@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
-from or1_verify.math.reader.expression import parse
-from or1_verify.math.reader.text import Token, Unreadable
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.units import (
+from or1_verify.math.reader.expression_tree import Node, number_node
+from or1_verify.math.reader.normalization import Token, Unreadable
+from or1_verify.math.reader.parse_expression import parse
+from or1_verify.math.reader.words import (
     HEDGES,
     LEAD_INS,
     MULTIPLIERS,

@@ -14,12 +14,12 @@ from fractions import Fraction
 
 import mpmath
 
+from or1_verify.math.reader.answer_types import Conditional, Reading, Relation, Several
+from or1_verify.math.reader.expression_tree import Node, operations, symbols
 from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import rational, real
 from or1_verify.math.reader.quantity import Quantity, factors
-from or1_verify.math.reader.records import Conditional, Reading, Relation, Several
-from or1_verify.math.reader.tree import Node, operations, symbols
-from or1_verify.math.reader.units import UNITS
-from or1_verify.math.reader.value import rational, real
+from or1_verify.math.reader.words import UNITS
 
 _MIN_DIGITS = 2
 """A gold with one significant digit, such as 0.5, is not read as rounded: too many values round to it."""

@@ -6,10 +6,9 @@ import re
 from dataclasses import replace
 from itertools import product
 
-from or1_verify.math.reader import notation
+from or1_verify.math.reader.answer_types import Reading, Relation, Several
+from or1_verify.math.reader.expression_tree import Node, operations
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.tree import operations
 
 _MAX_SIGNS = 4
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
@@ -38,7 +37,15 @@ def spread(reading: Reading) -> Reading:
 
 
 def _branches(quantity: Quantity) -> tuple[Quantity, ...]:
-    return tuple(replace(quantity, tree=tree) for tree in notation.branches(quantity.tree))
+    r"""Return the two values of a quantity with ``\pm``; all its signs change together."""
+    return tuple(replace(quantity, tree=_branch(quantity.tree, upper)) for upper in (True, False))
+
+
+def _branch(tree: Node, upper: bool) -> Node:
+    arguments = tuple(_branch(argument, upper) for argument in tree.args)
+    if tree.op in ("pm", "mp"):
+        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
+    return Node(tree.op, arguments, tree.number, tree.name)
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:

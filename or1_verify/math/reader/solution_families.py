@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import mpmath
 
+from or1_verify.math.reader.answer_types import Reading, Relation, Several
+from or1_verify.math.reader.compare_quantities import is_worked_out
+from or1_verify.math.reader.expression_tree import Node, symbols
+from or1_verify.math.reader.numeric_value import TooLarge, Undefined, evaluate
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.scalars import is_worked_out
 from or1_verify.math.reader.several_values import spread
-from or1_verify.math.reader.tree import Node, symbols
-from or1_verify.math.reader.value import TooLarge, Undefined, evaluate
 
 _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Not y: ``y = 2n + 1`` is a function of n."""

@@ -1,4 +1,4 @@
-r"""Compares answers in special notations: bases, times, dates, multiple choice, ordinals; helpers over readings.
+r"""Compares answers in special notations: bases, times, dates, multiple choice, ordinals.
 
 Each rule takes the cleaned gold and answer and returns whether they agree, or None if neither uses the notation.
 """
@@ -10,11 +10,8 @@ import re
 from collections.abc import Callable
 from itertools import combinations
 
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.text import plain
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import NEUTRAL, NUMBER_WORDS, ORDINAL_WORDS, ROMAN
+from or1_verify.math.reader.normalization import plain
+from or1_verify.math.reader.words import NEUTRAL, NUMBER_WORDS, ORDINAL_WORDS, ROMAN
 
 SameValue = Callable[[str, str], bool]
 
@@ -37,7 +34,6 @@ _DATE = re.compile(
     rf"(?:the )?(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
     r"(?:,? (?P<year>\d{4}))?"
 )
-_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
 _NUMBERED = re.compile(r"(\d{1,3}) ?(?:st|nd|rd|th)(?: ([a-z]{3,}))?")
 _ORDINAL_WORD = re.compile(r"([a-z]+)(?: ([a-z]{3,}))?")
 _ROMAN_BEHIND = re.compile(r"([a-z]{3,}) ([ivx]+)")
@@ -174,41 +170,3 @@ RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
     ("compared as choices", choices),
     ("compared as several choices", several_choices),
 )
-
-
-def branches(tree: Node) -> tuple[Node, Node]:
-    r"""Return the two values of an expression with ``\pm``; all its signs change together."""
-    return _branch(tree, upper=True), _branch(tree, upper=False)
-
-
-def _branch(tree: Node, upper: bool) -> Node:
-    arguments = tuple(_branch(argument, upper) for argument in tree.args)
-    if tree.op in ("pm", "mp"):
-        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
-    return Node(tree.op, arguments, tree.number, tree.name)
-
-
-def same_head(gold: str, answer: str) -> bool:
-    """Return whether two names are the same: ``\\angle A`` and ``A``, or the function ``f(x)``, ``f`` and ``y``."""
-    names = _head(gold), _head(answer)
-    for name, other in (names, names[::-1]):
-        if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
-            return other == call[1] + call[2] or (other == "y" + call[2] and "y" not in call[3])
-    return names[0] == names[1]
-
-
-def _head(text: str) -> str:
-    return re.sub(r"[{}\s]|\\angle", "", text)
-
-
-def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return value by name if every item is ``name = value`` or ``name \\approx value``, each name once; else None."""
-    named: dict[str, Reading] = {}
-    for item in group.items:
-        if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):
-            return None
-        value = item.sides[1]
-        if item.operators == ("~",) and isinstance(value, Quantity):
-            value = value.approximate()
-        named[_head(item.heads[0])] = value
-    return named if len(named) == len(group.items) else None

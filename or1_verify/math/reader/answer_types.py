@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from or1_verify.math.reader.expression_tree import Node
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.tree import Node
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@ r"""Decides when two values are the same answer: equal numbers, worked out as fa
 
 from __future__ import annotations
 
-from or1_verify.math.reader.equality import same
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, operations, symbols
+from or1_verify.math.reader.normalization import FUNCTION_FAMILIES
 from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import real
 from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
-from or1_verify.math.reader.text import FUNCTION_FAMILIES
-from or1_verify.math.reader.tree import Node, operations, symbols
-from or1_verify.math.reader.units import UNITS, change_nothing
-from or1_verify.math.reader.value import real
+from or1_verify.math.reader.words import UNITS, change_nothing
 
 _TRIGONOMETRIC = FUNCTION_FAMILIES[0]
 _FAMILIES = (

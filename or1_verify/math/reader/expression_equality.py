@@ -14,8 +14,8 @@ from itertools import count, takewhile
 
 import mpmath
 
-from or1_verify.math.reader.tree import Node, number_node, operations, symbols
-from or1_verify.math.reader.value import TooLarge, Undefined, evaluate, rational
+from or1_verify.math.reader.expression_tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.numeric_value import TooLarge, Undefined, evaluate, rational
 
 _POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "0.57729", "2.66514")
 

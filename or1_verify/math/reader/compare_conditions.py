@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.ranges import Interval, covered, names_of, same_ranges
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Conditional,
     NumberSet,
     Reading,
@@ -20,8 +18,10 @@ from or1_verify.math.reader.records import (
     Several,
     Words,
 )
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import NAMING, NEUTRAL, change_nothing
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.intervals import Interval, covered, names_of, same_ranges
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.words import NAMING, NEUTRAL, change_nothing
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
 """Conditions, by the letters that each condition is about."""

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
+from or1_verify.math.reader.answer_types import NumberSet, Reading, Relation, Words
 from or1_verify.math.reader.brackets import depths, spelling, split
+from or1_verify.math.reader.expression_tree import Node
+from or1_verify.math.reader.normalization import Token, Unreadable
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import NumberSet, Reading, Relation, Words
-from or1_verify.math.reader.text import Token, Unreadable
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import QUALIFIERS
+from or1_verify.math.reader.words import QUALIFIERS
 
 ORDERS = {"<", ">", "le", "ge", "ne"}
 _MEMBER = re.compile(r"([a-zA-Z])\\in \\mathbb \{([RZNQC])\}((?:[\^_](?:\{[^{}]*\}|\\[a-z]+ |\S))?)")

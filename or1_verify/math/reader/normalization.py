@@ -15,7 +15,7 @@ from typing import Literal
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
 from or1_verify.math.reader.decoration import undecorated
-from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN, WORDS
+from or1_verify.math.reader.words import KNOWN_WORDS, SPOKEN, WORDS
 
 
 class Unreadable(Or1Error):

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import reduce
 
 from or1_verify.math.reader.brackets import spelling
-from or1_verify.math.reader.text import FUNCTIONS, Token, Unreadable
-from or1_verify.math.reader.tree import GREEK, Node, number_node, number_of
+from or1_verify.math.reader.expression_tree import GREEK, Node, number_node, number_of
+from or1_verify.math.reader.normalization import FUNCTIONS, Token, Unreadable
 
 _MAX_DEPTH = 60
 _CALLED = re.compile(r"(?:[fgFG]|\\operatorname \{[A-Za-z]+\})[^()]*$")

@@ -15,7 +15,7 @@ from typing import Any
 import mpmath
 
 from or1_verify.errors import Or1Error
-from or1_verify.math.reader.tree import Node, symbols
+from or1_verify.math.reader.expression_tree import Node, symbols
 
 _MAX_BITS = 200_000
 _GROWING = frozenset({"add", "mixed", "mul", "div"})

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from or1_verify.math.reader.equality import same
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Dots,
     NumberSet,
     Reading,
@@ -18,9 +16,11 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.numeric_value import rational, real
+from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.several_values import spread
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))

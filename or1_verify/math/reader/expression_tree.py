@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 
 _MAX_DIGITS = 4000
 _GREEK = (

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-"""Lists of words, and of LaTeX's macros for ``reader.text``, by name."""
+"""Lists of words, and of LaTeX's macros for ``reader.normalization``, by name."""
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
 """Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
 

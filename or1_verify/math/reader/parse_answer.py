@@ -11,13 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
-from or1_verify.math.reader.brackets import depths, spelling, split
-from or1_verify.math.reader.conditions import with_conditions
-from or1_verify.math.reader.declarations import ORDERS, split_off
-from or1_verify.math.reader.equality import same
-from or1_verify.math.reader.expression import parse
-from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Cases,
     Conditional,
     Dots,
@@ -34,9 +28,15 @@ from or1_verify.math.reader.records import (
     Union,
     Words,
 )
-from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
+from or1_verify.math.reader.brackets import depths, spelling, split
+from or1_verify.math.reader.compare_conditions import with_conditions
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.normalization import Token, Unreadable, plain, tokens
+from or1_verify.math.reader.parse_expression import parse
+from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
+from or1_verify.math.reader.split_conditions import ORDERS, split_off
+from or1_verify.math.reader.words import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")

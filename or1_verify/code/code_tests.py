@@ -10,6 +10,7 @@ from typing import Any
 
 from or1_verify.code.checkers import Checker
 from or1_verify.code.codec import encode
+from or1_verify.sandbox.limits import ProblemLimits
 
 _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
@@ -56,15 +57,6 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 
 @dataclass(frozen=True, slots=True)
-class RowLimits:
-    """The limits that a problem sets for each test of a submission; None means the configuration's limit."""
-
-    time_s: float | None = None
-    """CPU time limit, from which the wall time limit follows."""
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CodeTests:
     """All tests of one problem. ``prefix``: source that runs before the submission's, without expected results.
 
@@ -75,7 +67,7 @@ class CodeTests:
     checker: Checker
     prefix: str = ""
     starter: str = ""
-    limits: RowLimits = RowLimits()
+    limits: ProblemLimits = ProblemLimits()
 
 
 def is_call_name(text: str) -> bool:
