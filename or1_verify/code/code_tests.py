@@ -1,4 +1,4 @@
-"""Records of the tests of one code problem: standard input, calls, test programs, and their limits."""
+"""The records of a code problem's tests, of three kinds: standard input and output, function calls, test programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """A test that runs the submission as a program. ``expected``: its output, or for checker any_of several outputs."""
+    """A test that runs the submission as a program. ``expected``: its output, or any_of's list of outputs."""
 
     name: str
     stdin: bytes
@@ -28,8 +28,8 @@ class StdinTest:
 class CallTest:
     """A test that calls a function or method, whose result the problem's checker compares with ``expected``.
 
-    ``wrapped``: the only item of the list ``expected`` is accepted too, because data sets whose outputs are lists often
-    wrap the result in another list.
+    ``wrapped``: whether the only item of the list ``expected`` is accepted too. Data sets whose outputs are lists often
+    wrap a result in another list.
     """
 
     name: str
@@ -46,7 +46,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, which runs in a sandbox of its own. ``stand_ins``: program's name -> submission's name."""
+    """A test program, which runs in a sandbox of its own. ``stand_ins``: name in the program -> at the submission."""
 
     name: str
     program: str
@@ -71,6 +71,6 @@ class CodeTests:
 
 
 def is_call_name(text: str) -> bool:
-    """Whether ``text`` names a function or method, as ``f`` or ``Solution().f``."""
+    """Return whether ``text`` names a function or method, as ``f`` or ``Solution().f``."""
     match = _CALL_NAME.fullmatch(text)
     return match is not None and not any(keyword.iskeyword(part) for part in match.groups(""))

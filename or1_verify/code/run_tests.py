@@ -36,8 +36,10 @@ TestOutcome = tuple[str, str | None]
 
 
 class CodeRun:
-    """Runs a submission's tests in a sandbox, whose limits hold for each test unless the problem has limits of its own.
-    ``budget_s``: wall time of all tests of a submission together."""
+    """Runs the tests of submissions in ``sandbox``. Its limits hold for each test, unless the problem has its own.
+
+    ``budget_s``: wall time limit of all tests of one submission together.
+    """
 
     def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
         self._sandbox = sandbox
@@ -47,7 +49,7 @@ class CodeRun:
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
         """Run test after test, and yield each outcome. A caller that stops iterating stops the run.
 
-        Raises SandboxFailure if a sandbox fails, CheckerFailed if a checker fails; neither is the submission's fault.
+        Raises SandboxFailure if a sandbox fails, CheckerFailed if a checker fails. Neither is the submission's fault.
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
@@ -103,9 +105,10 @@ class CodeRun:
         return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
-        """Run a test program: carry lines between its sandbox and the submission's. Return why it failed, or None.
+        """Run a test program in one sandbox and the submission in another. Return why the test failed, or None.
 
-        A test program makes many calls. Each call has the wall time limit; all calls share the budget as CPU time.
+        This method carries calls and answers between them. Each call has the wall time limit of a test; all calls
+        together have ``budget_s`` as CPU time.
         """
         limits = limits.for_test_program(self._budget_s)
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
@@ -134,11 +137,10 @@ class CodeRun:
 
 
 class _Calls:
-    """Calls of a submission, which is loaded in a sandbox at the first call.
+    """Makes calls of a submission, which is loaded in a sandbox at the first call.
 
-    Each call runs in a fork of the submission, or in a new sandbox if processes cannot fork there.
-
-    ``for_program``: a test program makes the calls; one process runs them all, and keeps the objects that they make.
+    Each call runs in a fork of the loaded submission, or in a new sandbox if processes cannot fork there.
+    ``for_program``: the calls come from a test program, so one process runs them all and keeps the objects they return.
     """
 
     def __init__(
@@ -164,7 +166,10 @@ class _Calls:
         self._forks = bool(answer.get("forks"))
 
     def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make a call, and return {value}, {raised} or {died}. Raises SessionEnded; a later call gets a new sandbox."""
+        """Make a call, and return its answer: {value}, {raised, type} or {died, cpu_s}.
+
+        Raises SessionEnded if no valid answer comes; the next call then gets a new sandbox.
+        """
         if self._session is None:
             self.load()
         try:
@@ -202,7 +207,7 @@ class _Calls:
 
 
 def _from_program(judge: ConfinedProcess, line: bytes, asked: int) -> bytes:
-    """Return a test program's next line. Raises SessionEnded if it ends after a call, SandboxFailure if earlier."""
+    """Return a test program's next line. Raises SandboxFailure if it ends before a call, SessionEnded if later."""
     try:
         return judge.ask(line)
     except SessionEnded as error:
@@ -219,7 +224,7 @@ def _passed_on(answer: Mapping[str, Any]) -> bytes:
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in a line that a hostile program may have written. Raises only SessionEnded."""
+    """Return the JSON object in a line from a possibly hostile program. Raises SessionEnded if there is none."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -38,9 +38,9 @@ _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 class CodeVerifier(Verifier):
     """The ``types.Verifier`` of code problems.
 
-    Runs submissions in ``sandbox`` (None: the one that ``config`` asks for), with its limits. ``close`` closes it.
-    A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if no sandbox
-    works.
+    Runs submissions in ``sandbox``, with its limits; None means a new sandbox as ``config`` describes. ``close`` closes
+    the sandbox. A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if
+    no sandbox works.
     """
 
     def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
@@ -122,9 +122,9 @@ def last_python_block(text: str) -> str | None:
     """Return the source in a text's last fenced block labelled Python, or else in its last block without a label.
 
     A fence is three or more backticks or tildes anywhere in a line: in a list, a quote or a box, or after the last line
-    of code. Strings of a program may hold fences, so a block of Python ends at the first fence up to which it parses
-    (if it never parses, at the first fence); fences that begin a line are tried first, as comments may hold others.
-    Returns None if there is no such block, or it never closes.
+    of code. Strings of a program may hold fences too. So a Python block ends at the first fence up to which the source
+    parses, or at the very first fence if the source never parses. Fences that begin a line are tried first, because
+    comments may hold others. Returns None if there is no such block, or if it is never closed.
     """
 
     def before(fence: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Makes ``Problem`` records of decoded rows; an error for a row that cannot be used names file, line and field."""
+"""Makes ``Problem`` records of decoded data rows. The error for an unusable row names its file, line and field."""
 
 from __future__ import annotations
 

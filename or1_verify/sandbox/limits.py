@@ -17,13 +17,13 @@ from or1_verify.child_process import describe_exit
 from or1_verify.config import VerifyConfig
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""exited: the program ended by itself or by a signal. Others: the program was killed because it exceeded this limit."""
+"""How a program ended. exited: by itself or by a signal. Others: it was killed because it exceeded this limit."""
 
 WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
 
 _STACK_BYTES = 128 << 20
-"""Size of the main thread's stack, which cached recursive functions fill; Linux reserves at least as much below it."""
+"""Size of the main thread's stack, which cached recursive functions fill. Linux keeps at least this much free for it."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
@@ -36,18 +36,18 @@ _EXCEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class ProblemLimits:
-    """The limits that a problem sets for each test of a submission; None means the configuration's limit."""
+    """The limits that a problem sets for each test of a submission. None means that the configuration's limit holds."""
 
     time_s: float | None = None
-    """CPU time limit, from which the wall time limit follows."""
+    """CPU time limit. The wall time limit is ``WALL_PER_CPU`` times as long."""
     memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of one run. A limit that the section ``verify`` can set has the default of that section.
+    """The limits of one run. The defaults are those of the configuration's section ``verify``, or fixed.
 
-    ``cpu_s`` is the time limit; ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
+    ``cpu_s`` is the time limit. ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
     ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.
     """
 
@@ -62,7 +62,7 @@ class SandboxLimits:
     most_memory_bytes: int | None = None
     """Largest memory limit that a problem may set; None: no bound."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration key of each limit ("cpu_time", "memory", ...), for messages; a limit without a key is fixed."""
+    """Name of a limit ("cpu_time", "memory", ...) -> its configuration key, for messages. Fixed limits have no key."""
 
     def for_problem(self, own: ProblemLimits) -> SandboxLimits:
         """Return these limits with a problem's own limits in their place; memory is at most ``most_memory_bytes``."""
@@ -83,7 +83,8 @@ class SandboxLimits:
     def rlimits(self, in_cgroup: bool) -> dict[str, int]:
         """Return the resource limits of each process, by the names of the module ``resource``.
 
-        ``in_cgroup``: a cgroup also limits the number of processes. The cgroup must refuse first: it counts refusals.
+        ``in_cgroup``: a cgroup also limits the number of processes. The cgroup must refuse first, because only cgroups
+        count refusals.
         """
         return {
             "RLIMIT_CPU": math.ceil(self.cpu_s)
@@ -97,7 +98,7 @@ class SandboxLimits:
         }
 
     def named(self, limit: str) -> str:
-        """Return in words a limit's name, value and configuration key, if it has one."""
+        """Return a limit in words: its name, its value, and its configuration key if it has one."""
         words = {
             "cpu_time": f"CPU time limit of {self.cpu_s:g} s",
             "wall_time": f"wall time limit of {self.wall_s:g} s",

@@ -49,7 +49,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted programs. Construction runs a probe, and raises SandboxUnavailable if no tier works here."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
-        """``node_memory_bytes``: memory limit of all sandboxes on this machine together, if cgroups can be used."""
+        """Choose a tier. ``node_memory_bytes``: limit of all this machine's sandboxes together, by cgroups if possible."""
         self.limits = limits
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock
@@ -84,11 +84,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
 
     def missing(self, modules: Iterable[str]) -> set[str]:
-        """Return those of the top-level ``modules`` that programs in the sandbox cannot import."""
+        """Return the top-level ``modules`` that programs in the sandbox cannot import."""
         return set(self.run(_FINDER, " ".join(modules).encode(), _PROBE_LIMITS).output.decode().split())
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-        """Run a program once, with ``limits`` or the sandbox's own; thread-safe. Raises SandboxFailure."""
+        """Run a program once, with ``limits`` or else the sandbox's own limits. Thread-safe. Raises SandboxFailure."""
         with self._launch(program, stdin, limits or self.limits) as launched:
             launched.release()
             return launched.finish(launched.read() or "exited")
@@ -145,7 +145,7 @@ def _interpreters() -> Iterator[Path]:
 
 
 def _with_packages(python: Path) -> Path:
-    """Return a copy of our Python with those of _PACKAGES that are installed. A sandbox's user can read the copy.
+    """Return a copy of our Python, which a sandbox's user can read, with the installed ones of _PACKAGES.
 
     The copy is made at the first call. Raises OSError, RuntimeError or ValueError if it cannot be made.
     """

@@ -29,7 +29,7 @@ def depths(items: Sequence[Token]) -> list[int]:
 
 
 def split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """Return (the parts between the separators that stand outside all brackets, these separators)."""
+    """Split tokens at the separators outside all brackets. Return (the parts, the separators)."""
     parts: list[list[Token]] = [[]]
     separators: list[str] = []
     for token, depth in zip(items, depths(items), strict=True):

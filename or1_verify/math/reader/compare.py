@@ -105,7 +105,7 @@ def _same_conditional(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_set(gold: Reading, answer: Reading) -> bool:
-    """Compare sets of integers given by a condition. Raises Unreadable for a condition that is no range."""
+    """Compare sets that a condition defines. Raises Unreadable if a condition does not bound the variable."""
     sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
@@ -131,7 +131,7 @@ def _word_key(text: str) -> tuple[str, ...]:
 
 
 def _content(words: list[str]) -> list[str]:
-    """Return the stems of words, without articles and without "the function is" or "f is" in front."""
+    """Return words without plural s, without articles, and without "the function is" or "f is" in front."""
     verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
     said = (
         words[verb + 1 :]
@@ -234,7 +234,7 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
 
 
 def _is_solved(gold: Relation, answer: Quantity) -> bool:
-    """Return whether the gold's equation makes y equal to a formula of x: ``6/x`` for ``xy = 6``."""
+    """Return whether the gold, solved for y, gives the answer, a formula of x: ``6/x`` for ``xy = 6``."""
     named = Relation(("=",), (Quantity(Node("sym", name="y")), answer), ("y", ""))
     return "x" in symbols(answer.tree) and _same_curve(gold, named)
 
@@ -280,7 +280,7 @@ def _is_in(name: str, value: Reading) -> bool:
 
 
 def _measure(side: Reading) -> str:
-    """Return the name of a length (AB for ``|AB|`` and ``|BA|``) or a ratio (``S_1 : S_2``), "" for other sides."""
+    """Return a name for a length (AB for ``|AB|`` and ``|BA|``) or a ratio (``S_1 : S_2``); "" for other sides."""
     if isinstance(side, Ratio):
         return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
     if not (isinstance(side, Quantity) and side.whole.op == "abs"):
@@ -299,7 +299,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
 
 
 def _values(relation: Relation, as_gold: bool) -> list[Reading]:
-    """Return the values that a relation states: 5 for ``x = 5``; a for ``a \\approx b``, and for a gold also b."""
+    """Return the values that a relation states: 5 for ``x = 5``, a for ``a \\approx b``. A gold states b as well."""
     if relation.operators[-1] == "~":
         exact = relation.sides[:-1]
         if relation.heads[0] and len(exact) == 1:
@@ -420,20 +420,20 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
 
 
 def _numerals(group: Several) -> list[Fraction] | None:
-    """Return the sorted values if the group is a list of bare numbers only, else None."""
+    """Return the sorted values of a list that holds only plain numbers; None for any other list."""
     trees = [item.tree for item in group.items if isinstance(item, Quantity) and item == Quantity(item.tree)]
     values = [value for tree in trees if is_numeral(tree) and (value := rational(tree)) is not None]
     return sorted(values) if len(values) == len(group.items) and group.brackets in ("", "{}") else None
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:
-    """Compare members of sets or lists. Unlike ``compare``, this does not take ``\\{1\\}`` and 1 as equal."""
+    """Compare members of sets or lists. ``\\{1\\}`` and 1 differ as members, while ``compare`` finds them equal."""
     braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
     return braces[0] == braces[1] and compare(gold, answer)
 
 
 def _joined_alike(gold: Several, answer: Several) -> bool:
-    """Return whether relations are joined alike: "or" differs from "and", except for one variable's values."""
+    """Return whether both lists join relations alike. "or" is as "and" only between the values of one variable."""
     joiners = {gold.joined_by, answer.joined_by}
     relations = [item for item in gold.items if isinstance(item, Relation)]
     if "or" not in joiners or len(joiners) == 1 or not relations:
@@ -445,7 +445,7 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
-    """Return whether the names are different variables; x_1 and x_2 are one variable with numbers."""
+    """Return whether several different variables are named. x_1 and x_2 count as one variable."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
@@ -478,7 +478,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
-    """Return whether both sequences have the same items, equally often; items are matched greedily by ``equal``."""
+    """Return whether both sequences have the same items in any order, each equally often. ``equal`` compares two."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)
@@ -506,4 +506,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""_WHOLE_RULES is for whole readings, _SPREAD_RULES for spread ones; the first rule with either side's type decides."""
+"""``compare`` tries _WHOLE_RULES, then _SPREAD_RULES after ``spread``. The first rule for a type of the two decides."""

@@ -1,4 +1,4 @@
-r"""Decides when two values are the same answer: equal numbers, worked out as far as asked, with units that agree."""
+r"""Decides when two values are the same answer: equal numbers, simplified as far as the gold, with units that agree."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _FAMILIES = (
 
 
 def is_worked_out(gold: Node, answer: Node) -> bool:
-    """Return whether the answer is computed as far as the gold.
+    """Return whether the answer is worked out as far as the gold.
 
-    If the gold is a plain number, the answer must be a plain number. Otherwise the answer has the gold's letters, and a
-    function of constants only if the gold has one of the same family: sin 15° does not answer "What is sin 15°?".
+    If the gold is a plain number, the answer must be a plain number. Otherwise the answer must have the gold's letters.
+    It may have a function of constants only if the gold has one of the same family: sin 15° does not answer "What is
+    sin 15°?".
     """
     if is_numeral(gold):
         return is_numeral(answer)
@@ -58,7 +59,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 
 def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """Remove degree signs if only one side has some: ``180^\\circ - x`` is 180 - x, unless pi or a sine is there."""
+    """Remove the degree signs if only one side has any and neither has pi or a sine: ``180^\\circ - x`` is 180 - x."""
     used = operations(gold), operations(answer)
     if ("degree" in used[0]) == ("degree" in used[1]) or (used[0] | used[1]) & {"pi", *_TRIGONOMETRIC}:
         return gold, answer

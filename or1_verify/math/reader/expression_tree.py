@@ -19,7 +19,7 @@ GREEK = frozenset(_GREEK.split())
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operation ``op`` on ``args``. A number has ``number``, and its spelling as ``name``; a symbol has ``name``."""
+    """An operation ``op`` on ``args``. A number has its text in ``name``, a symbol its name."""
 
     op: str
     args: tuple[Node, ...] = ()
@@ -35,7 +35,7 @@ class Node:
             pending += node.args
 
     def replaced(self, by: Callable[[Node], Node | None]) -> Node:
-        """Return the tree with ``by(node)`` for each node; where that is None, keep the node and treat arguments so."""
+        """Replace each node by ``by(node)``. If that is None, keep the node and replace within its arguments."""
         other = by(self)
         return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
 
@@ -55,7 +55,7 @@ def number_node(value: Fraction | int) -> Node:
 
 
 def number_of(spelling: str) -> Fraction:
-    """Return a numeral's exact value: decimals, ``1.5e3``, repeating decimals by bar, dot or three-fold repetition."""
+    """Return a numeral's exact value. A bar, a dot or a block three times before ``...`` makes a decimal repeat."""
     if len(spelling) > _MAX_DIGITS:
         raise Unreadable("a numeral of thousands of digits")
     if barred := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?", spelling):

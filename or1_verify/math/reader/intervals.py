@@ -44,7 +44,7 @@ _NUMBER_SETS = {
 
 
 def covered(reading: Reading) -> tuple[Interval, ...] | None:
-    """Return the intervals that a reading covers, lowest first; None when it is no set of reals."""
+    """Return the intervals that a reading covers, the lowest first; None if the reading is no set of reals."""
     if isinstance(reading, NumberSet):
         return _NUMBER_SETS.get(reading.name)
     if isinstance(reading, Union):
@@ -62,12 +62,12 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return the intervals of a set's condition, for any domain; None if the condition does not bound the variable."""
+    """Return the intervals that a set's condition allows, in any domain; None if it does not bound the variable."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
 def members(built: SetBuilder) -> Several | None:
-    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``; None for other sets."""
+    """Return a finite set of integers by its members: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``, else None."""
     spans = conditioned(built)
     if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None
@@ -85,7 +85,7 @@ def members(built: SetBuilder) -> Several | None:
 
 
 def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
-    r"""Return what ``\{3, 4, 5, \ldots\}`` or ``\{\ldots, -2, -1\}`` covers; None for any other reading."""
+    r"""Return the interval of integers that go on, as ``\{3, 4, 5, \ldots\}``; None for any other reading."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
     shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
@@ -102,7 +102,7 @@ def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """Return the intervals with integers as closed ends: ``n > 2`` begins at 3. Ends that are no numbers stay."""
+    """Return the intervals for integers, with closed integer ends: ``n > 2`` begins at 3. Ends with letters stay."""
     return tuple(
         Interval(low, high, low_closed, high_closed)
         for span in spans
@@ -153,7 +153,7 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """Return the union of all parts in order; intervals that touch are joined, unless their ends are letters."""
+    """Return the union of all parts, with touching intervals joined unless ends are letters; None if a part is."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -163,9 +163,10 @@ def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | 
 def _combined(
     parts: Sequence[tuple[Interval, ...] | None], combine: Callable[[set[int], list[set[int]]], set[int]]
 ) -> tuple[Interval, ...] | None:
-    """Return what ``combine`` makes of the whole line and of each part; None if a part or an end is not known.
+    """Return the set that ``combine`` makes of the whole line and the parts; None if a part is None or an end a letter.
 
-    The ends cut the line into points and gaps: the k-th end is the number 2k, and the gap behind it 2k + 1.
+    ``combine`` works on sets of integers. The ends cut the line into points and gaps: the k-th end is the integer 2k,
+    and the gap behind it 2k + 1.
     """
     ends = [_MINUS_INFINITY]
     sets: list[set[int]] = []
@@ -217,14 +218,14 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
 
 
 def _excluded(relation: Relation) -> Reading | None:
-    """Return the excluded value, 2 for ``x != 2``; None for any other relation."""
+    """Return the value that a relation excludes, such as 2 for ``x != 2``; None for any other relation."""
     sides = relation.sides if relation.operators == ("!=",) else ()
     letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
     return sides[not letters[1]] if any(letters) else None
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
-    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they never all hold."""
+    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they hold nowhere."""
     if len(frozenset().union(*map(names_of, relations))) != 1:
         return None
     return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None
@@ -239,7 +240,7 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
-    """Return all real numbers without the given values and sets."""
+    """Return the real numbers without the given values and sets."""
     group = spread(Several(points))
     points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.whole, p.whole, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]

@@ -1,7 +1,7 @@
-r"""Judges whether an answer says what a gold says: it reads both and compares them by their types.
+r"""Judges whether an answer says the same as a gold: reads both, then compares them by their types.
 
-The policy, class by class and with its reasons, is in docs/math_verifier.md. Where a side cannot be read, the functions
-raise ``Unreadable``; only equal texts are decided without reading.
+docs/math_verifier.md has the rules and their reasons. The functions raise ``Unreadable`` if gold or answer cannot be
+read, unless the texts are equal.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:
 
 
 Judgement = tuple[bool, str]
-"""(whether the answer is right, the types that the two were compared as)."""
+"""(whether the answer is right, the types that gold and answer were compared as)."""
 
 
 def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
-    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read.
+    """Judge ``answer`` by ``gold``. Raises Unreadable if one of them cannot be read.
 
     With ``rounding``, an exact answer is right if it rounds to a decimal gold (``reader.rounding``).
     """
@@ -69,7 +69,7 @@ def _same_value(gold: str, answer: str, rounding: bool) -> bool:
 
 
 def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
-    """Judge with both ways to read commas between digits: ``1,234`` can be one number or two."""
+    """Judge under each way to read commas between digits, as ``1,234`` can be one number or two."""
     rename = renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
@@ -96,7 +96,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """If the gold has a unit, judge with the letter in the answer ``7 m`` as a unit. Return None in other cases."""
+    """Judge with the letters at the answer's end, as m in ``7 m``, as a unit; None unless the gold has a unit."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -121,20 +121,20 @@ def _reading(text: str, commas_group: bool) -> Reading:
 
 
 def _comma_readings(text: str) -> tuple[bool, ...]:
-    """Return, for each way to read the text, whether ``1,234`` is one number; ``(1,234)`` is always two."""
+    """Return the ways to read a text's commas: True if ``1,234`` is one number. ``(1,234)`` is always two."""
     if not re.search(r"\d,\d{3}", text):
         return (True,)
     return (False,) if _IN_BRACKETS.fullmatch(text) else (True, False)
 
 
 def _gold_readings(gold: str) -> tuple[bool, ...]:
-    """Return the ways to read a gold, as ``_comma_readings`` does; a gold that is only ``1,234`` is one number."""
+    """Return the ways to read a gold's commas, as ``_comma_readings``; a gold of only ``1,234`` is one number."""
     alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
     return (True,) if alone else _comma_readings(gold)
 
 
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
-    """Return the readings of ``answer`` that may be right: 25% is also read as 25 if the gold is a number above 1."""
+    """Return the readings of ``answer`` to compare with ``gold``: 25% also as 25, if the gold is a number above 1."""
     if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
         return (answer,)
     plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1

@@ -20,7 +20,10 @@ _Rename = Callable[[str, str], tuple[str, str] | None]
 
 
 def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
+    """Return a function that renames a letter of the answer's tokens to the gold's; None if none must be renamed.
+
+    ``gold`` and ``answer`` are cleaned texts, as ``normalization.clean`` returns them.
+    """
     declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
     rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
     for rule in rules:
@@ -35,15 +38,15 @@ def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | N
 
 
 def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter that the pattern finds declared; None unless each text declares exactly one."""
+    """Return the letters that gold and answer declare in the form of ``pattern``; None unless each declares one."""
     names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter of a point's parameter, t in ``(t, 2t)``, if only the gold declares it; or None.
+    """Return the parameters of points, t in ``(t, 2t)``, of gold and answer, if only the gold says ``t \\in R``.
 
-    The answer's letter is the only letter of the answer that the gold lacks.
+    The answer's parameter is its only letter that the gold lacks. None if there is no such letter.
     """
     declared, own = re.findall(_TUPLE_OF_REAL, gold), _symbols(answer) - _symbols(gold)
     lone = declared and answer.startswith("(") and len(own) == 1 and declared[0] not in _symbols(answer)
@@ -51,7 +54,7 @@ def _reals(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter for the constant of integration, for a gold in x or t; None if there is none."""
+    """Return the constants of integration of gold and answer, for a gold in x or t; None if there is none."""
     ours, theirs = _symbols(gold), _symbols(answer)
     constants, others = ours - theirs, theirs - ours
     named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
@@ -68,9 +71,9 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (integer letter that only ``one`` declares, the other's only letter of k, l, m, n), or None.
+    """Return (the integer that only ``one`` declares, the only letter of k, l, m, n in ``other``), or None.
 
-    Solutions of a trigonometric equation, ``x = k\\pi``, need no declaration.
+    In solutions of a trigonometric equation, ``x = k\\pi``, ``one`` need not declare its integer.
     """
     names = set(re.findall(_INTEGER, one))
     if re.search(_INTEGER, other):
