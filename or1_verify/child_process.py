@@ -61,7 +61,6 @@ def start_module(module: str, *arguments: str, path: Sequence[str] = (), stderr:
 
 
 def close_pipes(child: Any) -> None:
-    """Close our ends of a child's pipes."""
     for pipe in (child.stdin, child.stdout):
         try:
             pipe.close()

@@ -68,5 +68,4 @@ class CustomVerifier(Verifier):
         return Verdict(**fields, wall_s=time.perf_counter() - started_s)
 
     def close(self) -> None:
-        """End the child process."""
         self._child.close()

@@ -1,8 +1,7 @@
 """The child process that loads and calls a user's own verifier (``verify.custom``); also finds objects by path.
 
-Its arguments are the verifier's path, and the configuration's ``right_reward`` and ``lowest_reward``. A request is
-``{"operation": "check" | "verify", "problem", "response"}``. The answer is {} to "check", and a verdict's fields
-to "verify".
+Its arguments are the verifier's path and the keys ``right_reward`` and ``lowest_reward``. The answer to a request
+``{"operation": "check" | "verify", "problem", "response"}`` is {} for "check", and a verdict's fields for "verify".
 """
 
 from __future__ import annotations

@@ -193,10 +193,7 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
 
 
 def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the rows that ``out`` already holds, and cut off an incomplete last line.
-
-    Raises DataError if they are not the first of ``rows``, with verdicts.
-    """
+    """Return the rows of ``out``, cutting off an incomplete last line. Raises DataError unless they fit ``rows``."""
     if not out.exists():
         return []
     content = out.read_bytes()

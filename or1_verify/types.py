@@ -37,7 +37,7 @@ class Problem:
 
 
 def problem_of(fields: Mapping[str, Any]) -> Problem:
-    """Return the problem whose ``dataclasses.asdict`` is ``fields``."""
+    """Return the problem whose ``asdict`` is ``fields``."""
     return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 

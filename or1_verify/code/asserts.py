@@ -31,7 +31,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
     module = ast.Module(statements, [])
     program = ast.unparse(module)
     unbound = [name for name in names_of(program)[0] if not hasattr(builtins, name) and name not in _HELPERS]
-    modules = [name for name in unbound if name in MODULES and name in _owners(module)]
+    modules = [name for name in unbound if name in MODULES and name in _names_with_attributes(module)]
     remote = set(unbound) - set(modules)
     _check_program("assert_case", module, remote)
     imports = "".join(f"import {name}\n" for name in modules)
@@ -39,10 +39,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
-    """Return the test program of a ground truth with the keys entry_point, import_prefix and test_code.
-
-    Raises ValueError if it is unusable.
-    """
+    """Return the test program of entry_point, import_prefix and test_code. Raises ValueError if it is unusable."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -79,8 +76,7 @@ def _whole_functions(module: ast.Module) -> set[str]:
     }
 
 
-def _owners(module: ast.Module) -> set[str]:
-    """Return the names ``x`` whose attributes (``x.y``) a program uses."""
+def _names_with_attributes(module: ast.Module) -> set[str]:
     attributes = (node.value for node in ast.walk(module) if isinstance(node, ast.Attribute))
     return {value.id for value in attributes if isinstance(value, ast.Name)}
 

@@ -37,9 +37,9 @@ class Checker:
 
 
 def parse_checker(value: Any, calls: bool) -> Checker:
-    """Return the checker that a ground truth's key ``checker`` describes. Raises ValueError if it describes none.
+    """Return the checker under a ground truth's key ``checker``; by default "json" for ``calls``, else "lines".
 
-    Without the key the checker is "json" if the tests are ``calls``, else "lines".
+    Raises ValueError with what was expected.
     """
     if value is None:
         return Checker("json" if calls else "lines")

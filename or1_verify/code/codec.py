@@ -72,7 +72,7 @@ def encode(value: Any, iterators: bool = False) -> Any:
 
 
 def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode) -> Any:
-    """Return the value that was encoded. ``list_node`` and ``tree_node`` are the classes of the nodes.
+    """Return the value that was encoded, with nodes made by ``list_node`` and ``tree_node``.
 
     Raises ValueError or TypeError for a value that ``encode`` cannot have made.
     """

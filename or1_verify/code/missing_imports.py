@@ -26,8 +26,7 @@ MODULES = (
 
 
 @cache
-def _statements() -> Mapping[str, str]:
-    """Return the import statement of each provided name."""
+def _statement_by_name() -> Mapping[str, str]:
     statements: dict[str, str] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -69,7 +68,7 @@ def with_imports(source: str, prefix: str = "") -> str:
     docstring and ``from __future__`` statements. Raises SyntaxError.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
-    given, statements = names_of(prefix)[1], _statements()
+    given, statements = names_of(prefix)[1], _statement_by_name()
     missing = [name for name in names_of(source)[0] if name in statements and name not in given]
     limit = f"__import__('sys').setrecursionlimit({RECURSION_LIMIT})"
     added = "; ".join((limit, *(statements[name] for name in missing)))
@@ -112,4 +111,4 @@ def _star_names(node: ast.AST) -> set[str]:
     """Return the names that a node binds if it is a star import of a well-known module; else an empty set."""
     if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
         return set()
-    return {name for name, text in _statements().items() if text.startswith(f"from {node.module} ")}
+    return {name for name, text in _statement_by_name().items() if text.startswith(f"from {node.module} ")}

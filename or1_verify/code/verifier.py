@@ -102,7 +102,6 @@ class CodeVerifier(Verifier):
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """Close the sandbox, which removes its cgroups."""
         self._sandbox.close()
 
 
@@ -154,7 +153,6 @@ def last_python_block(text: str) -> str | None:
 
 
 def _syntax_error(source: str) -> str:
-    """Return in words why a source is not valid Python; "" if it parses."""
     if len(source) > _MAX_SOURCE_CHARS:
         return f"{len(source)} characters of source, more than {_MAX_SOURCE_CHARS}"
     try:

@@ -63,7 +63,6 @@ def _claim(sentence: str) -> tuple[bool, str | None]:
 
 
 def _plain(value: str) -> str:
-    """Remove dollar signs and the full stop from a value."""
     value = re.sub(r"^[\s#>:-]*(?=\s)|[.。!！\s]+$", "", value).strip().strip("$").strip()
     shown = re.fullmatch(r"\\[(\[](.*)\\[)\]]", value)
     return shown[1].strip() if shown else value

@@ -50,7 +50,6 @@ class MathVerifier:
         return self._child.pid
 
     def start(self) -> None:
-        """Start the child process of the judge, without waiting for it."""
         self._child.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
@@ -97,7 +96,6 @@ class MathVerifier:
         return verdict(status, read or box, detail)
 
     def close(self) -> None:
-        """End the child process. The next request starts a new process."""
         self._child.close()
 
 

@@ -37,9 +37,7 @@ class Worker(Protocol):
         """Close the worker's verifiers cleanly. Afterwards only ``kill`` may be called."""
         ...
 
-    def kill(self) -> None:
-        """End the process at once."""
-        ...
+    def kill(self) -> None: ...
 
 
 @dataclass(slots=True)

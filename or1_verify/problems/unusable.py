@@ -76,6 +76,5 @@ class UnusableRows:
 
 
 def _file_and_line(error: RowError) -> tuple[str, int]:
-    """Return the key that sorts errors by file, then by line."""
     file, _, line = error.origin.rpartition(":")
     return (file, int(line)) if line.isdecimal() else (error.origin, 0)

@@ -63,7 +63,6 @@ class Cgroup:
                     time.sleep(0.01)
 
     def _counts(self) -> Counter[str]:
-        """Return the kernel's counts (kills, memory, refusals) since the group was made."""
         folder = self.folders["memory"]
         refusals = _table(self.folders["pids"] / "pids.events").get("max", 0)
         if self.unified:

@@ -118,7 +118,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         try:
             self._identify()
             if cgroups is not None and self.pid:  # the kernel takes its time, while the runner starts
-                self._enter(cgroups)
+                self._enter_cgroup(cgroups)
             arrived = self.gate.recv(1)
         except TimeoutError:
             raise SandboxFailure(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
@@ -140,8 +140,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         if line := self.status.readline():
             self.pid = json.loads(line)["child-pid"]
 
-    def _enter(self, cgroups: CgroupPool) -> None:
-        """Put the runner, with all processes that it will start, into a cgroup."""
+    def _enter_cgroup(self, cgroups: CgroupPool) -> None:
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)

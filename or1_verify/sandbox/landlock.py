@@ -65,7 +65,7 @@ class Landlock:
         self.interpreter = interpreter
         self._identity = _own_identity()
         self._tasks = (0, -_TASKS_KNOWN_S)
-        _remove_folders_of_the_dead()
+        _remove_folders_of_dead_verifiers()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
         """Start a sandbox, whose runner then waits until it is released. Raises OSError if no process can start."""
@@ -121,7 +121,7 @@ class Landlock:
         rlimits = limits.rlimits(in_cgroup)
         if not self._identity:  # the kernel counts all tasks of our own user, so those are added
             if time.monotonic() - self._tasks[1] >= _TASKS_KNOWN_S:
-                self._tasks = (_tasks_of(os.geteuid()), time.monotonic())
+                self._tasks = (_threads_of_user(os.geteuid()), time.monotonic())
             rlimits["RLIMIT_NPROC"] += self._tasks[0]
         return rlimits
 
@@ -143,8 +143,7 @@ def _own_identity() -> dict[str, Any]:
     raise SandboxUnavailable("this process is root and cannot become an unprivileged user: setuid is refused")
 
 
-def _tasks_of(user: int) -> int:
-    """Return the number of threads of all processes of a user."""
+def _threads_of_user(user: int) -> int:
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -155,8 +154,7 @@ def _tasks_of(user: int) -> int:
     return count
 
 
-def _remove_folders_of_the_dead() -> None:
-    """Remove the folders of sandboxes whose verifier process was killed."""
+def _remove_folders_of_dead_verifiers() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):

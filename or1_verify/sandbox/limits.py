@@ -1,8 +1,4 @@
-"""Decides the limits of each run in a sandbox, by configuration and problem; names the limit that a run has met.
-
-``SandboxLimits.rlimits`` gives the limits as resource limits of the kernel. ``sandbox.cgroups`` applies the limits on
-memory and processes to a whole sandbox.
-"""
+"""Decides the limits of each run in a sandbox, by configuration and problem; names the limit that a run has met."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
 
 _STACK_BYTES = 128 << 20
-"""Size of the main thread's stack, which cached recursive functions fill. Linux keeps at least this much free for it."""
+"""Size of the main thread's stack, which cached recursive functions fill. Linux always keeps as much free for it."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {

@@ -49,7 +49,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted programs. Construction runs a probe, and raises SandboxUnavailable if no tier works here."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
-        """Choose a tier. ``node_memory_bytes``: limit of all this machine's sandboxes together, by cgroups if possible."""
+        """Choose a tier. ``node_memory_bytes``: limit of all this machine's sandboxes, where cgroups can be used."""
         self.limits = limits
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock

@@ -68,9 +68,9 @@ class Submission:
         return {"object": len(self.objects) - 1}
 
     def find(self, expression: str) -> Any:
-        """Return the function that a test calls: for ``f`` the function f, or if there is none Solution's method f.
+        """Return the function that a test names: ``f``, or ``C().f`` for C's method.
 
-        For ``C().f`` it is C's method f, or if there is no C the function f.
+        If there is no function f, ``f`` is Solution's method; if there is no class C, ``C().f`` is the function f.
         """
         match = EXPRESSION.fullmatch(expression)
         assert match is not None
@@ -111,10 +111,7 @@ class Submission:
             return None
 
     def nodes_from_annotations(self, function: Any, name: str, arguments: list[Any]) -> str | None:
-        """Turn lists in ``arguments`` into nodes where ``function`` is so annotated (or ``name`` in the starter code).
-
-        Returns the result's annotation if the result is a node, else None.
-        """
+        """Turn lists into nodes where annotations say so. Return the result's annotation if the result is a node."""
         annotations = self.annotations(function)
         if not any("Node" in item for item in annotations.values()) and self.starter:
             annotations = self.starter_annotations(name) or annotations

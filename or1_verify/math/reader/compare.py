@@ -275,7 +275,6 @@ def _assigned(relation: Relation) -> tuple[str, Reading] | None:
 
 
 def _is_in(name: str, value: Reading) -> bool:
-    """Return whether a name occurs in the value that is assigned to it, as in ``n = n^2``."""
     return isinstance(value, Quantity) and name in symbols(value.tree)
 
 
@@ -469,7 +468,6 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Return the items, each value only once."""
     kept: list[Reading] = []
     for item in items:
         if not any(compare(other, item) for other in kept):

@@ -42,7 +42,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
         return False
-    if not gold.noun and not _changes_nothing(answer):
+    if not gold.noun and not _words_change_nothing(answer):
         return False
     if (gold.unit and answer.noun) or (answer.unit and gold.noun):
         return False
@@ -67,8 +67,7 @@ def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
     return bare[0], bare[1]
 
 
-def _changes_nothing(answer: Quantity) -> bool:
-    """Return whether every word behind the value is on the list of words that change nothing."""
+def _words_change_nothing(answer: Quantity) -> bool:
     if answer.tree.op == "sym" and answer.noun:  # "A rectangle", "I think"
         return False
     return change_nothing(answer.noun.split())

@@ -90,8 +90,7 @@ def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:
     return size == 0 or abs(left - right) <= size * mpmath.mpf(10) ** -(digits - 8)
 
 
-def _at(tree: Node, names: list[str], values: Iterable[int]) -> Node:
-    """Put integers in place of the expression's variables."""
+def _with_integers(tree: Node, names: list[str], values: Iterable[int]) -> Node:
     point = dict(zip(names, map(number_node, values), strict=True))
     return tree.replaced(lambda node: point.get(node.name) if node.op == "sym" else None)
 
@@ -102,7 +101,7 @@ _INTEGERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
     """Return whether two rational expressions differ, even slightly, at one point of small integers."""
     numbers = [_INTEGERS[index % 10] + index // 10 for index in range(len(names))]
-    values = rational(_at(left, names, numbers)), rational(_at(right, names, numbers))
+    values = rational(_with_integers(left, names, numbers)), rational(_with_integers(right, names, numbers))
     return None not in values and values[0] != values[1]
 
 
@@ -164,7 +163,7 @@ def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):
-            sides = [_at(side, names, values) for side in (left, right)]
+            sides = [_with_integers(side, names, values) for side in (left, right)]
             exact = [rational(side) for side in sides]
             try:
                 if None not in exact:
@@ -244,10 +243,7 @@ def fraction(tree: Node) -> tuple[Node, Node]:
 
 
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
-    """Return whether left / right is a nonzero constant, so that left = 0 and right = 0 are the same curve.
-
-    With ``positive`` the constant must be above zero.
-    """
+    """Return whether left / right is a constant: not zero, or with ``positive`` above zero."""
     names = sorted(symbols(left) | symbols(right))
     ratio: mpmath.mpc | None = None
     seen = 0

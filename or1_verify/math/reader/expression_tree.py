@@ -27,7 +27,6 @@ class Node:
     name: str = ""
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all nodes below it."""
         pending = [self]
         while pending:
             node = pending.pop()
@@ -46,7 +45,6 @@ def symbols(tree: Node) -> frozenset[str]:
 
 
 def operations(tree: Node) -> frozenset[str]:
-    """Return the names of the operations in a tree."""
     return frozenset(node.op for node in tree.walk())
 
 

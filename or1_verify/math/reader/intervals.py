@@ -124,7 +124,7 @@ def names_of(reading: Reading) -> frozenset[str]:
     """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
         trees = [side.whole for side in reading.sides if isinstance(side, Quantity)]
-        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_bar(tree)]) if node.op == "sym"}
+        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_abs(tree)]) if node.op == "sym"}
         return frozenset(({*reading.heads} | letters) - {"", "e", "i"} or letters)
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
@@ -206,19 +206,18 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
 
 def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
-    excluded = [point for relation in relations if (point := _excluded(relation)) is not None]
+    excluded = [point for relation in relations if (point := _excluded_value(relation)) is not None]
     if group.joined_by != "or" and len(excluded) == len(relations):
-        return _punctured(tuple(excluded))
+        return _reals_without(tuple(excluded))
     if group.joined_by == "and" or (group.joined_by == "," and excluded):
         return _where_all_hold(relations)
-    points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
+    points = [_single_point(relation) if group.joined_by == "or" else None for relation in relations]
     if all(points) or not frozenset.intersection(*map(names_of, relations)):
         return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
     return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
 
 
-def _excluded(relation: Relation) -> Reading | None:
-    """Return the value that a relation excludes, such as 2 for ``x != 2``; None for any other relation."""
+def _excluded_value(relation: Relation) -> Reading | None:
     sides = relation.sides if relation.operators == ("!=",) else ()
     letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
     return sides[not letters[1]] if any(letters) else None
@@ -231,16 +230,14 @@ def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
     return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None
 
 
-def _point(relation: Relation) -> tuple[Interval, ...] | None:
-    """Return the one-point interval of an equation such as ``x = 2``; None for other relations."""
+def _single_point(relation: Relation) -> tuple[Interval, ...] | None:
     value = relation.sides[-1]
     if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
         return None
     return (Interval(value.whole, value.whole, True, True),) if real(value.whole) is not None else None
 
 
-def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
-    """Return the real numbers without the given values and sets."""
+def _reals_without(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     group = spread(Several(points))
     points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.whole, p.whole, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
@@ -251,8 +248,8 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     """Return where ``1 < x <= 2``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1`` or ``x \\in [0, 1]`` holds."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
-    if (excluded := _excluded(relation)) is not None:
-        return _punctured((excluded,))
+    if (excluded := _excluded_value(relation)) is not None:
+        return _reals_without((excluded,))
     sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
     if len(sides) != len(relation.sides):
         return None
@@ -272,9 +269,9 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
     if len(sides) != 2:
         return None
     left, right = sides
-    if _is_bar(left) and _is_positive(right):
+    if _is_abs(left) and _is_positive(right):
         return (Interval(Node("neg", (right,)), right, closed[0], closed[0]),)
-    if _is_bar(right) and _is_positive(left):
+    if _is_abs(right) and _is_positive(left):
         below = Interval(_MINUS_INFINITY, Node("neg", (left,)), False, closed[0])
         return below, Interval(left, _INFINITY, closed[0], False)
     if left.op == "sym" and not symbols(right):
@@ -284,8 +281,7 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
     return None
 
 
-def _is_bar(tree: Node) -> bool:
-    """Return whether the tree is an absolute value of one letter, ``|x|``."""
+def _is_abs(tree: Node) -> bool:
     return tree.op == "abs" and tree.args[0].op == "sym"
 
 

@@ -108,7 +108,6 @@ def _of_all(match: re.Match[str]) -> str:
 
 
 def _arc(match: re.Match[str]) -> str:
-    """Write degrees, minutes and seconds of arc as units."""
     seconds = f" {match[3]} «arcseconds»" if match[3] else ""
     return f"{match[1]} «degrees» {match[2]} «arcminutes»{seconds}"
 

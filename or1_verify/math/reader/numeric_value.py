@@ -176,7 +176,6 @@ def _counting(function: Callable[..., mpmath.mpc]) -> Callable[..., mpmath.mpc]:
 
 
 def _logarithm(of: mpmath.mpc, base: mpmath.mpc | None = None) -> mpmath.mpc:
-    """Return the logarithm to ``base``; None means the natural logarithm. Raises Undefined for zero."""
     if of == 0:
         raise Undefined("the logarithm of zero")
     return mpmath.log(of) if base is None else mpmath.log(of) / mpmath.log(base)

@@ -109,7 +109,7 @@ def _read(items: list[Token]) -> Reading:
         parts, separators = split(items, partial(_is, operator))
         if separators and (operator == "cup" or len(separators) == 1):
             sides = [_read(part) for part in parts]
-            if all(map(_is_finite, sides)):
+            if all(map(_is_finite_set, sides)):
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
@@ -167,8 +167,7 @@ def _of_sets(operator: str, sets: list[tuple[Reading, ...]]) -> Reading:
     return Several(chosen, "{}") if chosen else Empty()
 
 
-def _is_finite(side: Reading) -> bool:
-    """Return whether a side is a finite set of constants, such as ``\\{1, 2\\}``."""
+def _is_finite_set(side: Reading) -> bool:
     if not (isinstance(side, Several) and side.brackets == "{}"):
         return False
     return all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)

@@ -1,7 +1,4 @@
-"""Decides which letters an answer may choose freely: parameters, function arguments, constants of integration.
-
-``judge`` renames such a letter to the gold's letter before it compares.
-"""
+"""Decides which letters an answer may choose freely: parameters, function arguments, constants of integration."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ _Rename = Callable[[str, str], tuple[str, str] | None]
 
 
 def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return a function that renames a letter of the answer's tokens to the gold's; None if none must be renamed.
-
-    ``gold`` and ``answer`` are cleaned texts, as ``normalization.clean`` returns them.
-    """
+    """Return a function that renames a letter in the answer's tokens to the gold's; None if none is to be renamed."""
     declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
     rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
     for rule in rules:
