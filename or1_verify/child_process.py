@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildLimit(Or1Error):
-    """A child process met its limit of time or memory, which the message names, and was replaced."""
+    """A child process met a limit of time or memory and was replaced. The message names the limit."""
 
 
 class ChildDied(Or1Error):

@@ -32,7 +32,7 @@ _TRUTHS = ("ground_truth", "answer", "solution")
 
 
 def trl(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return a reward for each completion (text or messages). Raises ValueError unless a column is named in _TRUTHS."""
+    """Return a reward for each completion (text or messages). Raises ValueError without a column of ground truths."""
     truths = next((columns[name] for name in _TRUTHS if columns.get(name) is not None), None)
     if truths is None:
         raise ValueError(f"the data has the columns {sorted(columns)}; expected one of: {', '.join(_TRUTHS)}")

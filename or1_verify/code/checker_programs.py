@@ -63,7 +63,7 @@ class CheckerPrograms:
                 raise ValueError("checker python: expected its source to define check(input, output, answer)")
 
     def accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
-        """Return whether the checker accepts an output, which is bytes or the encoded result of a call."""
+        """Return whether the checker accepts an output (bytes, or a call's encoded result). Raises CheckerFailed."""
         try:
             return self._accepts(checker, given, output, expected)
         except CheckerFailed as failed:

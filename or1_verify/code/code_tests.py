@@ -17,7 +17,7 @@ _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """A test that runs the submission as a program. ``expected``: its output, or any_of's list of outputs."""
+    """A test that runs the submission as a program. ``expected``: its output, or several for the checker any_of."""
 
     name: str
     stdin: bytes
@@ -46,7 +46,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, which runs in a sandbox of its own. ``stand_ins``: name in the program -> at the submission."""
+    """A test program, which runs in a sandbox of its own. ``stand_ins``: names in it -> the submission's names."""
 
     name: str
     program: str

@@ -1,7 +1,7 @@
 """Finds the final answer that a response claims without ``\\boxed`` (``verify.math.without_box: claimed``).
 
-The last sentence is a claim if it is only a value, or if it has known words, the last of which is a verb or a colon,
-and then a value. A sentence with a hedge, a denial or a question claims nothing.
+The last sentence is a claim if it is only a value, or if a value follows known words that end in a verb or a colon. A
+sentence with a hedge, a denial or a question claims nothing.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from or1_verify.math.claim import claimed_answer
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
-"""Only the last characters of a text without a box are searched for a claim, at most this many."""
+"""Number of characters at the end of a text without a box that are searched for a claim."""
 
 _BOX_CHARS = 8000
 """A box with more characters is wrong. The golds of the data have a few hundred characters at most."""

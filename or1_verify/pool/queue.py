@@ -25,7 +25,7 @@ class WorkerLost(Or1Error):
 
 
 class Worker(Protocol):
-    """One process that judges, started at construction. Await ``ready`` first. Each call may raise WorkerLost."""
+    """One process that judges, started at construction. Await ``ready`` first. Awaited calls may raise WorkerLost."""
 
     async def ready(self) -> None:
         """Wait until the worker's verifiers are built. Raises WorkerLost if they cannot be built."""

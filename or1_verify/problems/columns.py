@@ -45,7 +45,7 @@ class Columns:
         return self.verbatim(*names).strip()
 
     def verbatim(self, *names: str) -> str:
-        """Return such a text unstripped, because every character of a prompt counts; "" for null or white space."""
+        """Return a column's text unstripped, as every character of a prompt counts; "" for null or white space."""
         name = self._first(names)
         value = self.row[name]
         if value is None:

@@ -48,7 +48,7 @@ class UnusableRows:
             log.warning("%s: %s left out; %s", setting, self._counted(), self._write(file))
 
     def refuse(self, file: Path | None = None, advice: str = "") -> None:
-        """Raise DataError if rows were collected. The message has counts by reason and 20 rows; ``file`` gets all."""
+        """Raise DataError if rows were collected. The message shows 20 of them; ``file`` gets all if there are more."""
         lines = [" ".join(str(error).split()) for error in self._sorted()[:_SHOWN]]
         if not lines:
             return

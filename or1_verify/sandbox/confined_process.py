@@ -76,7 +76,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         descriptors: Sequence[int] = (),
         **options: Any,
     ) -> ConfinedProcess:
-        """Start ``command``, which runs the runner. Its last argument will be the descriptor of its end of the gate.
+        """Start ``command``, which runs the runner. The runner's last argument is the descriptor of its end of the gate.
 
         ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if it cannot start.
         """
@@ -112,7 +112,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
         """Put the runner into a cgroup of ``cgroups``, and wait until it is confined.
 
-        Raises SandboxFailure if the runner is late, or if it ends before; the message has what the runner wrote.
+        Raises SandboxFailure if the runner is late or ends first. The message has what an ended runner wrote.
         """
         self.gate.settimeout(_SET_UP_S)
         try:
@@ -229,7 +229,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return SandboxResult(ending, status, output, errors, cpu_s, failure)
 
     def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
-        """Return the limit that the program has met since the last call, as the kernel counts; "exited" for none.
+        """Return the limit that the program has met since the last call, by the kernel's counts; "exited" if none.
 
         ``cpu_s``: the CPU time that the program has used. "processes" means that the kernel refused the program a
         process or a thread, but did not kill it. Raises SandboxFailure as ``finish`` does.

@@ -87,7 +87,7 @@ class Landlock:
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
-        """Make the program's folder, which it may read, and a scratch folder, where tools may write; return both."""
+        """Make the folder that the program may read, and the scratch folder where a tool may write; return both."""
         box, scratch = folder / "box", folder / "scratch"
         folder.chmod(0o755)
         box.mkdir(mode=0o755)

@@ -41,7 +41,7 @@ class ProblemLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of one run. The defaults are those of the configuration's section ``verify``, or fixed.
+    """The limits of one run. A limit that the section ``verify`` can set has the default of that section.
 
     ``cpu_s`` is the time limit. ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
     ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.

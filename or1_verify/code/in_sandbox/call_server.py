@@ -111,7 +111,7 @@ class Submission:
             return None
 
     def nodes_from_annotations(self, function: Any, name: str, arguments: list[Any]) -> str | None:
-        """Turn lists into nodes where annotations say so. Return the result's annotation if the result is a node."""
+        """Turn ``arguments`` that are annotated as nodes into nodes. Return the result's annotation if it is a node."""
         annotations = self.annotations(function)
         if not any("Node" in item for item in annotations.values()) and self.starter:
             annotations = self.starter_annotations(name) or annotations

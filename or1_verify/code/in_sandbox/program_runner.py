@@ -80,7 +80,7 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Change a call's argument as the call has changed its copy at the submission, except within an assert.
+        """Change an argument of a call as the call changed the submission's copy of it, except within an assert.
 
         In ``assert f(x) == expected(x)`` a submission could otherwise change what its result is compared with.
         """

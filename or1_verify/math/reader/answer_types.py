@@ -1,4 +1,4 @@
-"""The types of answers that ``reading.read`` returns. A Reading is one of these types or ``quantity.Quantity``."""
+"""The types of answers that ``parse_answer.read`` returns. A Reading is one of these types or ``quantity.Quantity``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a gold and an answer, both already read, by one rule for each pair of types."""
+"""Compares a gold and an answer, both already parsed, by one rule for each pair of types."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def _same_member(gold: Reading, answer: Reading) -> bool:
 
 
 def _joined_alike(gold: Several, answer: Several) -> bool:
-    """Return whether both lists join relations alike. "or" is as "and" only between the values of one variable."""
+    """Return whether both lists join relations alike. "or" equals "and" only between the values of one variable."""
     joiners = {gold.joined_by, answer.joined_by}
     relations = [item for item in gold.items if isinstance(item, Relation)]
     if "or" not in joiners or len(joiners) == 1 or not relations:
@@ -504,4 +504,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""``compare`` tries _WHOLE_RULES, then _SPREAD_RULES after ``spread``. The first rule for a type of the two decides."""
+"""``compare`` tries _WHOLE_RULES, then _SPREAD_RULES after ``spread``. The first rule for a side's type decides."""

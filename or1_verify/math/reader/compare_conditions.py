@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Return whether a condition only the answer states restricts it: ``x = 0``, a bound on k in ``k\pi``."""
+    r"""Return whether a condition that only the answer has restricts it: ``x = 0``, a bound on k in ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3

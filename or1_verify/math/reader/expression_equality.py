@@ -243,7 +243,7 @@ def fraction(tree: Node) -> tuple[Node, Node]:
 
 
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
-    """Return whether left / right is a constant: not zero, or with ``positive`` above zero."""
+    """Return whether left / right is one constant other than zero; with ``positive``, one above zero."""
     names = sorted(symbols(left) | symbols(right))
     ratio: mpmath.mpc | None = None
     seen = 0

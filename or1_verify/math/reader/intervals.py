@@ -85,7 +85,7 @@ def members(built: SetBuilder) -> Several | None:
 
 
 def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
-    r"""Return the interval of integers that go on, as ``\{3, 4, 5, \ldots\}``; None for any other reading."""
+    r"""Return the interval of a set that goes on, [3, oo) for ``\{3, 4, 5, \ldots\}``; None for other readings."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
     shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
@@ -153,7 +153,7 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """Return the union of all parts, with touching intervals joined unless ends are letters; None if a part is."""
+    """Return the union of all parts, with touching intervals joined unless ends are letters; None if a part is None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

@@ -96,7 +96,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """Judge with the letters at the answer's end, as m in ``7 m``, as a unit; None unless the gold has a unit."""
+    """Judge with the last letters of the answer, m in ``7 m``, read as a unit. None unless the gold has a unit."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:

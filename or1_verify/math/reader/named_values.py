@@ -24,7 +24,7 @@ def _bare(text: str) -> str:
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return value by name if every item is ``name = value`` or ``name \\approx value``, each name once; else None."""
+    """Return values by name, if all items are ``name = value`` or ``name \\approx value``, each name once, or None."""
     named: dict[str, Reading] = {}
     for item in group.items:
         if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):

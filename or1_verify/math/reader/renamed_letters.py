@@ -32,13 +32,13 @@ def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | N
 
 
 def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters that gold and answer declare in the form of ``pattern``; None unless each declares one."""
+    """Return (gold's, answer's) letter that ``pattern`` finds declared; None unless each text declares just one."""
     names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the parameters of points, t in ``(t, 2t)``, of gold and answer, if only the gold says ``t \\in R``.
+    """Return (gold's, answer's) parameter of a point such as ``(t, 2t)``, if only the gold says ``t \\in R``.
 
     The answer's parameter is its only letter that the gold lacks. None if there is no such letter.
     """
@@ -48,7 +48,7 @@ def _reals(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the constants of integration of gold and answer, for a gold in x or t; None if there is none."""
+    """Return (gold's, answer's) constant of integration, for a gold in x or t; None if there is none."""
     ours, theirs = _symbols(gold), _symbols(answer)
     constants, others = ours - theirs, theirs - ours
     named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)

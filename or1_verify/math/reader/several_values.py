@@ -49,7 +49,7 @@ def _branch(tree: Node, upper: bool) -> Node:
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
-    r"""Return whether both have the same pairs of signs, ``x = \pm 1, y = \mp 2``, and of names, ``(x, y) = ...``."""
+    r"""Return whether both link the same signs, ``x = \pm 1, y = \mp 2``, and the same names, ``(x, y) = ...``."""
     signs = _signs(gold), _signs(answer)
     if all(signs) and signs[0].keys() == signs[1].keys():
         swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}

@@ -1,7 +1,7 @@
 r"""Compares families of values over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
-Two families are the same when they have the same members around 0, wherever k starts and however many formulas there
-are: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
+Two families are the same if they have the same members around 0, with any start of k and any number of formulas:
+``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Names that an unknown may have. y is excluded, because ``y = 2n + 1`` is a function of n."""
 
 _LOOKED_AT = 60
-"""The parameter runs from -60 to 60. Values are compared as far from 0 as every formula reaches with that."""
+"""The parameter runs from -60 to 60. Values are compared as far from 0 as all formulas reach."""
 _FEWEST = 6
 _DIGITS = 40
 
@@ -72,7 +72,7 @@ def _family(value: Reading, parameter: str) -> _Family | None:
 def _members(tree: Node, parameter: str) -> list[int]:
     """Return the values of a formula, in the order of its parameter and in units of the last compared digit.
 
-    The list is empty if a value is not real, or if every second value does not form an arithmetic progression.
+    The list is empty if a value is not real, or if the values at even parameters (or at odd ones) have no fixed step.
     """
     try:
         values = [evaluate(tree, {parameter: mpmath.mpf(k)}) for k in range(-_LOOKED_AT, _LOOKED_AT + 1)]
