@@ -76,7 +76,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         descriptors: Sequence[int] = (),
         **options: Any,
     ) -> ConfinedProcess:
-        """Start ``command``, which runs the runner. The runner's last argument is the descriptor of its end of the gate.
+        """Start ``command``, which runs the runner. Its last argument is the descriptor of the runner's gate.
 
         ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if it cannot start.
         """
