@@ -175,7 +175,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the running child, or None."""
         return None if self._child is None else self._child.pid
 
     def start(self, wait: bool = False) -> None:

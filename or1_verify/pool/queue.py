@@ -45,7 +45,6 @@ class _Pending:
     attempt: Attempt
     verdict: asyncio.Future[Verdict]
     failed: bool = False
-    """Whether a worker has failed on this response."""
 
 
 class VerifierPool:

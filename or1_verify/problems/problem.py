@@ -37,7 +37,6 @@ def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> N
 
 
 def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
-    """Return the error for a problem whose ability is not among the ``known`` ones."""
     expected = ", ".join(sorted(known)) or "none"
     return RowError(
         problem.origin,
