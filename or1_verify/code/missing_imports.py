@@ -22,7 +22,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided. If two provide the same name, the later does; a module's own name is the module."""
+"""Modules whose names are provided. If two provide the same name, the later counts. Module names mean the modules."""
 
 
 @cache

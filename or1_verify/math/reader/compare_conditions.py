@@ -47,7 +47,7 @@ def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
 
 
 def _ranged(value: Reading, letter: str) -> Reading | None:
-    """Return a range of the letter: an inequality as it is, an interval as ``letter \\in ...``; None for others."""
+    """Return ``value`` as a condition on the letter, an interval as ``letter \\in ...``; None if it is no range."""
     spans = None if isinstance(value, SetBuilder) else covered(value)
     if spans is None or names_of(value):
         return value if spans is not None and names_of(value) == {letter} else None

@@ -33,7 +33,7 @@ class Undefined(Or1Error):
 
 @lru_cache(maxsize=4096)
 def rational(tree: Node) -> Fraction | None:
-    """Return an expression's exact value; None unless arithmetic alone gives a rational number, and not too large."""
+    """Return an expression's exact value; None if arithmetic alone gives no rational number, or a huge one."""
     try:
         return _rational(tree)
     except (ZeroDivisionError, TooLarge):
