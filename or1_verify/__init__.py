@@ -4,8 +4,8 @@ r"""Rule-based verifiers, which judge responses to math and code problems withou
 
     verify("math", '["12"]', r"... </think> \boxed{12}").status  # "right"
 
-``verify_many`` judges many responses, and ``verify_file`` judges a file of responses. ``build_verifiers`` returns the
-verifiers, for programs that keep verifiers between verdicts (README.md).
+``verify_many`` judges many responses, and ``verify_file`` judges a file of responses. A program that judges again and
+again calls ``build_verifiers`` once and keeps the verifiers (README.md).
 
 Modules that take long to import are imported at first use, because the verifiers' child processes import this file.
 """
@@ -56,7 +56,7 @@ def verify(
     """Judge one response. Each call starts the verifier's processes and ends them, which takes about a second.
 
     Args:
-        ability: "math", "code" or one of ``config.custom``.
+        ability: "math", "code" or a key of ``config.custom``.
         ground_truth: JSON; for math a list of answers, for code an object of tests (docs/code_verifier.md).
         truncated: whether the response was cut off at its length limit.
 
@@ -74,9 +74,9 @@ def verify(
 
 
 def verify_many(attempts: Sequence[Attempt], config: VerifyConfig | None = None) -> Iterator[Verdict]:
-    """Yield the verdict on each (problem, response, truncated) in order, by ``config.workers`` threads.
+    """Yield the verdict on each (problem, response, truncated), in the given order. ``config.workers`` threads judge.
 
-    Raises what ``verify`` raises; an unusable ground truth raises ValueError when the iteration comes to its problem.
+    Raises the errors of ``verify``; an unusable ground truth raises ValueError when the iteration reaches its problem.
     The ``check_ground_truth`` of a custom verifier is not called.
     """
     from or1_verify.config import VerifyConfig

@@ -31,9 +31,10 @@ REASONING_TAGS = (
 
 
 def after_reasoning(response: str) -> str | None:
-    """Return the part of a response after its reasoning (without tags: all of it); None if the reasoning is not closed.
+    """Return the part of a response that follows its reasoning; None if the reasoning is not closed.
 
-    If the chat template ends the prompt with an open tag (``left_open``), the caller puts this tag before the response.
+    A response without reasoning tags is returned whole. If the chat template ends the prompt with an open tag
+    (``left_open`` returns this tag), the caller must put the tag before the response.
     A response that opens a second tag after closing the first, and does not close the second, is still reasoning.
     """
     ends = [response.rfind(closed) + len(closed) for _, closed in REASONING_TAGS if closed in response]
@@ -42,30 +43,30 @@ def after_reasoning(response: str) -> str | None:
 
 
 def left_open(prompt: str) -> str:
-    """Return the reasoning tag that the end of a prompt opens and the response must close; "" if there is none."""
+    """Return the open reasoning tag at the end of a prompt, which the response must close; "" if there is none."""
     return next((opened for opened, _ in REASONING_TAGS if prompt.rstrip().endswith(opened)), "")
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the trimmed content of the last box in a text; "" if this box is empty or not closed, None without a box.
+    r"""Return the trimmed content of a text's last box: "" if it is empty or not closed, None if there is no box.
 
     Boxes are ``\boxed``, ``\fbox`` and the like with balanced braces, and ``\boxed`` before a value without braces.
-    Boxes with only commas, "and", "or" and names (``x =``) between them are one list. If the last box cannot be
-    read, no earlier box is taken in its place.
+    Boxes with only commas, "and", "or" and names (``x =``) between them are one list. An earlier box never replaces
+    a last box that cannot be read.
     """
     contents = _last_boxes(text)
     return ", ".join(contents) if contents else None
 
 
 def is_answered_once(text: str) -> bool:
-    """Whether all boxes of a text give one answer: each repeats the last box, or a part of the last box or list."""
+    """Return whether no box of a text contradicts the last box (or list): each repeats the last box or a part of it."""
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)
 
 
 def _last_boxes(text: str) -> list[str]:
-    """Return the content of the last box, or of the last boxes that form one list, each with its name (``x =``)."""
+    """Return the content of the last box; if the last boxes form one list, each content with its name (``x =``)."""
     found: list[tuple[str, str]] = []
     first = len(text)
     for box, content, end in reversed(_outermost(text)):
@@ -80,7 +81,7 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
-    """Return the boxes inside no other box, with contents and ends. A box around a box has the inner box's content."""
+    """Return (match, content, end) of each outermost box. A box that holds only a box has that box's content."""
     outermost: list[tuple[re.Match[str], str, int | None]] = []
     last = 0
     for box in _BOX.finditer(text):
@@ -94,7 +95,7 @@ def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
 
 
 def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
-    """Return (content of a box, index after its closing brace), or (rest of the formula, None) if it has no braces."""
+    """Return a box's (content, index after its closing brace); without braces, (the rest of the formula, None)."""
     if text[box.end() : box.end() + 1] == "{":
         end = closing_brace(text, box.end())
         return ("", None) if end is None else (text[box.end() + 1 : end].strip(), end + 1)
@@ -103,7 +104,7 @@ def _boxed(text: str, box: re.Match[str]) -> tuple[str, int | None]:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    r"""Return the index of the brace that closes the brace at ``start``, or None; ``\{`` and ``\}`` do not count."""
+    r"""Return the index of the brace that closes the brace at ``start``, or None. ``\{`` and ``\}`` do not count."""
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,8 +1,9 @@
 """Runs Python modules of ours as child processes with a time limit, and replaces them when they hang or die.
 
-Requests and replies are JSON, one message per line after its CRC-32. The child first writes {} when it is ready, or
-{"raised": words}. It answers each request by a reply, by {"raised": words}, or, if its memory has run out, by
-{"exhausted": bytes}. The child ends after that last answer, and when its input ends. ``serve`` is the child's side.
+``serve`` runs in the child, ``ChildProcess`` in the parent. Requests and answers are lines: a CRC-32, then a message as
+JSON. The child first writes {} when it is ready, or {"raised": words} if it cannot start. It answers each request
+with a reply, with {"raised": words}, or with {"exhausted": bytes} if its memory has run out. The child ends after
+{"exhausted": bytes}, and when its input ends.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildLimit(Or1Error):
-    """A child process met its limit of time or memory, which the message names, and was replaced."""
+    """A child process met a limit of time or memory and was replaced. The message names the limit."""
 
 
 class ChildDied(Or1Error):
@@ -60,7 +61,6 @@ def start_module(module: str, *arguments: str, path: Sequence[str] = (), stderr:
 
 
 def close_pipes(child: Any) -> None:
-    """Close our ends of a child's pipes."""
     for pipe in (child.stdin, child.stdout):
         try:
             pipe.close()
@@ -69,7 +69,7 @@ def close_pipes(child: Any) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Return an exit status in words; death by signal n has the status -n (Popen) or 128 + n (shells)."""
+    """Return an exit status in words. After a death by signal n the status is -n (Popen) or 128 + n (shells)."""
     number = -status if status < 0 else status - 128
     try:
         return f"killed by {signal.Signals(number).name}"
@@ -80,9 +80,9 @@ def describe_exit(status: int) -> str:
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send ``sig`` to this process when its parent dies, so that no process outlives a killed run.
 
-    Call this first in the child, with the parent's pid at the start: if the parent has died already, this process ends
-    at once. The kernel watches the parent *thread* that started this process, so the thread must live as long as the
-    parent. Raises OSError on systems other than Linux.
+    Call this first in the child. ``parent_pid`` is the pid of the process that started the child; if the parent has
+    died already, this process ends at once. The kernel watches the parent *thread* that started this process, so that
+    thread must live as long as the parent. Raises OSError on systems other than Linux.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
@@ -106,7 +106,7 @@ def send(pipe: BinaryIO, line: bytes) -> None:
 
 
 def unpack(line: bytes) -> Any:
-    """Return the message in a line. Raises EOFError for a line without an end, ValueError if its bits have changed."""
+    """Return the message in a line. Raises EOFError if the line has no end, ValueError if its CRC-32 does not fit."""
     if not line.endswith(b"\n"):
         raise EOFError("the other end is gone")
     if line[:8] != b"%08x" % zlib.crc32(line[9:-1]):
@@ -117,14 +117,14 @@ def unpack(line: bytes) -> Any:
 
 
 def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = None) -> None:
-    """Run the child's side: call ``make`` once, then the function that it returned on each request.
+    """Serve requests in the child: call ``make`` once, then call the function that ``make`` returned on each request.
 
     The last two arguments of the process are the time limit of a request (0: none) and the pid of the parent for
     ``die_with_parent`` (0: none). ``memory_bytes`` limits the address space.
 
-    A request with a time limit arms a real-time timer whose default action is death, so that a child in one endless
-    operation ends soon after its limit even if no parent is left to kill it. (Python's signal handlers and threads do
-    not run during such an operation, and a child that a thread started cannot die with its parent.)
+    A request with a time limit sets a timer whose signal kills this process. So a child in one endless operation ends
+    soon after its limit, even if no parent is left to kill it. (Python's signal handlers and threads do not run during
+    such an operation, and a child that a thread started cannot die with its parent.)
     """
     timeout_s, parent = float(sys.argv[-2]), int(sys.argv[-1])
     if parent:
@@ -159,7 +159,7 @@ def serve(make: Callable[[], Callable[[Any], Any]], memory_bytes: int | None = N
 
 
 class ChildProcess:
-    """The parent's side: keeps one child, whose module calls ``serve``, and asks it one request at a time (locked)."""
+    """Keeps one child process, whose module calls ``serve``, and sends it one request at a time; thread-safe."""
 
     def __init__(
         self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
@@ -175,7 +175,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the running child, or None."""
         return None if self._child is None else self._child.pid
 
     def start(self, wait: bool = False) -> None:
@@ -218,7 +217,7 @@ class ChildProcess:
         return reply["status"], reply["answer"], reply["detail"]
 
     def verdict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the child's verdict; the status is ``timeout`` or ``error`` if the child fails."""
+        """Return the fields of the child's verdict. If the child fails, the status is ``timeout`` or ``error``."""
         try:
             reply = self.ask(request)
         except ChildLimit as error:

@@ -77,7 +77,6 @@ def _explain(row: RecordedRow, verdict: Verdict) -> None:
 
 
 def _table(tally: Mapping[str, Counter[str]]) -> str:
-    """Return the table of counts and accuracy by source, as text."""
     statuses = [status for status in get_args(VerdictStatus) if any(counts[status] for counts in tally.values())]
     rows = [("source", "rows", "accuracy", *statuses)]
     total: Counter[str] = sum(tally.values(), Counter())

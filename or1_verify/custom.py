@@ -1,10 +1,13 @@
 """Runs a user's own verifier or reward function (``verify.custom``) in a child process, since it may never return.
 
-``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``. The name is that of a class
-(made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is required, of a function of
-(problem, response, truncated), or of a function of verl's form (docs/custom_verifiers.md). The method or function
-returns a number as reward, a mapping with the number as ``score`` or ``reward``, or a Verdict. Truncated responses get
-the lowest reward without a call of the verifier (docs/recipe.md, section 3).
+``verify.custom`` maps an ability to ``package.module:name`` or ``path/to/file.py:name``. The name may mean
+
+- a class with the methods of ``types.Verifier``, made without arguments; only ``verify`` is required;
+- a function of (problem, response, truncated);
+- a function of verl's form (docs/custom_verifiers.md).
+
+The method or function returns a number as reward, a mapping with the number as ``score`` or ``reward``, or a Verdict.
+Truncated responses get the lowest reward, and the verifier is not called (docs/recipe.md, section 3).
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class CustomVerifier(Verifier):
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the user's verdict; the status is ``timeout`` if it is late, ``error`` if the user's code fails."""
+        """Return the user's verdict. The status is ``timeout`` if the verdict is late, ``error`` if the code fails."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(self._lowest, "truncated", "", "cut off at the response-length limit", 0.0)
@@ -65,5 +68,4 @@ class CustomVerifier(Verifier):
         return Verdict(**fields, wall_s=time.perf_counter() - started_s)
 
     def close(self) -> None:
-        """End the child process."""
         self._child.close()

@@ -1,7 +1,7 @@
 """The child process that loads and calls a user's own verifier (``verify.custom``); also finds objects by path.
 
-Its arguments: the verifier's path, and the configuration's ``right_reward`` and ``lowest_reward``. It answers a request
-``{"operation": "check" | "verify", "problem", "response"}`` by a verdict's fields, or, after "check", by {}.
+Its arguments are the verifier's path and the keys ``right_reward`` and ``lowest_reward``. The answer to a request
+``{"operation": "check" | "verify", "problem", "response"}`` is {} for "check", and a verdict's fields for "verify".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPECTED = (
 
 
 def by_path(path: str) -> Any:
-    """Return the object at ``package.module:name`` or ``path/to/file.py:name``. Raises what its module raises."""
+    """Return the object at ``package.module:name`` or ``path/to/file.py:name``. Raises any error of the import."""
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ValueError("expected package.module:name or path/to/file.py:name")
@@ -41,7 +41,7 @@ def by_path(path: str) -> Any:
 
 
 def load(path: str) -> Any:
-    """Return the user's verifier at ``path``: an object with ``verify`` or a function. Raises ValueError."""
+    """Return the user's verifier at ``path``, an object with ``verify`` or a function. Raises ValueError for others."""
     verifier = by_path(path)
     if isinstance(verifier, type):
         verifier = verifier()
@@ -67,7 +67,7 @@ def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:
 
 
 def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
-    """Return the keyword arguments of verl's reward functions. A list of one answer is given as the answer itself."""
+    """Return the keyword arguments of verl's reward functions. A ground truth of one answer is that answer."""
     try:
         golds = json.loads(problem.ground_truth)
     except ValueError:
@@ -84,10 +84,10 @@ def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
 def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, Any]:
     """Return the fields of the verdict that a user's verifier returned as ``result``.
 
-    Raises TypeError if ``result`` has none of the types below, ValueError if its reward or status is not allowed.
-
     ``result``: a Verdict, a number (also a bool or NumPy's), or a mapping with a number as ``score`` or ``reward``.
-    ``right``: lowest reward of a response that counts as right; ``lowest``: lowest reward that is allowed.
+    ``right``: lowest reward of a response that counts as right. ``lowest``: lowest reward that is allowed.
+
+    Raises TypeError for a ``result`` of another type, ValueError for a reward or status that is not allowed.
     """
     reward, told = result, {}
     if isinstance(result, Mapping):

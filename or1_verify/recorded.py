@@ -55,7 +55,7 @@ def verify_file(
     called with each new verdict.
 
     Raises:
-        DataError: rows are unusable or missing, or ``out`` is the input, belongs to other rows, or has no folder.
+        DataError: ``path`` has no rows or unusable ones, or ``out`` is the input, is of other rows, or has no folder.
     """
     if path.exists() and out.exists() and out.samefile(path):
         raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")
@@ -193,7 +193,7 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
 
 
 def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the judged rows of ``out``; cut off a torn last line. Raises DataError if a row differs from ``rows``."""
+    """Return the rows of ``out``, cutting off an incomplete last line. Raises DataError unless they fit ``rows``."""
     if not out.exists():
         return []
     content = out.read_bytes()
@@ -218,7 +218,7 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
-    """Return a row as one line of JSON; values that JSON lacks (dates or bytes of a Parquet file) become text."""
+    """Return a row as one line of JSON. Values that JSON lacks, as dates or bytes in Parquet, become text."""
     return json.dumps(row, default=str)
 
 

@@ -6,8 +6,8 @@
     prime-rl   verifiers.Rubric(funcs=[or1_verify.rewards.rubric])
 
 A ground truth is an answer or a list of accepted answers (math), or an object of tests (code). Verifiers live as long
-as the process; OR1_VERIFY_CONFIG names a file with the section ``verify``. Only slime says which reasoning tag the
-prompt has opened, and which responses were cut off.
+as the process. The environment variable OR1_VERIFY_CONFIG names a file with the section ``verify``. Only slime's data
+say which reasoning tag the prompt has opened, and which responses were cut off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRUTHS = ("ground_truth", "answer", "solution")
 
 
 def trl(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return TRL's rewards, one per completion (text or messages). Raises ValueError if no column is in _TRUTHS."""
+    """Return a reward for each completion (text or messages). Raises ValueError without a column of ground truths."""
     truths = next((columns[name] for name in _TRUTHS if columns.get(name) is not None), None)
     if truths is None:
         raise ValueError(f"the data has the columns {sorted(columns)}; expected one of: {', '.join(_TRUTHS)}")
@@ -46,7 +46,7 @@ def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 
 
 async def slime(args: Any, sample: Any, **_: Any) -> Any:
-    """Return slime's reward of a Sample, or those of a list of Samples (``--group-rm``). ``label`` has the gold."""
+    """Return the reward of a Sample, or a list of rewards for a list of Samples. ``label`` is the ground truth."""
     if isinstance(sample, list):
         return await asyncio.gather(*(slime(args, one) for one in sample))
     opened = left_open(sample.prompt) if isinstance(sample.prompt, str) else ""
@@ -59,7 +59,7 @@ async def rubric(completion: Any, answer: Any, **_: Any) -> float:
 
 
 def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Verdict]:
-    """Start to judge a completion: a text, or the last of its messages. Raises ValueError if ``truth`` is unusable."""
+    """Start to judge a completion, a text or messages, of which the last counts. Raises ValueError for a bad truth."""
     try:
         decoded = json.loads(truth) if isinstance(truth, str) else truth
     except ValueError:
@@ -77,7 +77,7 @@ def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Ver
 
 @cache
 def _threads(ability: str, pid: int) -> VerifierThreads:
-    """Return this process's verifier threads for an ability (``pid``: a forked process needs threads of its own)."""
+    """Return an ability's verifier threads. ``pid``: this process's, because a forked process needs its own threads."""
     config = read_config(Path(path) if (path := os.environ.get("OR1_VERIFY_CONFIG")) else None)
     threads = VerifierThreads(partial(build_verifiers, config, {ability}), config.workers)
     atexit.register(threads.close)

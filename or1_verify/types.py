@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
 """Outcome of a verdict; pass rates count ``right``. ``unreadable``: no gold answer can be parsed, and none has the
-answer's text. ``timeout``, ``error``: the verifier failed on the response, which does not count as a wrong answer."""
+answer's text. ``timeout`` and ``error``: the verifier failed, so the response does not count as a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Problem:
 
 
 def problem_of(fields: Mapping[str, Any]) -> Problem:
-    """Return the problem with the given fields, which ``dataclasses.asdict`` made of a problem."""
+    """Return the problem whose ``asdict`` is ``fields``."""
     return Problem(**{**fields, "messages": tuple(Message(**message) for message in fields["messages"])})
 
 
@@ -65,14 +65,14 @@ class Verifier(Protocol):
     """Judges responses to problems of one ability ("math", "code")."""
 
     def start(self) -> None:
-        """Start the processes that verdicts need, in the background; otherwise the first verdict starts them."""
+        """Begin to start the processes that verdicts need. Without this call the first verdict starts them."""
         return
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError, with what was expected, if the problem's ground truth cannot be used."""
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict on a response. No response makes this method raise."""
+        """Return the verdict on a response. No response, however odd, makes this method raise."""
 
     def close(self) -> None:
         """Stop the processes that the verifier has started."""

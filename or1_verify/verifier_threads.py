@@ -15,11 +15,11 @@ from or1_verify.types import Problem, Verdict, Verifier
 from or1_verify.verifiers import build_verifiers
 
 _MOST_WAITING: Final = 512
-"""Most verdicts that are waited for at once, which bounds the responses held in memory."""
+"""Most responses that ``judged`` holds at once, judged or in judgement, which bounds the memory."""
 
 
 class VerifierThreads:
-    """Judges responses on ``workers`` threads, with as many sets of verifiers, each made by ``make`` when needed."""
+    """Judges responses on ``workers`` threads. Each has a set of verifiers, which ``make`` makes when it is needed."""
 
     def __init__(self, make: Callable[[], Mapping[str, Verifier]], workers: int) -> None:
         self._make = make
@@ -41,11 +41,11 @@ class VerifierThreads:
                     verifier.start()
 
     def verdict(self, problem: Problem, response: str, truncated: bool = False) -> Future[Verdict]:
-        """Judge a response on one of the threads; return the verdict's future."""
+        """Start to judge a response on one of the threads. Return a future of the verdict."""
         return self._threads.submit(self.verify, problem, response, truncated)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Judge a response on the calling thread; return the verdict."""
+        """Judge a response on the calling thread."""
         with self.borrowed() as verifiers:
             return verifiers[problem.ability].verify(problem, response, truncated)
 
@@ -68,14 +68,14 @@ class VerifierThreads:
 
 
 def one_by_one(config: VerifyConfig, abilities: Iterable[str]) -> VerifierThreads:
-    """Return one verifier thread, whose processes begin to start. Raises what ``build_verifiers`` raises."""
+    """Return a single verifier thread, and begin to start its processes. Raises what ``build_verifiers`` raises."""
     verifiers = VerifierThreads(partial(build_verifiers, config, abilities), 1)
     verifiers.start()
     return verifiers
 
 
 def judged[T](items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:
-    """Yield (item, its verdict) in order; ``judge`` starts verdicts on later items in the meantime.
+    """Yield (item, its verdict) in the order of ``items``, while later items are judged. ``judge`` starts a verdict.
 
     If ``items`` raises, the verdicts on all earlier items are yielded before the exception.
     """

@@ -24,10 +24,10 @@ def known_abilities(config: VerifyConfig) -> frozenset[str]:
 
 
 def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str, Verifier]:
-    """Return a verifier for each ability; a user's own verifier (``verify.custom``) takes precedence over ours.
+    """Return a verifier for each ability. A user's own verifier (``verify.custom``) takes precedence over ours.
 
     Raises ValueError if an ability has no verifier, VerifierBroken if a user's own verifier cannot be loaded, and
-    SandboxUnavailable for "code" if no sandbox works on this machine. Math needs no sandbox.
+    SandboxUnavailable if "code" is asked for and no sandbox works on this machine.
     """
     wanted = sorted(set(abilities))
     known = known_abilities(config)

@@ -13,14 +13,14 @@ import builtins
 from collections.abc import Mapping
 from typing import Any
 
-from or1_verify.code.imports import MODULES, has_unknown_star, names_of
-from or1_verify.code.tests import ProgramTest, is_call_name
+from or1_verify.code.code_tests import ProgramTest, is_call_name
+from or1_verify.code.missing_imports import MODULES, has_unknown_star, names_of
 
 _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
 
 
 def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
-    """Return the test program made of an ``assert_case``'s statements. Raises ValueError if it cannot be used."""
+    """Return the test program made of the ground truth's key ``assert_case``. Raises ValueError if it is unusable."""
     if isinstance(cases, str):
         cases = [cases]
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
@@ -31,7 +31,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
     module = ast.Module(statements, [])
     program = ast.unparse(module)
     unbound = [name for name in names_of(program)[0] if not hasattr(builtins, name) and name not in _HELPERS]
-    modules = [name for name in unbound if name in MODULES and name in _owners(module)]
+    modules = [name for name in unbound if name in MODULES and name in _names_with_attributes(module)]
     remote = set(unbound) - set(modules)
     _check_program("assert_case", module, remote)
     imports = "".join(f"import {name}\n" for name in modules)
@@ -39,7 +39,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
-    """Return the test program of ``{entry_point, import_prefix, test_code}``. Raises ValueError if it is unusable."""
+    """Return the test program of entry_point, import_prefix and test_code. Raises ValueError if it is unusable."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -64,7 +64,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
 
 
 def _whole_functions(module: ast.Module) -> set[str]:
-    """Return the names of a module's functions that have more than a signature and a docstring (as in a prompt)."""
+    """Return the names of a module's functions that have a body. A prompt's functions have only a docstring."""
     return {
         node.name
         for node in module.body
@@ -76,8 +76,7 @@ def _whole_functions(module: ast.Module) -> set[str]:
     }
 
 
-def _owners(module: ast.Module) -> set[str]:
-    """Return the names ``x`` whose attributes (``x.y``) a program uses."""
+def _names_with_attributes(module: ast.Module) -> set[str]:
     attributes = (node.value for node in ast.walk(module) if isinstance(node, ast.Attribute))
     return {value.id for value in attributes if isinstance(value, ast.Name)}
 
@@ -126,7 +125,7 @@ def _results(module: ast.Module, remote: set[str]) -> set[str]:
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Return pairs (target, value) of an assignment, a loop, or a method call such as ``a.append(f(1))``."""
+    """Return the pairs (target, value) of an assignment, loop or method call: (a, f(1)) for ``a.append(f(1))``."""
     if isinstance(node, ast.Assign):
         return [(target, node.value) for target in node.targets]
     if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
@@ -147,8 +146,11 @@ def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 
 def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
-    """Whether the submission decides the truth of ``test``: a submission's function gets a submission's result, or
-    only such results are compared. ``results``: the variables that hold results of the submission."""
+    """Return whether the submission alone decides if ``test`` holds.
+
+    It does if one of its functions gets one of its results, or if only its own calls are compared. ``results``: the
+    variables that hold results of the submission.
+    """
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote, results) for value in test.values)
     if isinstance(test, ast.UnaryOp):
@@ -168,7 +170,7 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 
 def _compares_results(test: ast.expr, remote: set[str], results: set[str]) -> bool:
-    """Whether all sides of a comparison are results of the submission, which then needs only to agree with itself."""
+    """Return whether each side of a comparison contains a result, so that the submission may agree with itself."""
     return isinstance(test, ast.Compare) and all(
         _has_result(item, remote, results) for item in (test.left, *test.comparators)
     )

@@ -2,7 +2,8 @@
 
 Checkers come from the data, not from the submission, and still run in a sandbox (docs/code_verifier.md says how they
 are called). Checkers get the submission's output as data, after the submission has ended. If a checker meets a limit,
-the output counts as wrong if the checker accepts the expected output in time; else the checker has failed.
+it runs again on the expected output. If it meets a limit there too, the checker has failed; else the submission's
+output counts as wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class CheckerPrograms:
                 raise ValueError("checker python: expected its source to define check(input, output, answer)")
 
     def accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
-        """Whether the checker accepts an output (bytes, or the encoded result of a call). Raises CheckerFailed."""
+        """Return whether the checker accepts an output (bytes, or a call's encoded result). Raises CheckerFailed."""
         try:
             return self._accepts(checker, given, output, expected)
         except CheckerFailed as failed:

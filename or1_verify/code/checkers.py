@@ -37,7 +37,10 @@ class Checker:
 
 
 def parse_checker(value: Any, calls: bool) -> Checker:
-    """Return the checker that a ground truth names (default: "json" for ``calls``, else "lines"). Raises ValueError."""
+    """Return the checker under a ground truth's key ``checker``; by default "json" for ``calls``, else "lines".
+
+    Raises ValueError with what was expected.
+    """
     if value is None:
         return Checker("json" if calls else "lines")
     named = {"kind": value} if isinstance(value, str) else value
@@ -66,7 +69,7 @@ def parse_checker(value: Any, calls: bool) -> Checker:
 
 
 def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
-    """Whether a standard output matches the expected text (for any_of: one of a list of texts)."""
+    """Return whether a standard output matches the expected text. With any_of, ``expected`` is a list of texts."""
     if checker.of is not None:
         return any(text_matches(output, one, checker.of) for one in expected)
     check = _TEXT_CHECKS[checker.kind]
@@ -74,7 +77,7 @@ def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
 
 
 def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
-    """Whether the encoded result of a call (``code.codec``) matches the expected value."""
+    """Return whether the encoded result of a call (``code.codec``) matches the expected value."""
     try:
         if checker.of is not None:
             return any(value_matches(result, one, checker.of) for one in expected)
@@ -84,7 +87,7 @@ def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
 
 
 def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
-    """Whether two stripped texts have the same tokens in each line, equal as text or as exact decimals ("1.0", "1").
+    """Return whether two stripped texts have the same tokens in each line. "1.0" and "1" are the same number.
 
     This is the rule of LiveCodeBench's harness, except that white space within a line never matters.
     """
@@ -99,7 +102,7 @@ def _tokens_match(result: list[str], expected: list[str]) -> bool:
 
 
 def _decimal(token: str) -> Decimal | None:
-    """Return the finite number that an ASCII token spells, else None (Python also reads digits of other scripts)."""
+    """Return the finite number that a token spells, or None. A token with digits of other scripts is no number."""
     if len(token) > _MAX_DECIMAL_CHARS or not token.isascii() or "_" in token:
         return None
     try:
@@ -137,7 +140,7 @@ def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
 
 
 def _as_many_lines(text: str, expected: str) -> bool:
-    """Whether two texts have the same number of lines, which are counted without splitting millions of them."""
+    """Return whether two texts have the same number of lines. Counting is cheaper than splitting millions of lines."""
     return text.strip().count("\n") == expected.strip().count("\n")
 
 
@@ -153,7 +156,7 @@ def _same_multiset(encoded: Any, expected: Any, depth: int) -> bool:
 
 
 def _multiset(value: Any, depth: int) -> str:
-    """Return a value's JSON, in which the lists of the outer ``depth`` levels (-1: of all levels) are sorted."""
+    """Return a value as JSON, with the lists of its ``depth`` outer levels sorted; -1 sorts the lists of all levels."""
     if not isinstance(value, list) or depth == 0:
         return json.dumps(value, sort_keys=True)
     return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
@@ -182,7 +185,7 @@ def _key(value: Any) -> str:
 
 
 def _equal(result: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
-    """Whether two JSON values are equal; True does not equal 1, and 3.0 equals 3.
+    """Return whether two JSON values are equal; True does not equal 1, and 3.0 equals 3.
 
     Without a ``tolerance`` floats are compared by ``==``, as in LiveCodeBench's harness.
     """

@@ -1,7 +1,7 @@
 """Encodes Python values as plain JSON and back, to pass them between a submission's process, a test program's and ours.
 
-This file imports only the standard library, as the programs inside the sandboxes import it too. Decoding makes only
-exact built-in types and the two LeetCode structures, never an object of the sender's classes.
+This file imports only the standard library, because the programs inside the sandboxes import it too. Decoding makes
+only exact built-in types and LeetCode's ListNode and TreeNode, never an object of the sender's classes.
 
 None, bool, str, list, float and small int are encoded as themselves, other values as objects with one key, the tag:
 ``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
@@ -72,8 +72,10 @@ def encode(value: Any, iterators: bool = False) -> Any:
 
 
 def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode) -> Any:
-    """Return an encoded value decoded; ``list_node`` and ``tree_node`` make nodes. Raises ValueError or TypeError for a
-    value that ``encode`` cannot have made."""
+    """Return the value that was encoded, with nodes made by ``list_node`` and ``tree_node``.
+
+    Raises ValueError or TypeError for a value that ``encode`` cannot have made.
+    """
     if isinstance(encoded, list):
         return [decode(item, list_node, tree_node) for item in encoded]
     if not isinstance(encoded, dict):

@@ -13,7 +13,8 @@ from typing import Any
 from or1_verify.code import livecodebench
 from or1_verify.code.asserts import assert_tests, check_tests
 from or1_verify.code.checkers import Checker, parse_checker
-from or1_verify.code.tests import CallTest, CodeTest, CodeTests, RowLimits, StdinTest, is_call_name
+from or1_verify.code.code_tests import CallTest, CodeTest, CodeTests, StdinTest, is_call_name
+from or1_verify.sandbox.limits import ProblemLimits
 
 _KINDS = (
     "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
@@ -69,16 +70,16 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
 
 
 def _of_code_r1(program: str) -> dict[str, Any]:
-    """Return code-r1's ``functional`` (a program that ends in check(entry point), or assertions) as our keys."""
+    """Return our keys for code-r1's key ``functional``: a program that ends in check(entry point), or assertions."""
     test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
     if not call:
         return {"assert_case": [program]}
     return {"entry_point": entry.strip(), "import_prefix": "", "test_code": test}
 
 
-def _limits(value: Any) -> RowLimits:
+def _limits(value: Any) -> ProblemLimits:
     if value is None:
-        return RowLimits()
+        return ProblemLimits()
     if not isinstance(value, dict) or not value.keys() <= {"time_s", "memory_bytes"}:
         raise ValueError(f"limits: found {value!r:.100}, expected an object with time_s, memory_bytes or both")
     time_s, memory_bytes = value.get("time_s"), value.get("memory_bytes")
@@ -91,7 +92,7 @@ def _limits(value: Any) -> RowLimits:
         )
     if wrong:
         raise ValueError("; ".join(wrong))
-    return RowLimits(time_s, memory_bytes)
+    return ProblemLimits(time_s, memory_bytes)
 
 
 def _no_checker(decoded: Mapping[str, Any]) -> None:

@@ -11,18 +11,17 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from or1_verify.child_process import describe_exit
 from or1_verify.code.checker_programs import CheckerPrograms
 from or1_verify.code.checkers import text_matches, value_matches
+from or1_verify.code.code_tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
 from or1_verify.code.codec import encode
-from or1_verify.code.imports import with_imports
 from or1_verify.code.in_sandbox import own_program
-from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
+from or1_verify.code.missing_imports import with_imports
 from or1_verify.sandbox.confined_process import ConfinedProcess
-from or1_verify.sandbox.limits import WALL_PER_CPU, SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits
 from or1_verify.sandbox.program import Program, SandboxFailure, SessionEnded
 from or1_verify.sandbox.sandbox import Sandbox
 
@@ -37,8 +36,10 @@ TestOutcome = tuple[str, str | None]
 
 
 class CodeRun:
-    """Runs a submission's tests in a sandbox, whose limits hold for each test unless the problem has limits of its own.
-    ``budget_s``: wall time of all tests of a submission together."""
+    """Runs the tests of submissions in ``sandbox``. Its limits hold for each test, unless the problem has its own.
+
+    ``budget_s``: wall time limit of all tests of one submission together.
+    """
 
     def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
         self._sandbox = sandbox
@@ -48,11 +49,11 @@ class CodeRun:
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
         """Run test after test, and yield each outcome. A caller that stops iterating stops the run.
 
-        Raises SandboxFailure if a sandbox fails, CheckerFailed if a checker fails; neither is the submission's fault.
+        Raises SandboxFailure if a sandbox fails, CheckerFailed if a checker fails. Neither is the submission's fault.
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
-        limits = row_limits(self._sandbox, tests.limits)
+        limits = self._sandbox.limits.for_problem(tests.limits)
         calls = _Calls(self._sandbox, tests, source, limits)
         try:
             for test in tests.tests:
@@ -104,11 +105,12 @@ class CodeRun:
         return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
-        """Run a test program: carry lines between its sandbox and the submission's. Return why it failed, or None.
+        """Run a test program in one sandbox and the submission in another. Return why the test failed, or None.
 
-        A test program makes many calls. Each call has the wall time limit; all calls share the budget as CPU time.
+        This method carries calls and answers between them. Each call has the wall time limit of a test; all calls
+        together have ``budget_s`` as CPU time.
         """
-        limits = replace(limits, cpu_s=self._budget_s, keys={**limits.keys, "cpu_time": "verify.budget_s"})
+        limits = limits.for_test_program(self._budget_s)
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
         calls = _Calls(self._sandbox, tests, source, limits, for_program=True)
         setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
@@ -134,25 +136,11 @@ class CodeRun:
         return f"{message['failed']}: {message['at']}"
 
 
-def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
-    """Return a problem's own limits, else those of the sandbox; memory is at most the node's limit."""
-    limits, keys = sandbox.limits, dict(sandbox.limits.keys)
-    if row.time_s is not None:
-        keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
-        limits = replace(limits, cpu_s=row.time_s, wall_s=WALL_PER_CPU * row.time_s, keys=keys)
-    if row.memory_bytes is not None:
-        most = sandbox.most_memory_bytes or row.memory_bytes
-        keys["memory"] = "the row's limits.memory_bytes" if row.memory_bytes <= most else "verify.node_memory_bytes"
-        limits = replace(limits, memory_bytes=min(row.memory_bytes, most), keys=keys)
-    return limits
-
-
 class _Calls:
-    """Calls of a submission, which is loaded in a sandbox at the first call.
+    """Makes calls of a submission, which is loaded in a sandbox at the first call.
 
-    Each call runs in a fork of the submission, or in a new sandbox if processes cannot fork there.
-
-    ``for_program``: a test program makes the calls; one process runs them all, and keeps the objects that they make.
+    Each call runs in a fork of the loaded submission, or in a new sandbox if processes cannot fork there.
+    ``for_program``: the calls come from a test program, so one process runs them all and keeps the objects they return.
     """
 
     def __init__(
@@ -178,7 +166,10 @@ class _Calls:
         self._forks = bool(answer.get("forks"))
 
     def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make a call, and return {value}, {raised} or {died}. Raises SessionEnded; a later call gets a new sandbox."""
+        """Make a call, and return its answer: {value}, {raised, type} or {died, cpu_s}.
+
+        Raises SessionEnded if no valid answer comes; the next call then gets a new sandbox.
+        """
         if self._session is None:
             self.load()
         try:
@@ -216,7 +207,7 @@ class _Calls:
 
 
 def _from_program(judge: ConfinedProcess, line: bytes, asked: int) -> bytes:
-    """Return a test program's next line. Raises SessionEnded if it ends after a call, SandboxFailure if earlier."""
+    """Return a test program's next line. Raises SandboxFailure if it ends before a call, SessionEnded if later."""
     try:
         return judge.ask(line)
     except SessionEnded as error:
@@ -233,7 +224,7 @@ def _passed_on(answer: Mapping[str, Any]) -> bytes:
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in a line that a hostile program may have written. Raises only SessionEnded."""
+    """Return the JSON object in a line from a possibly hostile program. Raises SessionEnded if there is none."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -17,10 +17,10 @@ from itertools import islice
 
 from or1_verify.answer import after_reasoning
 from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
+from or1_verify.code.code_tests import ProgramTest
 from or1_verify.code.ground_truth import parse_code_tests
-from or1_verify.code.imports import modules_of
+from or1_verify.code.missing_imports import modules_of
 from or1_verify.code.run_tests import CodeRun, TestOutcome
-from or1_verify.code.tests import ProgramTest
 from or1_verify.config import VerifyConfig
 from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
 from or1_verify.types import Problem, Verdict, VerdictStatus, Verifier
@@ -38,9 +38,9 @@ _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 class CodeVerifier(Verifier):
     """The ``types.Verifier`` of code problems.
 
-    Runs submissions in ``sandbox`` (None: the one that ``config`` asks for), with its limits. ``close`` closes it.
-    A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if no sandbox
-    works.
+    Runs submissions in ``sandbox``, with its limits; None means a new sandbox as ``config`` describes. ``close`` closes
+    the sandbox. A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction if
+    no sandbox works.
     """
 
     def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
@@ -102,7 +102,6 @@ class CodeVerifier(Verifier):
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """Close the sandbox, which removes its cgroups."""
         self._sandbox.close()
 
 
@@ -122,9 +121,9 @@ def last_python_block(text: str) -> str | None:
     """Return the source in a text's last fenced block labelled Python, or else in its last block without a label.
 
     A fence is three or more backticks or tildes anywhere in a line: in a list, a quote or a box, or after the last line
-    of code. Strings of a program may hold fences, so a block of Python ends at the first fence up to which it parses
-    (if it never parses, at the first fence); fences that begin a line are tried first, as comments may hold others.
-    Returns None if there is no such block, or it never closes.
+    of code. Strings of a program may hold fences too. So a Python block ends at the first fence up to which the source
+    parses, or at the very first fence if the source never parses. Fences that begin a line are tried first, because
+    comments may hold others. Returns None if there is no such block, or if it is never closed.
     """
 
     def before(fence: re.Match[str]) -> str:
@@ -154,7 +153,6 @@ def last_python_block(text: str) -> str | None:
 
 
 def _syntax_error(source: str) -> str:
-    """Return in words why a source is not valid Python; "" if it parses."""
     if len(source) > _MAX_SOURCE_CHARS:
         return f"{len(source)} characters of source, more than {_MAX_SOURCE_CHARS}"
     try:

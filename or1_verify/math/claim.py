@@ -1,14 +1,14 @@
 """Finds the final answer that a response claims without ``\\boxed`` (``verify.math.without_box: claimed``).
 
-A claim is the last sentence, if it is only a value, or if known words that end in a verb or a colon come before a
-value. A sentence with a hedge, a denial or a question claims nothing.
+The last sentence is a claim if it is only a value, or if a value follows known words that end in a verb or a colon. A
+sentence with a hedge, a denial or a question claims nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.units import NAMING, WITHOUT_SPACES, change_nothing
+from or1_verify.math.reader.words import NAMING, WITHOUT_SPACES, change_nothing
 
 _ANSWER = re.compile(
     r"(?:answer|result|respuesta|resposta|risposta|antwort|réponse|ответ|答案|答|答え|结果|정답|답)\b", re.I
@@ -28,7 +28,7 @@ _FRAMES = (NAMING | {"conclude", "find", "obtain", "as", "consequently", "to"}) 
 def claimed_answer(text: str) -> str | None:
     """Return the one value that a text claims as its answer, or None.
 
-    The claim of two values is no claim, so a guess after the answer, or a correction, earns nothing.
+    A text that claims two values claims none, so a guess after the answer, or a correction, earns nothing.
     """
     text = WITHOUT_SPACES.sub(r" \g<0> ", _EMPHASIS.sub("", _AFTERWARDS.sub("", text)))
     sentences = [part.strip() for part in _SENTENCE_END.split(text) if part.strip(" .。")]
@@ -48,7 +48,7 @@ def claimed_answer(text: str) -> str | None:
 
 
 def _claim(sentence: str) -> tuple[bool, str | None]:
-    """Return (whether a sentence mentions the answer or is only a value, the value that it claims or None)."""
+    """Return (whether a sentence speaks of the answer or is only a value, the value that it claims, or None)."""
     end = 0
     while (word := _WORD.match(sentence, end)) and change_nothing([word[1].lower()], _FRAMES):
         end = word.end()
@@ -63,7 +63,6 @@ def _claim(sentence: str) -> tuple[bool, str | None]:
 
 
 def _plain(value: str) -> str:
-    """Remove dollar signs and the full stop from a value."""
     value = re.sub(r"^[\s#>:-]*(?=\s)|[.。!！\s]+$", "", value).strip().strip("$").strip()
     shown = re.fullmatch(r"\\[(\[](.*)\\[)\]]", value)
     return shown[1].strip() if shown else value

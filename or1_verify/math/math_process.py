@@ -1,7 +1,7 @@
 r"""The child process in which the math verifier compares an answer with the golds, by our rules or by Math-Verify.
 
-``math.reader`` reads an answer and compares it. The process whose first argument is ``math_verify`` judges
-as the released code does, by Math-Verify.
+Our rules are in ``math.reader``. If the process's first argument is ``math_verify``, it judges by Math-Verify, as the
+released code does.
 
 Requests are ``{"golds": [...], "answer": ..., "rounding": bool}``, and for Math-Verify ``{"golds": [...], "answer":
 text}``.
@@ -17,7 +17,7 @@ from typing import Any
 
 from or1_verify.child_process import serve
 from or1_verify.math.reader.judge import is_readable, judge
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 from or1_verify.types import VerdictStatus
 
 _CHILD_MEMORY_BYTES = 4 << 30

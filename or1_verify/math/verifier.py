@@ -24,16 +24,16 @@ from or1_verify.math.claim import claimed_answer
 from or1_verify.types import Problem, Verdict, VerdictStatus
 
 _UNBOXED_CHARS = 2000
-"""In a text without a box, only this many last characters are searched for a claim."""
+"""Number of characters at the end of a text without a box that are searched for a claim."""
 
 _BOX_CHARS = 8000
-"""A longer box is wrong; the golds of the data have a few hundred characters at most."""
+"""A box with more characters is wrong. The golds of the data have a few hundred characters at most."""
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
 
 class MathVerifier:
-    """The ``types.Verifier`` for ability "math"; uses the default rules unless others are given.
+    """The ``types.Verifier`` for ability "math". ``rules``: the section ``verify.math``; None means its defaults.
 
     The child process starts when a verdict first needs it.
     """
@@ -50,20 +50,19 @@ class MathVerifier:
         return self._child.pid
 
     def start(self) -> None:
-        """Start the child process of the judge, without waiting for it."""
         self._child.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError unless the ground truth is a JSON list of answers.
 
-        A gold that cannot be read is no error: an answer of the same text is right, any other is ``unreadable``.
+        A gold that cannot be read is no error: an answer with the gold's text is right, any other is ``unreadable``.
         """
         parse_golds(problem.ground_truth)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold.
+        """Judge a response: reward 1 if it ended by itself, closed its reasoning and answered with a gold, else 0.
 
-        The judge ``math_verify`` follows the released code, which does not check the end or the closed reasoning.
+        The judge ``math_verify`` does as the released code, which checks neither the end nor the closed reasoning.
         """
         started_s = time.perf_counter()
 
@@ -97,7 +96,6 @@ class MathVerifier:
         return verdict(status, read or box, detail)
 
     def close(self) -> None:
-        """End the child process. The next request starts a new process."""
         self._child.close()
 
 

@@ -17,9 +17,9 @@ from or1_verify.types import Attempt, Verdict
 
 
 class LocalWorker:
-    """A ``pool.queue.Worker`` in a child process, which dies with the thread that makes the worker.
+    """A ``pool.queue.Worker`` in a child process. The child dies with the thread that constructs the worker.
 
-    A second thread uses the child's pipes, and ends when the child does.
+    A thread of the worker's own reads and writes the child's pipes, and ends when the child ends.
     """
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
@@ -61,6 +61,6 @@ class LocalWorker:
         return answer
 
     def _end(self) -> None:
-        """Close the child's input, so that the child closes its verifiers and ends; wait for that end."""
+        """Close the child's input, so that the child closes its verifiers and ends. Wait until the child has ended."""
         close_pipes(self._child)
         self._child.wait()

@@ -1,7 +1,7 @@
 """The child process of a pool's worker, which judges responses; ``pool.local`` starts it.
 
-The process's first argument is the JSON of the configuration, the second is the JSON of the abilities. A request is an
-attempt (problem, response, truncated), and a reply is the verdict's fields.
+The process's first argument is the configuration as JSON, and the second is the abilities as JSON. A request is an
+attempt, (problem, response, truncated), and a reply is the verdict's fields.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ _CLOSE_S = 5.0
 
 
 class WorkerLost(Or1Error):
-    """A worker died or raised, as the message says; the response that it was judging has no verdict."""
+    """A worker died or raised, as the message says. The response that the worker was judging has no verdict."""
 
 
 class Worker(Protocol):
-    """One process that judges, started at construction. Await ``ready`` first; awaited calls may raise WorkerLost."""
+    """One process that judges, started at construction. Await ``ready`` first. Awaited calls may raise WorkerLost."""
 
     async def ready(self) -> None:
         """Wait until the worker's verifiers are built. Raises WorkerLost if they cannot be built."""
@@ -37,9 +37,7 @@ class Worker(Protocol):
         """Close the worker's verifiers cleanly. Afterwards only ``kill`` may be called."""
         ...
 
-    def kill(self) -> None:
-        """End the process at once."""
-        ...
+    def kill(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,15 +45,14 @@ class _Pending:
     attempt: Attempt
     verdict: asyncio.Future[Verdict]
     failed: bool = False
-    """Whether a worker has failed on this response."""
 
 
 class VerifierPool:
     """Judges responses on ``config.workers`` workers, each made by ``make_worker``.
 
-    A worker is replaced if it dies, or takes longer than ``call_timeout_s`` (None: ``config.budget_s`` and a minute)
-    for a response. The response is then tried once more, after the responses that wait; after a second failure its
-    verdict has the status ``error``. ``retries`` counts the second tries.
+    A worker is replaced if it dies, or if it takes longer than ``call_timeout_s`` for a response (by default a minute
+    more than ``config.budget_s``). The response then goes to the end of the queue for a second try. If that fails too,
+    its verdict has the status ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class VerifierPool:
         self._start_feeders()
 
     async def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict on one response. Only an ability outside the pool's raises an error (ValueError)."""
+        """Return the verdict on one response. Raises ValueError if the pool was not built for the problem's ability."""
         if problem.ability not in self._abilities:
             raise ValueError(
                 f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"

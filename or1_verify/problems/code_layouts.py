@@ -47,7 +47,7 @@ def leetcode(row: Columns) -> Published:
 
 
 def livecodebench(row: Columns) -> Published:
-    """Read a row of LiveCodeBench; its tests stay in the packed form, which the code verifier reads itself."""
+    """Read a row of LiveCodeBench. The tests stay packed, because the code verifier reads the packed form."""
     starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
     tested = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
@@ -74,8 +74,10 @@ def humaneval(row: Columns) -> Published:
 
 
 def mbpp(row: Columns) -> Published:
-    """Read a row of MBPP, in full (``text``, ``test_setup_code``) or sanitized (``prompt``, ``test_imports``), or of
-    MBPP+, whose tests are the program ``test``. The prompt shows only ``test_list``."""
+    """Read a row of MBPP (``text``, ``test_setup_code``), its sanitized form (``prompt``, ``test_imports``) or MBPP+.
+
+    MBPP+'s tests are the program ``test``. The prompt shows only ``test_list``.
+    """
     tests, program = row.texts("test_list"), row.optional("test")
     cases = [*some(row.optional("test_setup_code"), *row.texts("test_imports")), *tests]
     return of_code(
@@ -118,7 +120,7 @@ def deepcoder(row: Columns) -> Published:
 
 
 def kodcode(row: Columns) -> Published:
-    """Read a row of KodCode. Its tests are pytest functions; here a function ``check`` calls them one by one."""
+    """Read a row of KodCode. The tests are pytest functions, which become one function ``check`` that calls each."""
     test, infos = row.verbatim("test"), (row.decoded("test_info", list) or []) if "test_info" in row.row else []
     info: Mapping[str, Any] = next((item for item in infos if isinstance(item, Mapping)), {})
     imported = re.search(r"^from solution import (\w+)", test, flags=re.MULTILINE)
@@ -156,7 +158,7 @@ def code_contests(row: Columns) -> Published:
 
 
 def _cases(cases: Any, function: str | None = None) -> dict[str, Any]:
-    """Return the ground truth made of a list of test cases {input, output, fn_name?}, or {} for anything else."""
+    """Return the ground truth for a list of test cases {input, output, fn_name?}; {} if ``cases`` is no such list."""
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases) or not cases:
         return {}
     named = function or next((case["fn_name"] for case in cases if case.get("fn_name")), None)

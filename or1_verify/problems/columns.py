@@ -12,7 +12,7 @@ from or1_verify.problems.rows import MISSING, RowError, shown
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One problem read from a row of any column layout. ``source``: the part of the set that the row names, or ""."""
+    """One problem read from a row of any column layout. ``source``: the set's part that the row names, or ""."""
 
     ability: str
     statement: str
@@ -41,11 +41,11 @@ class Columns:
     origin: str
 
     def text(self, *names: str) -> str:
-        """Return the stripped text of the first of ``names`` that is a column of the row; "" for null."""
+        """Return the text, stripped, of the first column in ``names`` that the row has; "" for null."""
         return self.verbatim(*names).strip()
 
     def verbatim(self, *names: str) -> str:
-        """Return unstripped text, for prompts in which every character counts; "" for null or only white space."""
+        """Return a column's text unstripped, as every character of a prompt counts; "" for null or white space."""
         name = self._first(names)
         value = self.row[name]
         if value is None:
@@ -55,7 +55,7 @@ class Columns:
         return value if value.strip() else ""
 
     def answer(self, *names: str) -> str:
-        """Return an answer, text or a number, as stripped text; "" for null and words such as "none"."""
+        """Return a column's answer, which is text or a number, as text; "" for null and words such as "none"."""
         name = self._first(names)
         value = self.row[name]
         if value is None:
@@ -67,7 +67,7 @@ class Columns:
         return "" if text.lower() in MISSING else text
 
     def texts(self, name: str) -> list[str]:
-        """Return a column's list of texts; empty for null, or if the row has no such column."""
+        """Return a column's list of texts; an empty list for null, or if the row has no such column."""
         value = self.row.get(name)
         if value is None:
             return []
@@ -79,7 +79,7 @@ class Columns:
         return self.text(name) if name in self.row else ""
 
     def decoded(self, name: str, kind: type) -> Any:
-        """Return a column's value of type ``kind``, decoded from JSON if it is text; None if empty or null."""
+        """Return a column's value, decoded from JSON if it is text. It must be a ``kind``; empty or null gives None."""
         value = self.row[self._first((name,))]
         if isinstance(value, str):
             if not value.strip():
@@ -107,7 +107,7 @@ class Columns:
 
 
 def some(*solutions: Any) -> tuple[str, ...]:
-    """Return those of the arguments that are non-empty text."""
+    """Return the arguments that are text and not empty."""
     return tuple(solution for solution in solutions if isinstance(solution, str) and solution)
 
 
@@ -116,5 +116,5 @@ def golds(answer: str) -> str:
 
 
 def of_code(statement: str, truth: Any, **more: Any) -> Published:
-    """Return a code problem whose ground truth is the JSON of ``truth`` ("" if it is empty)."""
+    """Return a code problem whose ground truth is ``truth`` as JSON; an empty ``truth`` gives ""."""
     return Published("code", statement, json.dumps(truth, ensure_ascii=False) if truth else "", **more)

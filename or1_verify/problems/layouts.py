@@ -58,7 +58,7 @@ def read_published(row: Any, layout: str, origin: str) -> Published:
 
 
 def _check_choices(row: Mapping[str, Any], published: Published, origin: str) -> None:
-    """Raise RowError if the answer names one of several choices, by letter or number, that the prompt does not show."""
+    """Raise RowError if the answer is the letter or number of a choice, and the prompt does not show the choices."""
     for name in ("choices", "options"):
         texts = row.get(name)
         texts = [str(text) for text in (texts.values() if isinstance(texts, Mapping) else texts or ())]
@@ -82,7 +82,7 @@ def _own_layout(columns: Columns) -> Published:
 
 
 def _answered(row: Columns) -> Published:
-    """Read a math problem with an answer, by the column names of many sets; GSM8K's answers end in ``#### 1,234``."""
+    """Read a math problem and its answer, by the column names of many sets. GSM8K's answers end in ``#### 1,234``."""
     given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
     worked, marked, gold = given.rpartition("####")
     names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -111,7 +111,7 @@ def _math(row: Columns) -> Published:
 
 
 def _olympiadbench(row: Columns) -> Published:
-    """Read a row of OlympiadBench; all parts of the answer, each between dollars, are required."""
+    """Read a row of OlympiadBench. The gold joins all parts of the answer, each of which is between dollar signs."""
     if "final_answer" not in row.row:
         row.text("final_answer")  # names the column
     parts = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
@@ -130,7 +130,7 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """Read a row of RLVR; the prompt is the user's message, worked examples included. Raises RowError if not math."""
+    """Read a row of RLVR. The prompt is the user's message with its worked examples. Raises RowError unless math."""
     named, truth = (
         value[0] if isinstance(value, list) and len(value) == 1 else value
         for value in (row.row.get("dataset") or "math", row.row["ground_truth"])

@@ -1,4 +1,4 @@
-"""Makes ``Problem`` records of decoded rows; an error for a row that cannot be used names file, line and field."""
+"""Makes ``Problem`` records of decoded data rows. The error for an unusable row names its file, line and field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> N
 
 
 def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
-    """Return the error for a problem whose ability is not among the ``known`` ones."""
     expected = ", ".join(sorted(known)) or "none"
     return RowError(
         problem.origin,

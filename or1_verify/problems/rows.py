@@ -36,11 +36,11 @@ _SHOWN_CHARS = 120
 
 
 class DataError(UserError, ValueError):
-    """A problem file cannot be used; the message names file:line, the field, what was found and what was expected."""
+    """A problem file cannot be used. The message names file:line, the field, what was found and what was expected."""
 
 
 class RowError(DataError):
-    """One data row cannot be used. ``reason`` is a short text, the same for all rows with this fault, for counts."""
+    """One data row cannot be used. ``reason`` is a short text, equal for all rows with the same fault, for counting."""
 
     def __init__(self, origin: str, reason: str, detail: str) -> None:
         super().__init__(f"{origin}: {detail}")
@@ -76,7 +76,7 @@ Text = Annotated[NonEmpty, AfterValidator(_not_blank)]
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole float as an integer (pandas writes such floats), NaN as None, other values unchanged."""
+    """Return a float without a fraction, as pandas writes integers, as an integer; NaN as None; others unchanged."""
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value
@@ -99,7 +99,7 @@ _Prompt = Annotated[list[_MessageRow], Field(min_length=1), BeforeValidator(_tur
 
 
 def _text(value: Any) -> Any:
-    """Return a number as text, a list or object as JSON text, other values unchanged."""
+    """Return a number as text, a list or object as JSON, and other values unchanged."""
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     value = _whole(value)
@@ -142,7 +142,7 @@ class _PlainRow(_StrictModel):
     source: str | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
-        """Return the row's fields; the ground truth is a JSON list of answers for math, else text or JSON text."""
+        """Return the row's fields. For math the ground truth is a JSON list of answers, else it is text or JSON."""
         if self.ability == "math":
             answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
             if missing := [answer for answer in answers if answer.strip().lower() in MISSING]:

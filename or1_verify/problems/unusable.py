@@ -36,14 +36,11 @@ class UnusableRows:
             self._listed.append(error)
 
     def settle(self, policy: Policy, file: Path, setting: str) -> None:
-        """Raise DataError for the collected rows (policy refuse), or log how many are left out (policy drop).
+        """Log how many rows are left out (policy drop), or raise DataError if rows were collected (policy refuse).
 
         Args:
-            file: gets the rows as JSON lines (row, reason, message) if they are dropped or the error does not show all.
-            setting: the setting that leaves such rows out, e.g. ``data.unusable=drop``.
-
-        Raises:
-            DataError: there are rows, and ``policy`` is refuse.
+            file: receives the rows as JSON lines {row, reason, message}, unless the error's message shows all of them.
+            setting: the setting that leaves such rows out, such as ``data.unusable=drop``, for the messages.
         """
         if policy == "refuse":
             self.refuse(file, f"\nCorrect them, or leave them out with {setting}")
@@ -51,7 +48,7 @@ class UnusableRows:
             log.warning("%s: %s left out; %s", setting, self._counted(), self._write(file))
 
     def refuse(self, file: Path | None = None, advice: str = "") -> None:
-        """Raise DataError if rows were collected. The message has counts by reason, 20 rows, and the file of all."""
+        """Raise DataError if rows were collected. The message shows 20 of them; ``file`` gets all if there are more."""
         lines = [" ".join(str(error).split()) for error in self._sorted()[:_SHOWN]]
         if not lines:
             return
@@ -79,6 +76,5 @@ class UnusableRows:
 
 
 def _file_and_line(error: RowError) -> tuple[str, int]:
-    """Return the key that sorts errors by file, then by line."""
     file, _, line = error.origin.rpartition(":")
     return (file, int(line)) if line.isdecimal() else (error.origin, 0)

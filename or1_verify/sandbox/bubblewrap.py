@@ -1,8 +1,8 @@
 """The sandbox's first tier: bubblewrap, which gives each run namespaces of its own.
 
-A program in it has no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp
-and /dev/shm, an unprivileged uid, and its own session. All processes of a sandbox die with its first process, which
-dies with ours.
+A program in it has no network and no /proc, and sees no other processes. It can only read /usr and the interpreter, and
+write to a small tmpfs at /tmp and one at /dev/shm. It has an unprivileged uid and its own session. All processes of a
+sandbox die with its first process, and the first process dies with ours.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Bubblewrap:
         self._filter = namespaced_filter()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
-        """Start a sandbox, whose runner then waits at the gate. ``stdin``: content, or None for a pipe that stays open.
+        """Start a sandbox, whose runner then waits until it is released (``ConfinedProcess.release``).
 
-        Raises OSError if no process can be started.
+        ``stdin``: content, or None for a pipe that stays open. Raises OSError if no process can be started.
         """
         opened = []
         status_read, status_write = os.pipe()

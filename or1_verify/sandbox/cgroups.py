@@ -3,7 +3,7 @@
     <our own group>/or1-verify              the node's memory budget, shared by all verifiers on the node
     <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, since a removed group lingers in the kernel
 
-If such groups cannot be made, resource limits bound each process, and nothing bounds the sum of all processes.
+If such groups cannot be made, only the resource limits of each process hold, and nothing limits their sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _numbers = itertools.count()  # shared by all pools of this process, so that no 
 
 @dataclass(slots=True)
 class Cgroup:
-    """One cgroup, with its folder for each controller (in v2 the same). Not thread-safe: one run uses it at a time."""
+    """One cgroup. ``folders``: its folder for each controller; v2 has one folder for all. Not thread-safe."""
 
     folders: dict[str, Path]
     unified: bool
@@ -42,16 +42,16 @@ class Cgroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def events(self) -> Counter[str]:
-        """Return how often limits were met since ``limit`` or the last call of ``events``.
+        """Return how often limits were met since the last call of ``limit`` or ``events``, as three counts.
 
-        kills: processes killed because the group, the node or the machine ran out of memory; memory: times that the
-        group's own memory limit was reached; refusals: processes and threads refused by the limit on their number.
+        "kills": processes killed because the group, the node or the machine ran out of memory. "memory": how often the
+        group reached its own memory limit. "refusals": processes and threads that the limit on their number refused.
         """
         before, self._before = self._before, self._counts()
         return self._before - before
 
     def remove(self) -> None:
-        """Remove the group, after waiting up to 5 s for a last process that is ending."""
+        """Remove the group. If a last process is still ending, wait for it, 5 s at most."""
         deadline_s = time.monotonic() + _EMPTY_S
         for folder in set(self.folders.values()):
             while folder.is_dir():
@@ -63,7 +63,6 @@ class Cgroup:
                     time.sleep(0.01)
 
     def _counts(self) -> Counter[str]:
-        """Return the kernel's counts (kills, memory, refusals) since the group was made."""
         folder = self.folders["memory"]
         refusals = _table(self.folders["pids"] / "pids.events").get("max", 0)
         if self.unified:
@@ -88,7 +87,7 @@ class CgroupPool:
 
     @classmethod
     def open(cls, node_memory_bytes: int | None) -> CgroupPool | None:
-        """Return a pool; None if cgroups cannot be used. ``node_memory_bytes`` limits all sandboxes of the node."""
+        """Return a pool, or None if cgroups cannot be used. ``node_memory_bytes`` limits all the node's sandboxes."""
         for bases, unified in (_unified_base(), True), (_split_bases(), False):
             if not bases:
                 continue
@@ -153,7 +152,7 @@ class CgroupPool:
 
 
 def _unified_base() -> dict[str, Path]:
-    """Return this process's cgroup v2 by controller; {} if child cgroups do not get the controllers memory and pids."""
+    """Return this process's cgroup v2 by controller; {} unless its children get the controllers memory and pids."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             base = _existing(_MOUNT, line.removeprefix("0::"))
@@ -174,7 +173,7 @@ def _split_bases() -> dict[str, Path]:
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """Return a cgroup's folder, or the mount itself if a container shows only its own part of the tree."""
+    """Return the folder of a cgroup. In a container that shows only its own part of the tree, it is ``mount``."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 

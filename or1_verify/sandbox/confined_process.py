@@ -42,10 +42,11 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
-    """A started sandbox. Its runner sets itself up, and waits at the gate (a socket) until it is released.
+    """A started sandbox. Its first program, the runner, confines itself, and then waits at the gate, a socket.
 
-    ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is the pipe to
-    which bubblewrap writes {"child-pid"}; no process inside the sandbox can write to it.
+    When it is released, the runner becomes the program. ``process`` is our child: the program itself, or bubblewrap,
+    whose child is the program. ``status`` is the pipe on which bubblewrap tells {"child-pid"}; no process inside the
+    sandbox can write to this pipe.
     """
 
     process: subprocess.Popen[bytes]
@@ -57,7 +58,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     whole_group: bool = False
     """Whether to kill the program's whole process group, because it may have children that do not end with it."""
     pid: int = 0
-    """Process id of the sandbox's first process, with which all others end; 0 until it is known."""
+    """Process id of the sandbox's first process, or 0 while unknown. All other processes end with the first."""
     output: bytearray = field(default_factory=bytearray)
     """Bytes of standard output that have been read and not yet returned."""
     errors: bytearray = field(default_factory=bytearray)
@@ -75,9 +76,9 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         descriptors: Sequence[int] = (),
         **options: Any,
     ) -> ConfinedProcess:
-        """Start ``command``, the runner, with the descriptor of its end of the gate as the last argument.
+        """Start ``command``, which runs the runner. Its last argument is the descriptor of the runner's gate.
 
-        ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if none can start.
+        ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if it cannot start.
         """
         gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
@@ -111,13 +112,13 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
         """Put the runner into a cgroup of ``cgroups``, and wait until it is confined.
 
-        Raises SandboxFailure if the runner is late, or (with what the runner wrote) if it ends first.
+        Raises SandboxFailure if the runner is late or ends first. The message has what an ended runner wrote.
         """
         self.gate.settimeout(_SET_UP_S)
         try:
             self._identify()
             if cgroups is not None and self.pid:  # the kernel takes its time, while the runner starts
-                self._enter(cgroups)
+                self._enter_cgroup(cgroups)
             arrived = self.gate.recv(1)
         except TimeoutError:
             raise SandboxFailure(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
@@ -130,7 +131,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
             raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-_STDERR_KEPT_BYTES:] or "it ended at once")
 
     def _identify(self) -> None:
-        """Set ``pid``, which stays 0 if bubblewrap ended before it made the sandbox. Raises TimeoutError."""
+        """Set ``pid``. It stays 0 if bubblewrap ends before it has made the sandbox. Raises TimeoutError."""
         if self.status is None:
             self.pid = self.process.pid
             return
@@ -139,8 +140,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         if line := self.status.readline():
             self.pid = json.loads(line)["child-pid"]
 
-    def _enter(self, cgroups: CgroupPool) -> None:
-        """Put the runner, with all processes that it will start, into a cgroup."""
+    def _enter_cgroup(self, cgroups: CgroupPool) -> None:
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)
@@ -150,10 +150,10 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         self.gate.send(b"g")
 
     def ask(self, line: bytes) -> bytes:
-        """Send one line to a released program, and return the next line that it writes (both without line ends).
+        """Send one line to a released program, and return the next line that it writes, both without line ends.
 
-        The answer must come within the wall time limit; CPU time and memory are limited as in any run. Raises
-        SessionEnded if no answer comes; the sandbox can then only be closed. Raises SandboxFailure as ``finish`` does.
+        The answer must come within the wall time limit. CPU time and memory are limited as in any run. Raises
+        SessionEnded if no answer comes; then the sandbox can only be closed. Raises SandboxFailure as ``finish`` does.
         """
         stopped = self.read(line)
         if stopped is not None:
@@ -162,15 +162,15 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return bytes(answer)
 
     def describe_death(self, status: int, cpu_s: float) -> str:
-        """Return in words why a child of the program died, from its exit status (128 + n for signal n) and CPU time."""
+        """Return in words why a child of the program died. ``status``: its exit status, 128 + n for signal n."""
         met = self.limit_met(cpu_s)
         return self.limits.failure("exited" if met == "processes" else met, status, "", met == "processes")
 
     def read(self, line: bytes | None = None) -> Ending | None:
-        """Read the program's output until it ends, or, if a ``line`` is sent, until it has written a line.
+        """Read the program's output until the program ends, or, with a ``line`` to send, until it writes a line.
 
-        Returns the limit that the program met, "exited" if it ended by itself, or None if it has written a line. Time
-        in which this process did not run (on a busy or paused machine) is not counted, but output from then is read.
+        Returns the limit that the program met, "exited" if it ended by itself, or None if it wrote a line. Time in
+        which this process did not run (on a busy or paused machine) is not counted; output of that time is read.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
         left_s, late, starved_s = limits.wall_s, False, self.starved_s()
@@ -213,9 +213,9 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return "exited" if _exited(process.pid, max(left_s, _CLOSED_S)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
-        """End every process, and return the result, whose ending is ``stopped``.
+        """End every process, and return the result. Its ending is ``stopped``, as ``read`` returned it.
 
-        If ``stopped`` is "exited" and the program met a kernel limit, this limit is the ending instead.
+        If ``stopped`` is "exited" but the program met a limit that the kernel enforces, the ending is this limit.
         Raises SandboxFailure if the kernel killed the program for memory although the program was within its own limit.
         """
         cpu_s = self.end()
@@ -229,10 +229,10 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return SandboxResult(ending, status, output, errors, cpu_s, failure)
 
     def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
-        """Return the kernel limit that the program has met since the last call, or "exited" for none.
+        """Return the limit that the program has met since the last call, by the kernel's counts; "exited" if none.
 
-        ``cpu_s``: the CPU time to compare with the limit. "processes": the kernel refused the program a process or a
-        thread, but did not kill it. Raises SandboxFailure as ``finish`` does.
+        ``cpu_s``: the CPU time that the program has used. "processes" means that the kernel refused the program a
+        process or a thread, but did not kill it. Raises SandboxFailure as ``finish`` does.
         """
         events = self._cgroup.events() if self._cgroup is not None else Counter[str]()
         if events["kills"] and not events["memory"]:
@@ -293,7 +293,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         return min(waited_s, _STARVED_WALLS * self.limits.wall_s)
 
     def _take(self, descriptor: int, kept: bytearray) -> bool:
-        """Read what a pipe holds into ``kept``, and return whether the pipe is still open."""
+        """Append what a pipe holds to ``kept``, and return whether the pipe is still open."""
         chunk = os.read(descriptor, _CHUNK_BYTES)
         kept += chunk
         if kept is self.errors:
@@ -312,7 +312,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def _write(descriptor: int, unsent: memoryview) -> memoryview:
-    """Write as many bytes as a pipe takes, and return the rest (nothing if no process reads the pipe any more)."""
+    """Write as many bytes as a pipe takes, and return the rest; if nobody reads the pipe any more, nothing."""
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:
@@ -322,7 +322,7 @@ def _write(descriptor: int, unsent: memoryview) -> memoryview:
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
-    """Whether a child process ends within the time; does not reap it."""
+    """Return whether a child process ends within the time, without reaping it."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])

@@ -1,9 +1,9 @@
 """The sandbox's second tier, for machines that refuse user namespaces: one process, confined by Landlock and seccomp.
 
 The program can read only /usr, the interpreter, a few devices and its own folder, and write no file. It cannot start
-processes, use sockets, or signal other processes. Started by root, the process gets a uid of its own. Killing the
-process ends the sandbox, and no files are left behind. Landlock does not cover stat, so names and sizes of host files
-can be seen.
+processes, use sockets, or signal other processes. If root starts the process, the process gets a uid of its own.
+Killing the process ends the sandbox, and no files are left behind. Landlock does not cover stat, so the program can see
+names and sizes of host files.
 
 The runner confines itself, from inside, before it comes to the gate (``runner.lock``). Source: landlock(7),
 linux/landlock.h.
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 if it has none."""
+    """Return the version of the kernel's Landlock; 0 if the kernel has none."""
     version = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     return max(version, 0)
 
@@ -65,10 +65,10 @@ class Landlock:
         self.interpreter = interpreter
         self._identity = _own_identity()
         self._tasks = (0, -_TASKS_KNOWN_S)
-        _remove_folders_of_the_dead()
+        _remove_folders_of_dead_verifiers()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
-        """Start a sandbox, whose runner then waits at the gate. Raises OSError if no process can be started."""
+        """Start a sandbox, whose runner then waits until it is released. Raises OSError if no process can start."""
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         try:
             box, scratch = self._fill(folder, program)
@@ -87,7 +87,7 @@ class Landlock:
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
-        """Make and return the program's folder, which it may read, and the scratch folder, which a tool may write."""
+        """Make the folder that the program may read, and the scratch folder where a tool may write; return both."""
         box, scratch = folder / "box", folder / "scratch"
         folder.chmod(0o755)
         box.mkdir(mode=0o755)
@@ -121,7 +121,7 @@ class Landlock:
         rlimits = limits.rlimits(in_cgroup)
         if not self._identity:  # the kernel counts all tasks of our own user, so those are added
             if time.monotonic() - self._tasks[1] >= _TASKS_KNOWN_S:
-                self._tasks = (_tasks_of(os.geteuid()), time.monotonic())
+                self._tasks = (_threads_of_user(os.geteuid()), time.monotonic())
             rlimits["RLIMIT_NPROC"] += self._tasks[0]
         return rlimits
 
@@ -129,7 +129,7 @@ class Landlock:
 def _own_identity() -> dict[str, Any]:
     """Return Popen's options for a uid that no other process has, so that the limit on processes counts no others.
 
-    Only root can set a uid; for other users the options are empty. Where that uid cannot be set, the uid is nobody's.
+    Only root can set a uid, so other users get no options. If root cannot set that uid either, it is nobody's.
     """
     if os.geteuid() != 0:
         return {}
@@ -143,8 +143,7 @@ def _own_identity() -> dict[str, Any]:
     raise SandboxUnavailable("this process is root and cannot become an unprivileged user: setuid is refused")
 
 
-def _tasks_of(user: int) -> int:
-    """Return the number of threads of all processes of a user."""
+def _threads_of_user(user: int) -> int:
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -155,8 +154,7 @@ def _tasks_of(user: int) -> int:
     return count
 
 
-def _remove_folders_of_the_dead() -> None:
-    """Remove the folders of sandboxes whose verifier process was killed."""
+def _remove_folders_of_dead_verifiers() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):

@@ -1,27 +1,25 @@
-"""The limits of one sandboxed run, their rlimits, and the message of a run that met one.
-
-``sandbox.open_sandbox`` makes the limits from the configuration; ``code.run_tests`` applies those that a problem sets.
-"""
+"""Decides the limits of each run in a sandbox, by configuration and problem; names the limit that a run has met."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from or1_verify.child_process import describe_exit
 from or1_verify.config import VerifyConfig
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""exited: the program ended by itself or by a signal. Others: the program was killed because it exceeded this limit."""
+"""How a program ended. exited: by itself or by a signal. Others: it was killed because it exceeded this limit."""
 
 WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
 
 _STACK_BYTES = 128 << 20
-"""Size of the main thread's stack, which cached recursive functions fill; Linux reserves at least as much below it."""
+"""Size of the main thread's stack, which cached recursive functions fill. Linux always keeps as much free for it."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
@@ -33,10 +31,19 @@ _EXCEEDED = {
 
 
 @dataclass(frozen=True, slots=True)
+class ProblemLimits:
+    """The limits that a problem sets for each test of a submission. None means that the configuration's limit holds."""
+
+    time_s: float | None = None
+    """CPU time limit. The wall time limit is ``WALL_PER_CPU`` times as long."""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxLimits:
     """The limits of one run. A limit that the section ``verify`` can set has the default of that section.
 
-    ``cpu_s`` is the time limit; ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
+    ``cpu_s`` is the time limit. ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
     ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.
     """
 
@@ -48,13 +55,32 @@ class SandboxLimits:
     scratch_bytes: int = 64 << 20
     open_files: int = 128
     output_bytes: int = 16 << 20
+    most_memory_bytes: int | None = None
+    """Largest memory limit that a problem may set; None: no bound."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration key of each limit ("cpu_time", "memory", ...), for messages; a limit without a key is fixed."""
+    """Name of a limit ("cpu_time", "memory", ...) -> its configuration key, for messages. Fixed limits have no key."""
+
+    def for_problem(self, own: ProblemLimits) -> SandboxLimits:
+        """Return these limits with a problem's own limits in their place; memory is at most ``most_memory_bytes``."""
+        limits, keys = self, dict(self.keys)
+        if own.time_s is not None:
+            keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
+            limits = replace(limits, cpu_s=own.time_s, wall_s=WALL_PER_CPU * own.time_s, keys=keys)
+        if own.memory_bytes is not None:
+            most = self.most_memory_bytes or own.memory_bytes
+            keys["memory"] = "the row's limits.memory_bytes" if own.memory_bytes <= most else "verify.node_memory_bytes"
+            limits = replace(limits, memory_bytes=min(own.memory_bytes, most), keys=keys)
+        return limits
+
+    def for_test_program(self, budget_s: float) -> SandboxLimits:
+        """Return these limits with ``verify.budget_s`` as CPU time, because a test program makes many calls."""
+        return replace(self, cpu_s=budget_s, keys={**self.keys, "cpu_time": "verify.budget_s"})
 
     def rlimits(self, in_cgroup: bool) -> dict[str, int]:
         """Return the resource limits of each process, by the names of the module ``resource``.
 
-        ``in_cgroup``: a cgroup also limits the number of processes. The cgroup must refuse first: it counts refusals.
+        ``in_cgroup``: a cgroup also limits the number of processes. The cgroup must refuse first, because only cgroups
+        count refusals.
         """
         return {
             "RLIMIT_CPU": math.ceil(self.cpu_s)
@@ -68,7 +94,7 @@ class SandboxLimits:
         }
 
     def named(self, limit: str) -> str:
-        """Return in words a limit's name, value and configuration key, if it has one."""
+        """Return a limit in words: its name, its value, and its configuration key if it has one."""
         words = {
             "cpu_time": f"CPU time limit of {self.cpu_s:g} s",
             "wall_time": f"wall time limit of {self.wall_s:g} s",
@@ -98,6 +124,34 @@ class SandboxLimits:
         if "MemoryError" in last_line or "bad_alloc" in last_line:
             words += f" (each process has a {self.named('memory')})"
         return f"{words} (met the {self.named('processes')})" if refused else words
+
+
+def node_memory_bytes(config: VerifyConfig) -> int:
+    """Return the memory limit of all untrusted programs on this node together; by default half of the memory."""
+    return config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def configured_limits(config: VerifyConfig, in_cgroup: bool) -> SandboxLimits:
+    """Return the limits of a run that the section ``verify`` sets.
+
+    Without cgroups nothing limits the sum of all programs' memory, so each worker gets an equal part of the node's.
+    """
+    most_bytes, most_key = node_memory_bytes(config), "verify.node_memory_bytes"
+    if not in_cgroup:
+        most_bytes, most_key = most_bytes // config.workers, f"{most_key} / verify.workers"
+    return SandboxLimits(
+        cpu_s=config.timeout_s,
+        wall_s=WALL_PER_CPU * config.timeout_s,
+        memory_bytes=min(config.memory_bytes, most_bytes),
+        processes=config.processes,
+        most_memory_bytes=most_bytes,
+        keys={
+            "cpu_time": "verify.timeout_s",
+            "wall_time": f"{WALL_PER_CPU:g} x verify.timeout_s",
+            "memory": "verify.memory_bytes" if config.memory_bytes <= most_bytes else most_key,
+            "processes": "verify.processes",
+        },
+    )
 
 
 def _size(count: int) -> str:

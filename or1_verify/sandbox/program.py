@@ -1,4 +1,4 @@
-"""The sandbox's interface: programs, their results, and exceptions; their limits are in ``limits``.
+"""The sandbox's interface: programs, their results, and the exceptions of a run. ``limits`` has the limits of a run.
 
     with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
         program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))
@@ -34,7 +34,7 @@ class SandboxFailure(UserError, OSError):
 
 
 class SessionEnded(Or1Error):
-    """A program that answers line by line gave no answer, because it ended or met the limit that the message names."""
+    """A program that answers line by line gave no answer. It ended, or it met the limit that the message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """The result of one run: ``output`` is its standard output (capped), ``errors`` the end of its standard error.
+    """The result of one run. ``output``: standard output, up to its limit. ``errors``: the end of standard error.
 
-    ``exit_status``: 128 + n for a death by signal n. ``cpu_s``: CPU time of all its processes that were waited for.
-    ``failure``: in words why the run failed; "" if it succeeded.
+    ``exit_status``: 128 + n for a death by signal n. ``cpu_s``: CPU time of all processes that were waited for.
+    ``failure``: why the run failed, in words; "" if it succeeded.
     """
 
     ending: Ending

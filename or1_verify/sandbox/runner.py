@@ -26,10 +26,10 @@ STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def lock(to: dict[str, Any]) -> None:
-    """Confine this process for good: it dies with ``parent``, gains no rights by exec, obeys Landlock and seccomp.
+    """Confine this process for good: it dies with its parent, gains no rights by exec, obeys seccomp and Landlock.
 
-    ``filter``: a seccomp program; ``attributes``: of the Landlock ruleset, 64 bits each; ``rules``: (path, rights).
-    The numbers are from linux/prctl.h and linux/landlock.h.
+    ``to`` has ``parent`` (pid), ``filter`` (a seccomp program), and for Landlock ``attributes`` (the ruleset's, 64 bits
+    each) and ``rules`` [(path, rights)]. The numbers are from linux/prctl.h and linux/landlock.h.
     """
     import ctypes
     import struct
@@ -79,9 +79,9 @@ def open_streams(open_path: Any) -> Any:
 
 
 def lift_c_recursion_limit() -> None:
-    """Let this thread's calls through C (as of cached functions) go as deep as its stack. CPython 3.12 and 3.13 stop
-    them at a fixed depth, which honest programs exceed; other versions do not count such calls.
+    """Let this thread's recursion through C, as in cached functions, go as deep as the thread's stack.
 
+    CPython 3.12 and 3.13 stop it at a fixed depth, which honest programs exceed; others do not count it.
     The number of calls left follows the recursion limit in the thread's state (Include/cpython/pystate.h).
     """
     if not (3, 12) <= sys.version_info < (3, 14):

@@ -16,7 +16,6 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from or1_verify.sandbox.bubblewrap import Bubblewrap
 from or1_verify.sandbox.cgroups import CgroupPool
 from or1_verify.sandbox.confined_process import ConfinedProcess
 from or1_verify.sandbox.landlock import Landlock
-from or1_verify.sandbox.limits import WALL_PER_CPU, SandboxLimits
+from or1_verify.sandbox.limits import SandboxLimits, configured_limits, node_memory_bytes
 from or1_verify.sandbox.program import Program, SandboxResult, SandboxTier, SandboxUnavailable
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
@@ -50,10 +49,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted programs. Construction runs a probe, and raises SandboxUnavailable if no tier works here."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
-        """``node_memory_bytes``: memory limit of all sandboxes on this machine together, if cgroups can be used."""
+        """Choose a tier. ``node_memory_bytes``: limit of all this machine's sandboxes, where cgroups can be used."""
         self.limits = limits
-        self.most_memory_bytes = node_memory_bytes
-        """Largest memory limit that one run may have; None: no bound."""
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock
         failures = []
@@ -87,11 +84,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
 
     def missing(self, modules: Iterable[str]) -> set[str]:
-        """Return those of the top-level ``modules`` that programs in the sandbox cannot import."""
+        """Return the top-level ``modules`` that programs in the sandbox cannot import."""
         return set(self.run(_FINDER, " ".join(modules).encode(), _PROBE_LIMITS).output.decode().split())
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-        """Run a program once, with ``limits`` or the sandbox's own; thread-safe. Raises SandboxFailure."""
+        """Run a program once, with ``limits`` or else the sandbox's own limits. Thread-safe. Raises SandboxFailure."""
         with self._launch(program, stdin, limits or self.limits) as launched:
             launched.release()
             return launched.finish(launched.read() or "exited")
@@ -129,26 +126,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 def open_sandbox(config: VerifyConfig) -> Sandbox:
     """Return the sandbox that the configuration names. Raises SandboxUnavailable if that sandbox does not work here."""
-    limits = SandboxLimits(
-        cpu_s=config.timeout_s,
-        wall_s=WALL_PER_CPU * config.timeout_s,
-        memory_bytes=config.memory_bytes,
-        processes=config.processes,
-        keys={
-            "cpu_time": "verify.timeout_s",
-            "wall_time": f"{WALL_PER_CPU:g} x verify.timeout_s",
-            "memory": "verify.memory_bytes",
-            "processes": "verify.processes",
-        },
-    )
-    node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    sandbox = Sandbox(limits, config.sandbox, node_bytes)
-    most_bytes, key = node_bytes, "verify.node_memory_bytes"
-    if not sandbox.cgroups:  # nothing limits the sum of all programs, so each worker's get an equal part
-        most_bytes, key = node_bytes // config.workers, f"{key} / verify.workers"
-        sandbox.most_memory_bytes = most_bytes
-    if most_bytes < limits.memory_bytes:
-        sandbox.limits = replace(limits, memory_bytes=most_bytes, keys={**limits.keys, "memory": key})
+    sandbox = Sandbox(SandboxLimits(), config.sandbox, node_memory_bytes(config))
+    sandbox.limits = configured_limits(config, bool(sandbox.cgroups))
     return sandbox
 
 
@@ -166,7 +145,7 @@ def _interpreters() -> Iterator[Path]:
 
 
 def _with_packages(python: Path) -> Path:
-    """Return a copy of our Python with those of _PACKAGES that are installed. A sandbox's user can read the copy.
+    """Return a copy of our Python, which a sandbox's user can read, with the installed ones of _PACKAGES.
 
     The copy is made at the first call. Raises OSError, RuntimeError or ValueError if it cannot be made.
     """

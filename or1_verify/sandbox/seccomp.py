@@ -68,7 +68,7 @@ _REFUSED: _Instruction = (_RETURN, 0, 0, _EPERM)
 
 
 def namespaced_filter() -> bytes:
-    """Return the filter for a program in namespaces, which may use processes, files and signals of its own."""
+    """Return the filter for a program in namespaces. The program may have processes, files and signals of its own."""
     checks = {
         "clone": [*_none_of_bits(0, _NEW_NAMESPACES), _ALLOWED],
         "fcntl": _one_of(1, (*_FCNTL, *_FCNTL_LOCKS)),
@@ -93,7 +93,7 @@ def lone_filter(pid: int) -> bytes:
 
 
 def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> bytes:
-    """Return a filter that allows the call numbers ``allowed``, and runs ``checks`` on other calls' arguments."""
+    """Return a filter that allows the call numbers ``allowed``, and runs ``checks`` on the arguments of other calls."""
     checks = {
         "prctl": _one_of(0, _PRCTL),
         "prlimit64": _one_of(0, (0,)),
@@ -122,7 +122,7 @@ def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> 
 
 
 def _argument(index: int) -> _Instruction:
-    """Return the instruction that loads an argument's lower 32 bits, which suffice for all arguments checked here."""
+    """Return the instruction that loads an argument's lower 32 bits. No argument checked here needs more."""
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)
 
 

@@ -16,9 +16,10 @@ import pytest
 from code_corpus import compress
 
 from or1_verify.code import livecodebench
+from or1_verify.code.code_tests import CallTest, ProgramTest, StdinTest
 from or1_verify.code.ground_truth import parse_code_tests
-from or1_verify.code.imports import with_imports
-from or1_verify.code.tests import CallTest, ProgramTest, RowLimits, StdinTest
+from or1_verify.code.missing_imports import with_imports
+from or1_verify.sandbox.limits import ProblemLimits
 
 
 def parsed(truth: Any) -> Any:
@@ -166,10 +167,10 @@ def test_tolerance_of_a_row_is_the_float_checkers(name: dict[str, str]) -> None:
 
 
 def test_limits_of_a_row() -> None:
-    assert parsed({**STDIN, "limits": {"time_s": 1.5}}).limits == RowLimits(1.5, None)
-    assert parsed({**CHECK, "limits": {"memory_bytes": 1 << 30}}).limits == RowLimits(None, 1 << 30)
-    assert parsed({"public_test_cases": [TEST], "limits": {"time_s": 2}}).limits == RowLimits(2, None)
-    assert parsed(STDIN).limits == RowLimits()
+    assert parsed({**STDIN, "limits": {"time_s": 1.5}}).limits == ProblemLimits(1.5, None)
+    assert parsed({**CHECK, "limits": {"memory_bytes": 1 << 30}}).limits == ProblemLimits(None, 1 << 30)
+    assert parsed({"public_test_cases": [TEST], "limits": {"time_s": 2}}).limits == ProblemLimits(2, None)
+    assert parsed(STDIN).limits == ProblemLimits()
 
 
 def test_what_a_check_may_call() -> None:

@@ -117,7 +117,7 @@ def test_a_row_has_limits_of_its_own(sandbox: Sandbox, case: str) -> None:
     source = f"def f():\n    {body}\n    return 1\n" + ("print(f())" if kind == "stdin" else "")
     text = json.dumps({**truth, "limits": limits})
     problem = Problem("i", "s", "code", (Message("user", "q"),), text, {}, "x.jsonl:1")
-    sandbox.most_memory_bytes = 256 << 20
+    sandbox.limits = replace(sandbox.limits, most_memory_bytes=256 << 20)
     verdict = CodeVerifier(VerifyConfig(), sandbox).verify(problem, f"</think>\n```python\n{source}\n```", False)
     assert verdict.status == ("wrong" if words else "right") and words in verdict.detail, verdict
 
@@ -132,7 +132,7 @@ def test_memory_is_at_most_the_nodes() -> None:
         else (1 << 29, "verify.node_memory_bytes / verify.workers")
     )
     assert (made.limits.memory_bytes, made.limits.keys["memory"]) == expected
-    assert made.most_memory_bytes == expected[0]
+    assert made.limits.most_memory_bytes == expected[0]
 
 
 @pytest.mark.parametrize("case", CALLS)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from or1_verify.config import MathConfig
 from or1_verify.math.reader.judge import judge
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem
 

@@ -19,7 +19,7 @@ import sympy
 from math_pairs import Pair, Part
 
 from or1_verify.math.reader.judge import judge
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 from or1_verify.math.verifier import MathVerifier
 from or1_verify.types import Message, Problem
 

@@ -1,6 +1,6 @@
-"""Our own programs that run inside a sandbox, which gets their text; they are never imported here.
+"""Our own programs that run inside a sandbox. The sandbox gets their text, so no module here imports them.
 
-They need only the standard library, and ``codec.py``, which lies beside them in the sandbox.
+They need only the standard library and ``codec.py``, which the sandbox holds too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads a submission inside the sandbox, and answers calls of its functions.
 
-It reads lines from standard input, each with a fresh nonce and a JSON object. The first line is the set-up {prefix,
-source, starter, fork}, which is answered when the submission has been loaded; then calls come one at a time. An answer
-must repeat the nonce, so text that was written before a call cannot answer the call.
+It reads lines from standard input: a fresh nonce, then a JSON object. The first line is the set-up {prefix, source,
+starter, fork}, which is answered when the submission has been loaded. Then calls come one at a time. An answer must
+repeat the nonce of its call, so text that was written before the call cannot answer it.
 
 The submission can do anything in this process, and also write to the channel of answers. But the submission can only
 give results of its own calls there: this process does not know the expected results.
@@ -68,7 +68,10 @@ class Submission:
         return {"object": len(self.objects) - 1}
 
     def find(self, expression: str) -> Any:
-        """Return the function that ``f`` (f, else Solution's method) or ``C().f`` (C's method, else f) means."""
+        """Return the function that a test names: ``f``, or ``C().f`` for C's method.
+
+        If there is no function f, ``f`` is Solution's method; if there is no class C, ``C().f`` is the function f.
+        """
         match = EXPRESSION.fullmatch(expression)
         assert match is not None
         owner, name = match.groups()
@@ -99,7 +102,7 @@ class Submission:
         return answer
 
     def changed(self, argument: Any) -> Any:
-        """Return [the argument's encoded state after a call] if a call can change the argument, else None."""
+        """Return an argument's encoded state after a call, in a list of one item; None if no call can change it."""
         if not isinstance(argument, MUTABLE) and not hasattr(argument, "val"):
             return None
         try:
@@ -108,7 +111,7 @@ class Submission:
             return None
 
     def nodes_from_annotations(self, function: Any, name: str, arguments: list[Any]) -> str | None:
-        """Turn lists in ``arguments`` into nodes as annotated; return the annotation of a result that is a node."""
+        """Turn ``arguments`` that are annotated as nodes into nodes. Return the result's annotation if it is a node."""
         annotations = self.annotations(function)
         if not any("Node" in item for item in annotations.values()) and self.starter:
             annotations = self.starter_annotations(name) or annotations

@@ -1,8 +1,8 @@
 """Runs a test program inside a sandbox, against a submission in another sandbox.
 
-The test program sees stand-ins for the submission's functions. A call of a stand-in is written to standard output; its
-answer comes on standard input as plain data, which is decoded into exact built-in types. No code of the submission runs
-in this process, so none of the submission's code, such as ``__eq__``, takes part in a comparison.
+The test program sees stand-ins for the submission's functions. A call of a stand-in is written to standard output. The
+answer comes on standard input as plain data and is decoded into exact built-in types. So no code of the submission runs
+in this process, and none, such as an ``__eq__``, takes part in a comparison.
 
 Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
 {"passed": true}, or {"failed": words, "at": the line of the test program}.
@@ -80,7 +80,7 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Give the caller's argument the state that its copy has after the call, except within an assert.
+        """Change an argument of a call as the call changed the submission's copy of it, except within an assert.
 
         In ``assert f(x) == expected(x)`` a submission could otherwise change what its result is compared with.
         """
@@ -97,8 +97,10 @@ class Channel:
 
 
 class Remote:
-    """A stand-in for a function, class or object in the submission's process. The test
-    program can call a stand-in and read its attributes and items, but cannot compare it."""
+    """A stand-in for a function, class or object in the submission's process.
+
+    The test program can call a stand-in and read its attributes and items, but cannot compare it.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,7 +142,7 @@ class Remote:
 
 
 class Marker(ast.NodeTransformer):
-    """Rewrites asserts so that the channel knows while one is being evaluated."""
+    """Rewrites each assert statement, so that the channel knows when the assert is being evaluated."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
         begin, end = (ast.parse("__channel__.in_assert = " + value).body[0] for value in ("True", "False"))

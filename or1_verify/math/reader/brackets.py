@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from or1_verify.math.reader.text import Token, Unreadable
+from or1_verify.math.reader.normalization import Token, Unreadable
 
 _OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
 _CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
@@ -29,7 +29,7 @@ def depths(items: Sequence[Token]) -> list[int]:
 
 
 def split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """Return (the parts between the separators that stand outside all brackets, these separators)."""
+    """Split tokens at the separators outside all brackets. Return (the parts, the separators)."""
     parts: list[list[Token]] = [[]]
     separators: list[str] = []
     for token, depth in zip(items, depths(items), strict=True):

@@ -1,4 +1,4 @@
-"""Compares a gold and an answer, both already read, by one rule for each pair of types."""
+"""Compares a gold and an answer, both already parsed, by one rule for each pair of types."""
 
 from __future__ import annotations
 
@@ -7,22 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from or1_verify.math.reader import notation
-from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
-from or1_verify.math.reader.equality import canonical, fraction, proportional, same
-from or1_verify.math.reader.numerals import decimals, is_numeral
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.ranges import (
-    Interval,
-    conditioned,
-    counted_on,
-    covered,
-    members,
-    names_of,
-    of_integers,
-    same_ranges,
-)
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Cases,
     Conditional,
     Dots,
@@ -39,13 +24,28 @@ from or1_verify.math.reader.records import (
     Union,
     Words,
 )
-from or1_verify.math.reader.scalars import same_quantity
+from or1_verify.math.reader.compare_conditions import agree_where_one_is_silent, parameter, said
+from or1_verify.math.reader.compare_quantities import same_quantity
+from or1_verify.math.reader.expression_equality import canonical, fraction, proportional, same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.intervals import (
+    Interval,
+    conditioned,
+    counted_on,
+    covered,
+    members,
+    names_of,
+    of_integers,
+    same_ranges,
+)
+from or1_verify.math.reader.named_values import assignments, same_name
+from or1_verify.math.reader.normalization import Unreadable
+from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import rational, real
+from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.several_values import same_links, spread
 from or1_verify.math.reader.solution_families import same_family
-from or1_verify.math.reader.text import Unreadable
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import HEDGES, LEAD_INS
-from or1_verify.math.reader.value import rational, real
+from or1_verify.math.reader.words import HEDGES, LEAD_INS
 
 _MAX_ITEMS = 200
 _LABEL = re.compile(r"[a-z-]{3,}")
@@ -105,7 +105,7 @@ def _same_conditional(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_set(gold: Reading, answer: Reading) -> bool:
-    """Compare sets of integers given by a condition. Raises Unreadable for a condition that is no range."""
+    """Compare sets that a condition defines. Raises Unreadable if a condition does not bound the variable."""
     sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
@@ -131,7 +131,7 @@ def _word_key(text: str) -> tuple[str, ...]:
 
 
 def _content(words: list[str]) -> list[str]:
-    """Return the stems of words, without articles and without "the function is" or "f is" in front."""
+    """Return words without plural s, without articles, and without "the function is" or "f is" in front."""
     verb = next((at for at, word in enumerate(words) if word in ("is", "are")), 0)
     said = (
         words[verb + 1 :]
@@ -211,11 +211,11 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
 def _same_relations(gold: Relation, answer: Relation) -> bool:
     if gold.is_inequality and answer.is_inequality:
         return _same_order(gold, answer)
-    one_name = bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
+    one_name = bool(gold.heads[0]) and same_name(gold.heads[0], answer.heads[0])
     if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and one_name:
         return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
     assigned = _assigned(gold), _assigned(answer)
-    if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
+    if assigned[0] is not None and assigned[1] is not None and same_name(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
     if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
@@ -234,7 +234,7 @@ def _same_curve(gold: Relation, answer: Relation) -> bool:
 
 
 def _is_solved(gold: Relation, answer: Quantity) -> bool:
-    """Return whether the gold's equation makes y equal to a formula of x: ``6/x`` for ``xy = 6``."""
+    """Return whether the gold, solved for y, gives the answer, a formula of x: ``6/x`` for ``xy = 6``."""
     named = Relation(("=",), (Quantity(Node("sym", name="y")), answer), ("y", ""))
     return "x" in symbols(answer.tree) and _same_curve(gold, named)
 
@@ -275,12 +275,11 @@ def _assigned(relation: Relation) -> tuple[str, Reading] | None:
 
 
 def _is_in(name: str, value: Reading) -> bool:
-    """Return whether a name occurs in the value that is assigned to it, as in ``n = n^2``."""
     return isinstance(value, Quantity) and name in symbols(value.tree)
 
 
 def _measure(side: Reading) -> str:
-    """Return the name of a length (AB for ``|AB|`` and ``|BA|``) or a ratio (``S_1 : S_2``), "" for other sides."""
+    """Return a name for a length (AB for ``|AB|`` and ``|BA|``) or a ratio (``S_1 : S_2``); "" for other sides."""
     if isinstance(side, Ratio):
         return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
     if not (isinstance(side, Quantity) and side.whole.op == "abs"):
@@ -299,7 +298,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
 
 
 def _values(relation: Relation, as_gold: bool) -> list[Reading]:
-    """Return the values that a relation states: 5 for ``x = 5``; a for ``a \\approx b``, and for a gold also b."""
+    """Return the values that a relation states: 5 for ``x = 5``, a for ``a \\approx b``. A gold states b as well."""
     if relation.operators[-1] == "~":
         exact = relation.sides[:-1]
         if relation.heads[0] and len(exact) == 1:
@@ -402,7 +401,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
         return False
-    named = notation.assignments(gold), notation.assignments(answer)
+    named = assignments(gold), assignments(answer)
     if (named[0] or named[1]) and _same_assignments(gold, answer, named):
         return True
     if any(_name_variables(names) for names in named):
@@ -420,20 +419,20 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
 
 
 def _numerals(group: Several) -> list[Fraction] | None:
-    """Return the sorted values if the group is a list of bare numbers only, else None."""
+    """Return the sorted values of a list that holds only plain numbers; None for any other list."""
     trees = [item.tree for item in group.items if isinstance(item, Quantity) and item == Quantity(item.tree)]
     values = [value for tree in trees if is_numeral(tree) and (value := rational(tree)) is not None]
     return sorted(values) if len(values) == len(group.items) and group.brackets in ("", "{}") else None
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:
-    """Compare members of sets or lists. Unlike ``compare``, this does not take ``\\{1\\}`` and 1 as equal."""
+    """Compare members of sets or lists. ``\\{1\\}`` and 1 differ as members, while ``compare`` finds them equal."""
     braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
     return braces[0] == braces[1] and compare(gold, answer)
 
 
 def _joined_alike(gold: Several, answer: Several) -> bool:
-    """Return whether relations are joined alike: "or" differs from "and", except for one variable's values."""
+    """Return whether both lists join relations alike. "or" equals "and" only between the values of one variable."""
     joiners = {gold.joined_by, answer.joined_by}
     relations = [item for item in gold.items if isinstance(item, Relation)]
     if "or" not in joiners or len(joiners) == 1 or not relations:
@@ -445,7 +444,7 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
-    """Return whether the names are different variables; x_1 and x_2 are one variable with numbers."""
+    """Return whether several different variables are named. x_1 and x_2 count as one variable."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
@@ -469,7 +468,6 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Return the items, each value only once."""
     kept: list[Reading] = []
     for item in items:
         if not any(compare(other, item) for other in kept):
@@ -478,7 +476,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
-    """Return whether both sequences have the same items, equally often; items are matched greedily by ``equal``."""
+    """Return whether both sequences have the same items in any order, each equally often. ``equal`` compares two."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)
@@ -506,4 +504,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""_WHOLE_RULES is for whole readings, _SPREAD_RULES for spread ones; the first rule with either side's type decides."""
+"""``compare`` tries _WHOLE_RULES, then _SPREAD_RULES after ``spread``. The first rule for a side's type decides."""

@@ -1,6 +1,6 @@
 r"""Removes text around an answer that has no meaning: sizes, environments of one row, remarks, frames of a sentence.
 
-It also marks the words of languages without spaces, and writes typed operators in LaTeX: ``x**2``, ``C(n, 2)``.
+It also marks the words of languages that write no spaces, and turns typed operators (``x**2``, ``C(n, 2)``) into LaTeX.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from or1_verify.math.reader.units import SPOKEN, WITHOUT_SPACES, YES_NO
+from or1_verify.math.reader.words import SPOKEN, WITHOUT_SPACES, YES_NO
 
 _ENVIRONMENT = re.compile(
     r"^\s*\\begin\s*\{(aligned|align|gathered|gather|equation|split|array)(\*?)\}((?:(?!\\\\|\\begin|\\end).)*)"
@@ -55,6 +55,6 @@ def undecorated(raw: str, typed: bool) -> str:
 
 
 def _chosen(match: re.Match[str]) -> str:
-    """Return ``C(n, 2)`` as a binomial coefficient; ``C(2, 3)`` stays, because it is a point named C."""
+    """Return ``C(n, 2)`` as a binomial coefficient. ``C(2, 3)`` stays as it is, because it is a point named C."""
     point = match[1].isdigit() and int(match[1]) < int(match[2])
     return match[0] if point else rf"\binom{{{match[1]}}}{{{match[2]}}}"

@@ -1,58 +1,52 @@
-r"""Judges whether an answer says what a gold says: it reads both and compares them by their types.
+r"""Judges whether an answer says the same as a gold: reads both, then compares them by their types.
 
-The policy, class by class and with its reasons, is in docs/math_verifier.md. Where a side cannot be read, the functions
-raise ``Unreadable``; only equal texts are decided without reading.
+docs/math_verifier.md has the rules and their reasons. The functions raise ``Unreadable`` if gold or answer cannot be
+read, unless the texts are equal.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from or1_verify.math.reader import notation
+from or1_verify.math.reader import special_notations
+from or1_verify.math.reader.answer_types import Reading
 from or1_verify.math.reader.compare import compare
+from or1_verify.math.reader.normalization import Unreadable, clean
+from or1_verify.math.reader.numeric_value import rational
+from or1_verify.math.reader.parse_answer import read
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.reading import read
-from or1_verify.math.reader.records import Reading
+from or1_verify.math.reader.renamed_letters import renaming
 from or1_verify.math.reader.rounding import as_rounded
-from or1_verify.math.reader.shared_notation import alike
-from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
-from or1_verify.math.reader.value import rational
+from or1_verify.math.reader.vectors_and_derivatives import alike
 
 _MAX_CHARS = 2000
 _LIST = re.compile(r"[\\{$]*(?:-?[\d./]{1,20}[,;]\s*)+-?[\d./]{1,20}[\\}$]*")
 """Lists of numbers, which may be longer than _MAX_CHARS."""
-_INTEGER = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
-_ARGUMENT = r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*="
-_COUNTERS = {"k", "l", "m", "n"}
-_ANGLES = re.compile(r"(?:[a-xz]|\\[a-z]+ ) ?=.*(?:[klmn] ?\\pi|\\pi ?[klmn](?! ?\^))")
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
 _IN_BRACKETS = re.compile(r"[\s$]*(?:\\left)?(?:\(|\[|\\\{)[\d,]+(?:\\right)?(?:\)|\]|\\\})[\s$.]*")
-_TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
-_Rename = Callable[[str, str], tuple[str, str] | None]
 Judgement = tuple[bool, str]
-"""(whether the answer is right, the types that the two were compared as)."""
+"""(whether the answer is right, the types that gold and answer were compared as)."""
 
 
 def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
-    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read.
+    """Judge ``answer`` by ``gold``. Raises Unreadable if one of them cannot be read.
 
     With ``rounding``, an exact answer is right if it rounds to a decimal gold (``reader.rounding``).
     """
     if any(len(side) > _MAX_CHARS and not _LIST.fullmatch(side) for side in (gold, answer)):
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
     gold, answer = alike(gold, answer)
-    if (said := notation.ordinals(gold, answer)) is not None:
+    if (said := special_notations.ordinals(gold, answer)) is not None:
         return said, "compared as ordinals"
     cleaned = _cleaned(gold), _cleaned(answer)
     if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
         return True, "the same text"
-    for name, rule in notation.RULES:
+    for name, rule in special_notations.RULES:
         if (said := rule(cleaned[0], cleaned[1], partial(_same_value, rounding=rounding))) is not None:
             return said, name
     return _judge_readings(gold, answer, rounding)
@@ -63,7 +57,7 @@ def is_readable(gold: str) -> bool:
     try:
         _reading(gold, True)
     except (Unreadable, RecursionError):
-        return bool(notation.based(gold))
+        return bool(special_notations.based(gold))
     return True
 
 
@@ -75,8 +69,8 @@ def _same_value(gold: str, answer: str, rounding: bool) -> bool:
 
 
 def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
-    """Judge with both ways to read commas between digits: ``1,234`` can be one number or two."""
-    rename = _renaming(_cleaned(gold), _cleaned(answer))
+    """Judge under each way to read commas between digits, as ``1,234`` can be one number or two."""
+    rename = renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
     for gold_groups in _gold_readings(gold):
@@ -102,7 +96,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """If the gold has a unit, judge with the letter in the answer ``7 m`` as a unit. Return None in other cases."""
+    """Judge with the last letters of the answer, m in ``7 m``, read as a unit. None unless the gold has a unit."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -127,20 +121,20 @@ def _reading(text: str, commas_group: bool) -> Reading:
 
 
 def _comma_readings(text: str) -> tuple[bool, ...]:
-    """Return, for each way to read the text, whether ``1,234`` is one number; ``(1,234)`` is always two."""
+    """Return the ways to read a text's commas: True if ``1,234`` is one number. ``(1,234)`` is always two."""
     if not re.search(r"\d,\d{3}", text):
         return (True,)
     return (False,) if _IN_BRACKETS.fullmatch(text) else (True, False)
 
 
 def _gold_readings(gold: str) -> tuple[bool, ...]:
-    """Return the ways to read a gold, as ``_comma_readings`` does; a gold that is only ``1,234`` is one number."""
+    """Return the ways to read a gold's commas, as ``_comma_readings``; a gold of only ``1,234`` is one number."""
     alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
     return (True,) if alone else _comma_readings(gold)
 
 
 def _ways(gold: Reading, answer: Reading) -> tuple[Reading, ...]:
-    """Return the readings of ``answer`` that may be right: 25% is also read as 25 if the gold is a number above 1."""
+    """Return the readings of ``answer`` to compare with ``gold``: 25% also as 25, if the gold is a number above 1."""
     if not (isinstance(gold, Quantity) and isinstance(answer, Quantity)) or gold.percent or gold.unit:
         return (answer,)
     plain = gold.tree.op in ("num", "mixed") and (rational(gold.tree) or 0) > 1
@@ -157,66 +151,3 @@ def _name(reading: Reading) -> str:
     return {"Quantity": "a value", "Several": "several values", "Relation": "a relation", "Words": "words"}.get(
         type(reading).__name__, type(reading).__name__.lower()
     )
-
-
-def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return a function that renames the answer's parameter or function argument to the gold's; None if not needed."""
-    declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
-    rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
-    for rule in rules:
-        names = rule(gold, answer)
-        if names and names[0] != names[1]:
-            swap = {names[0]: names[1], names[1]: names[0]}
-            return lambda items: [
-                Token(token.kind, swap.get(token.text, token.text), token.spaced) if token.kind == "symbol" else token
-                for token in items
-            ]
-    return None
-
-
-def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter that the pattern finds declared; None unless each text declares exactly one."""
-    names = [set(re.findall(pattern, text)) for text in (gold, answer)]
-    return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
-
-
-def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter of a point's parameter, t in ``(t, 2t)``, if only the gold declares it; or None.
-
-    The answer's letter is the only letter of the answer that the gold lacks.
-    """
-    declared, own = re.findall(_TUPLE_OF_REAL, gold), _symbols(answer) - _symbols(gold)
-    lone = declared and answer.startswith("(") and len(own) == 1 and declared[0] not in _symbols(answer)
-    return (declared[0], own.pop()) if lone else None
-
-
-def _constants(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter for the constant of integration, for a gold in x or t; None if there is none."""
-    ours, theirs = _symbols(gold), _symbols(answer)
-    constants, others = ours - theirs, theirs - ours
-    named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
-    if constants not in ({"C"}, {"c"}) or named or not ours & {"x", "t"} or len(others) != 1:
-        return None
-    return (constants.pop(), others.pop()) if others <= {"C", "c", "K", "k", "A"} else None
-
-
-def _symbols(cleaned: str) -> set[str]:
-    try:
-        return {token.text for token in tokens(cleaned) if token.kind == "symbol"}
-    except Unreadable:
-        return set()
-
-
-def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (integer letter that only ``one`` declares, the other's only letter of k, l, m, n), or None.
-
-    Solutions of a trigonometric equation, ``x = k\\pi``, need no declaration.
-    """
-    names = set(re.findall(_INTEGER, one))
-    if re.search(_INTEGER, other):
-        return None
-    if _ANGLES.match(one) and len(_symbols(one)) <= 2:  # no other letter than the angle's
-        names |= _symbols(one) & _COUNTERS
-    free = _symbols(other) & _COUNTERS
-    alone = len(names) == len(free) == 1 and not names & _symbols(other) and not free & _symbols(one)
-    return (names.pop(), free.pop()) if alone else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.value import rational
+from or1_verify.math.reader.expression_tree import Node
+from or1_verify.math.reader.numeric_value import rational
 
 
 def is_numeral(tree: Node) -> bool:
-    """Whether the tree is a number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
+    """Return whether the tree is a finished number, with nothing to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
     if tree.op == "neg":
         return tree.args[0].op != "neg" and is_numeral(tree.args[0])
     if tree.op in ("num", "mixed"):
@@ -40,6 +40,6 @@ def _is_power_of_ten(tree: Node) -> bool:
 
 
 def decimals(tree: Node) -> int:
-    """Return the number of digits behind the decimal point; 0 if the tree is no decimal."""
+    """Return how many digits a decimal has behind its point; 0 for any other tree."""
     inner = tree.args[0] if tree.op == "neg" else tree
     return len(inner.name.partition(".")[2]) if inner.op == "num" and re.fullmatch(r"\d*\.\d+", inner.name) else 0

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
-from or1_verify.math.reader.expression import parse
-from or1_verify.math.reader.text import Token, Unreadable
-from or1_verify.math.reader.tree import Node, number_node
-from or1_verify.math.reader.units import (
+from or1_verify.math.reader.expression_tree import Node, number_node
+from or1_verify.math.reader.normalization import Token, Unreadable
+from or1_verify.math.reader.parse_expression import parse
+from or1_verify.math.reader.words import (
     HEDGES,
     LEAD_INS,
     MULTIPLIERS,
@@ -25,7 +25,7 @@ from or1_verify.math.reader.units import (
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value: ``tree`` times ``unit``. A unit is (dimension, size): ("length^2", 1/10000) for square centimetres."""
+    """A value, ``tree`` times ``unit``. A unit is (dimension, size): ("length^2", 1/10000) for square centimetres."""
 
     tree: Node
     unit: tuple[str, Fraction] | None = None
@@ -37,7 +37,7 @@ class Quantity:
 
     @property
     def whole(self) -> Node:
-        """The tree with unit, percent sign and noun in it, so that rules without units tell 5 cm from 5 m."""
+        """One tree with the unit, percent sign and noun inside, so that rules that compare trees tell 5 cm from 5 m."""
         beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
         return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
 
@@ -46,9 +46,10 @@ class Quantity:
 
 
 def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
-    """Return the factors that may convert the answer's number to the gold's unit or percent form; () if none can.
+    """Return the factors by which the answer's number may be multiplied to be in the gold's unit or percent form.
 
-    A unit that one side lacks is assumed. If only the answer has a percent sign, the factor is 1/100.
+    If one side has no unit, it has the other's. If only the answer has a percent sign, the factor is 1/100. The result
+    is () if the two cannot be compared.
     """
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:
@@ -66,7 +67,7 @@ def scaled(tree: Node, factor: Fraction) -> Node:
 
 
 def read_quantity(items: list[Token]) -> Quantity:
-    """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
+    """Read a value. Raises Unreadable if the words around it are more than a unit, a noun or a lead-in."""
     negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
     items = items[1:] if negative else items
     at = next((index for index, token in enumerate(items[:2]) if token.text in SYMBOL_UNITS), None)
@@ -103,7 +104,7 @@ def read_quantity(items: list[Token]) -> Quantity:
 
 
 def _multiplied(tree: Node, multiplier: int | Fraction) -> Node:
-    """Return the number of ``1.2 million`` or ``5 thirds``. Raises Unreadable if ``tree`` is no number."""
+    """Return a number times a word, as in ``1.2 million`` or ``5 thirds``. Raises Unreadable for other trees."""
     if tree.op != "num":
         raise Unreadable("a multiplier behind what is no number")
     return number_node(tree.number * multiplier)
@@ -133,7 +134,7 @@ def _degrees(tree: Node) -> Node | None:
 
 
 def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
-    """Return what the words behind a number say: (unit, "") or (None, noun)."""
+    """Read the words behind a number: return (unit, "") or (None, noun)."""
     unit = _unit(items)
     if unit is not None:
         return unit, ""
@@ -178,7 +179,7 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
-    """Return (power of a unit, index behind it): ``^2``, ``^{-1}`` or "squared" at ``at``, or power 1."""
+    """Read a unit's power at index ``at``: ``^2``, ``^{-1}``, "squared", or none. Return (power, index behind it)."""
     texts = [token.text for token in items[at : at + 5]]
     if texts[:1] in (["squared"], ["cubed"]):
         return {"squared": 2, "cubed": 3}[texts[0]], at + 1
@@ -191,7 +192,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
 
 
 def read_compound(items: list[Token]) -> Quantity | None:
-    """Read ``2 hours 30 minutes``, with or without "and": units of one dimension, the largest first. Else None."""
+    """Read ``2 hours 30 minutes``, with or without "and". Return None unless the units have one dimension."""
     items = [token for token in items if token.text != "and"]
     if len(items) < 4 or len(items) % 2:
         return None

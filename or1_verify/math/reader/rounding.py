@@ -1,8 +1,8 @@
 """Implements ``verify.math.rounding``: an exact answer is right if it rounds to the digits of a decimal gold.
 
-A decimal answer is not exact, so 85.7 and 85.714 stay wrong for 85.71: they were rounded to other digits. A rational
-answer must be a finished number; a closed form may have roots, pi and e. A logarithm or a sine in an answer is refused,
-because the question may ask to work it out.
+A decimal answer is not exact, so 85.7 and 85.714 stay wrong for the gold 85.71: they were rounded to other digits. A
+rational answer must be a finished number. An irrational one may have roots, pi and e, but no logarithm or sine, because
+the question may ask to work that out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fractions import Fraction
 
 import mpmath
 
+from or1_verify.math.reader.answer_types import Conditional, Reading, Relation, Several
+from or1_verify.math.reader.expression_tree import Node, operations, symbols
 from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import rational, real
 from or1_verify.math.reader.quantity import Quantity, factors
-from or1_verify.math.reader.records import Conditional, Reading, Relation, Several
-from or1_verify.math.reader.tree import Node, operations, symbols
-from or1_verify.math.reader.units import UNITS
-from or1_verify.math.reader.value import rational, real
+from or1_verify.math.reader.words import UNITS
 
 _MIN_DIGITS = 2
 """A gold with one significant digit, such as 0.5, is not read as rounded: too many values round to it."""
@@ -28,7 +28,7 @@ _CLOSED_FORM = frozenset({"num", "sym", "pi", "neg", "add", "mul", "div", "pow",
 
 
 def as_rounded(gold: Reading) -> Reading:
-    """Return the gold with its decimals marked as rounded, also in lists, in tuples, after ``x =`` or a label."""
+    """Return the gold with its decimals marked as rounded, also those in lists and tuples and behind ``x =``."""
     if isinstance(gold, Quantity):
         return replace(gold, rounded=True) if _significant_digits(gold.tree) >= _MIN_DIGITS else gold
     if isinstance(gold, Several):
@@ -41,7 +41,7 @@ def as_rounded(gold: Reading) -> Reading:
 
 
 def rounds_to(answer: Quantity, gold: Quantity) -> bool:
-    """Return whether an exact answer, in the gold's unit, rounds to the digits of the gold (halves away from zero)."""
+    """Return whether an exact answer, converted to the gold's unit, rounds (half away from zero) to the gold."""
     value, shown = _exact(answer.tree), rational(gold.tree)
     if value is None or shown is None:
         return False
@@ -58,7 +58,7 @@ def _significant_digits(tree: Node) -> int:
 
 
 def _exact(tree: Node) -> Fraction | None:
-    """Return an exact answer's value (to 50 digits if it is irrational); None for an answer that is not exact."""
+    """Return an exact answer's value, to 50 digits if it is irrational; None if the answer is not exact."""
     if symbols(tree) or _has_decimals(tree) or not operations(tree) <= _CLOSED_FORM:
         return None
     exact = rational(tree)
@@ -69,7 +69,7 @@ def _exact(tree: Node) -> Fraction | None:
 
 
 def _has_decimals(tree: Node) -> bool:
-    """Return whether the tree has a finite decimal. A repeating decimal (bar or dots) is exact and does not count."""
+    """Return whether the tree has a finite decimal. A repeating decimal is exact, so it does not count."""
     return any(node.op == "num" and re.match(r"\d*\.\d+(?![\d.\\])", node.name) for node in tree.walk())
 
 

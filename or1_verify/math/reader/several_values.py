@@ -6,17 +6,16 @@ import re
 from dataclasses import replace
 from itertools import product
 
-from or1_verify.math.reader import notation
+from or1_verify.math.reader.answer_types import Reading, Relation, Several
+from or1_verify.math.reader.expression_tree import Node, operations
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.tree import operations
 
 _MAX_SIGNS = 4
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def spread(reading: Reading) -> Reading:
-    r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name each."""
+    r"""Return ``\pm 1`` as the list 1, -1, and ``x = 1, 2`` or ``(x, y) = (1, 2)`` as a list of equations."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & operations(reading.tree):
         return Several(_branches(reading))
     if isinstance(reading, Relation) and (pairs := pointwise(reading) or _chained(reading)):
@@ -38,11 +37,19 @@ def spread(reading: Reading) -> Reading:
 
 
 def _branches(quantity: Quantity) -> tuple[Quantity, ...]:
-    return tuple(replace(quantity, tree=tree) for tree in notation.branches(quantity.tree))
+    r"""Return the two values of a quantity with ``\pm``. All its signs change together."""
+    return tuple(replace(quantity, tree=_branch(quantity.tree, upper)) for upper in (True, False))
+
+
+def _branch(tree: Node, upper: bool) -> Node:
+    arguments = tuple(_branch(argument, upper) for argument in tree.args)
+    if tree.op in ("pm", "mp"):
+        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
+    return Node(tree.op, arguments, tree.number, tree.name)
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
-    r"""Return whether two lists pair values alike: signs in ``x = \pm 1, y = \mp 2``, names in ``(x, y) = ...``."""
+    r"""Return whether both link the same signs, ``x = \pm 1, y = \mp 2``, and the same names, ``(x, y) = ...``."""
     signs = _signs(gold), _signs(answer)
     if all(signs) and signs[0].keys() == signs[1].keys():
         swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}
@@ -53,7 +60,7 @@ def same_links(gold: Reading, answer: Reading) -> bool:
 
 
 def _signs(reading: Reading) -> dict[str, str]:
-    """Return the sign ("pm", "mp" or "") of each name's value in a list of several names; {} if no value has a sign."""
+    """Return the sign ("pm", "mp" or "") of each name's value in a list of equations; {} if no value has a sign."""
     items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
     sign_of: dict[str, str] = {}
     for item in items:
@@ -66,14 +73,14 @@ def _signs(reading: Reading) -> dict[str, str]:
 
 
 def _point_names(reading: Reading) -> tuple[str, ...]:
-    """Return the names of a list of points: (x, y) for ``(x, y) = (1, 2), (3, 4)``; () for other readings."""
+    """Return the names of points' coordinates: (x, y) for ``(x, y) = (1, 2), (3, 4)``; () for other readings."""
     first = reading.items[0] if isinstance(reading, Several) and len(reading.items) > 1 else None
     points = pointwise(first) if isinstance(first, Relation) else None
     return tuple(item.heads[0] for item in points.items if isinstance(item, Relation)) if points else ()
 
 
 def _signed_points(point: Several) -> Several | None:
-    r"""Return the points of ``(\pm a, \pm b)``: signs vary independently, but together if one of them is ``\mp``."""
+    r"""Return the points of ``(\pm a, \pm b)``. The signs are independent, unless one is ``\mp``; else None."""
     signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None
@@ -116,7 +123,7 @@ def _chained(relation: Relation) -> Several | None:
 
 
 def _unnamed(item: Reading) -> Reading:
-    """Return the point (2, 3) of ``(p, q) = (2, 3)``; return any other item as it is."""
+    """Return a point without its names: (2, 3) for ``(p, q) = (2, 3)``. Return any other item as it is."""
     if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Several):
         return item.sides[1] if pointwise(item) else item
     return item

@@ -1,7 +1,7 @@
 r"""Compares families of values over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
-Two families are the same when they have the same members around 0, wherever k starts and however many formulas there
-are: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
+Two families are the same if they have the same members around 0, with any start of k and any number of formulas:
+``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import mpmath
 
+from or1_verify.math.reader.answer_types import Reading, Relation, Several
+from or1_verify.math.reader.compare_quantities import is_worked_out
+from or1_verify.math.reader.expression_tree import Node, symbols
+from or1_verify.math.reader.numeric_value import TooLarge, Undefined, evaluate
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.scalars import is_worked_out
 from or1_verify.math.reader.several_values import spread
-from or1_verify.math.reader.tree import Node, symbols
-from or1_verify.math.reader.value import TooLarge, Undefined, evaluate
 
 _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
-"""Not y: ``y = 2n + 1`` is a function of n."""
+"""Names that an unknown may have. y is excluded, because ``y = 2n + 1`` is a function of n."""
 
 _LOOKED_AT = 60
-"""k runs from -60 to 60. Members farther from 0 than those of the densest formula are not compared."""
+"""The parameter runs from -60 to 60. Values are compared as far from 0 as all formulas reach."""
 _FEWEST = 6
 _DIGITS = 40
 
@@ -35,7 +35,7 @@ class _Family:
 
 
 def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
-    """Whether two readings, in which ``parameter`` is any integer, are families of one unknown with equal members."""
+    """Return whether two readings give one unknown the same values, when ``parameter`` runs over the integers."""
     with mpmath.workdps(_DIGITS + 20):
         ours, theirs = _family(gold, parameter), _family(answer, parameter)
         if ours is None or theirs is None or theirs.unknown not in ("", ours.unknown):
@@ -51,7 +51,7 @@ def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
 
 
 def _family(value: Reading, parameter: str) -> _Family | None:
-    """Return the family if the value is formulas of one unknown in ``parameter``; None for any other value."""
+    """Return the family if a reading is formulas in ``parameter`` for one unknown; None for any other reading."""
     spreaded = spread(value)
     parts = spreaded.items if isinstance(spreaded, Several) and spreaded.brackets == "" else (spreaded,)
     heads: set[str] = set()
@@ -70,9 +70,9 @@ def _family(value: Reading, parameter: str) -> _Family | None:
 
 
 def _members(tree: Node, parameter: str) -> list[int]:
-    """Return the values of a formula in order of k, in units of the last digit that counts.
+    """Return the values of a formula, in the order of its parameter and in units of the last compared digit.
 
-    The list is empty if a value is not real, or if the values of even k, or of odd k, are no arithmetic progression.
+    The list is empty if a value is not real, or if the values at even parameters (or at odd ones) have no fixed step.
     """
     try:
         values = [evaluate(tree, {parameter: mpmath.mpf(k)}) for k in range(-_LOOKED_AT, _LOOKED_AT + 1)]

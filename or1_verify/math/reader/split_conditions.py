@@ -1,7 +1,7 @@
-r"""Splits off what an answer says about its letters: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
+r"""Splits the conditions on its letters off an answer: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
 
-Each statement becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows. So
-two answers that say different things about a letter are told apart. Inequalities stay in the answer, behind a comma.
+Each becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows. So two answers
+that say different things about a letter are told apart. Inequalities stay in the answer, behind a comma.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
+from or1_verify.math.reader.answer_types import NumberSet, Reading, Relation, Words
 from or1_verify.math.reader.brackets import depths, spelling, split
+from or1_verify.math.reader.expression_tree import Node
+from or1_verify.math.reader.normalization import Token, Unreadable
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import NumberSet, Reading, Relation, Words
-from or1_verify.math.reader.text import Token, Unreadable
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import QUALIFIERS
+from or1_verify.math.reader.words import QUALIFIERS
 
 ORDERS = {"<", ">", "le", "ge", "ne"}
 _MEMBER = re.compile(r"([a-zA-Z])\\in \\mathbb \{([RZNQC])\}((?:[\^_](?:\{[^{}]*\}|\\[a-z]+ |\S))?)")
@@ -38,7 +38,7 @@ _ARGUMENT = re.compile(r"[A-Za-z]\w*\(([a-z])\)=")
 
 
 def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tuple[list[Token], tuple[Reading, ...]]:
-    """Return (answer without statements about its letters, those statements as conditions). ``read`` reads each."""
+    """Return (the answer without its conditions, the conditions). ``read`` reads the tokens of a condition."""
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)
@@ -82,7 +82,7 @@ def _without_each(items: list[Token]) -> list[Token]:
 
 
 def _unwrapped(items: list[Token]) -> list[Token]:
-    """Return the tokens with a last condition in parentheses, ``(k \\in Z)`` or ``(x > 0)``, behind a comma instead."""
+    """Take the parentheses off a condition at the end, ``(k \\in Z)`` or ``(x > 0)``, and put a comma before it."""
     if items and items[-1].text == ")" and not any(token.text == "," for token in items):
         start = max(index for index, depth in enumerate(depths(items)[:-1]) if depth == 0)
         inside = items[start + 1 : -1]
@@ -96,7 +96,7 @@ def _is_member(items: Sequence[Token]) -> bool:
 
 
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
-    """Return (the other parts, parts like ``k \\in Z``); ``x \\in R`` counts only if another part has x."""
+    """Return (the answer, its parts like ``k \\in Z``). ``x \\in R`` is such a part only if another part has x."""
     parts, separators = split(items, lambda token: token.text == "," or (token.kind == "word" and token.text == "and"))
     members = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
     if not members or len(members) == len(parts):
@@ -117,7 +117,7 @@ def _is_used(part: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
 
 
 def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[Token]], Reading]) -> Iterator[Reading]:
-    """Yield the conditions of a phrase: "all real x", "domain (0, 1)", ``x = 0``, or words that no rule knows."""
+    """Yield the conditions that a phrase states: "all real x", "domain (0, 1)", ``x = 0``, or words without a rule."""
     part = _without_each(part) if any(token.text == "in" and token.kind == "command" for token in part) else part
     if part and part[0].text == "domain":
         part = [_argument(items), Token("command", "in"), *(token for token in part[1:] if token.text not in ":=")]
@@ -145,7 +145,7 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
 
 
 def _argument(items: Sequence[Token]) -> Token:
-    """Return the variable of a formula: x for ``f(x) =``, else the only letter of the right side, else x."""
+    """Return the variable of a formula: x for ``f(x) =``; without that the right side's only letter, or else x."""
     if match := _ARGUMENT.match(spelling(items)):
         return Token("symbol", match[1])
     start = next((index for index, token in enumerate(items) if token.text == "="), -1)

@@ -1,4 +1,4 @@
-r"""Rewrites vectors and derivatives in one notation, where only gold and answer together show what is meant."""
+r"""Writes vectors and derivatives of gold and answer in one notation, since only both texts show what is meant."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PRIME = re.compile(r"[a-zA-Z]\s*(?:'|′|\^\s*\{?\s*\\prime)")
 
 
 def alike(gold: str, answer: str) -> tuple[str, str]:
-    """Return (gold, answer), with vectors and derivatives in one notation if the two texts need it for a comparison."""
+    """Return (gold, answer), with vectors and derivatives in one notation where the two texts use different ones."""
     return _derivatives(*_vectors(gold, answer))
 
 
 def _vectors(gold: str, answer: str) -> tuple[str, str]:
-    r"""If a text has a cross or arrow, mark in both texts the letters that either text prints as vectors.
+    r"""Mark in both texts the letters that either text prints as vectors, if a text has a cross or an arrow.
 
     ``\mathbf a \times \mathbf b``, ``\vec a \times \vec b`` and ``a \times b`` become equal; ``\cdot`` stays different.
     """
@@ -43,7 +43,7 @@ def _marked(text: str, names: set[str]) -> str:
 
 
 def _derivatives(gold: str, answer: str) -> tuple[str, str]:
-    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and that text has no t (``dt``: no x)."""
+    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and no t (for ``dt``: no x)."""
     if _PRIME.search(gold) and not _PRIME.search(answer):
         return gold, _primed(answer, gold)
     if _PRIME.search(answer) and not _PRIME.search(gold):

@@ -22,12 +22,11 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided. A later module wins an equal name; a module's own name always wins."""
+"""Modules whose names are provided. If two provide the same name, the later counts. Module names mean the modules."""
 
 
 @cache
-def _statements() -> Mapping[str, str]:
-    """Return the import statement of each provided name."""
+def _statement_by_name() -> Mapping[str, str]:
     statements: dict[str, str] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -66,9 +65,10 @@ def with_imports(source: str, prefix: str = "") -> str:
     """Return a submission's source with the graders' recursion limit and the provided imports that it lacks.
 
     ``prefix`` is a program that runs before the submission, with imports of its own. The additions come after a
-    docstring and ``from __future__`` statements. Raises SyntaxError."""
+    docstring and ``from __future__`` statements. Raises SyntaxError.
+    """
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
-    given, statements = names_of(prefix)[1], _statements()
+    given, statements = names_of(prefix)[1], _statement_by_name()
     missing = [name for name in names_of(source)[0] if name in statements and name not in given]
     limit = f"__import__('sys').setrecursionlimit({RECURSION_LIMIT})"
     added = "; ".join((limit, *(statements[name] for name in missing)))
@@ -89,7 +89,7 @@ def _must_come_first(node: ast.stmt, number: int) -> bool:
 
 
 def modules_of(source: str) -> set[str]:
-    """Return the top-level names of modules that ``source`` imports outside ``try``, without the standard library's."""
+    """Return the top-level modules that ``source`` imports outside ``try``, except the standard library's."""
     tree = ast.parse(source)
     tried = {part for node in ast.walk(tree) if isinstance(node, ast.Try) for part in ast.walk(node)}
     names: set[str] = set()
@@ -102,7 +102,7 @@ def modules_of(source: str) -> set[str]:
 
 
 def has_unknown_star(tree: ast.AST) -> bool:
-    """Whether a program has a star import of a module that is not well known, so that it may bind any name."""
+    """Return whether a program has a star import of a module that is not well known, so that it may bind any name."""
     stars = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
     return any(not _star_names(node) for node in stars)
 
@@ -111,4 +111,4 @@ def _star_names(node: ast.AST) -> set[str]:
     """Return the names that a node binds if it is a star import of a well-known module; else an empty set."""
     if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
         return set()
-    return {name for name, text in _statements().items() if text.startswith(f"from {node.module} ")}
+    return {name for name, text in _statement_by_name().items() if text.startswith(f"from {node.module} ")}

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from or1_verify.math.reader.equality import same
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Dots,
     NumberSet,
     Reading,
@@ -18,9 +16,11 @@ from or1_verify.math.reader.records import (
     Several,
     Union,
 )
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.numeric_value import rational, real
+from or1_verify.math.reader.quantity import Quantity
 from or1_verify.math.reader.several_values import spread
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.value import rational, real
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))
@@ -44,7 +44,7 @@ _NUMBER_SETS = {
 
 
 def covered(reading: Reading) -> tuple[Interval, ...] | None:
-    """Return the intervals that a reading covers, lowest first; None when it is no set of reals."""
+    """Return the intervals that a reading covers, the lowest first; None if the reading is no set of reals."""
     if isinstance(reading, NumberSet):
         return _NUMBER_SETS.get(reading.name)
     if isinstance(reading, Union):
@@ -62,12 +62,12 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return the intervals of a set's condition, for any domain; None if the condition does not bound the variable."""
+    """Return the intervals that a set's condition allows, in any domain; None if it does not bound the variable."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
 def members(built: SetBuilder) -> Several | None:
-    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``; None for other sets."""
+    """Return a finite set of integers by its members: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``, else None."""
     spans = conditioned(built)
     if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None
@@ -85,7 +85,7 @@ def members(built: SetBuilder) -> Several | None:
 
 
 def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
-    r"""Return what ``\{3, 4, 5, \ldots\}`` or ``\{\ldots, -2, -1\}`` covers; None for any other reading."""
+    r"""Return the interval of a set that goes on, [3, oo) for ``\{3, 4, 5, \ldots\}``; None for other readings."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
     shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
@@ -102,7 +102,7 @@ def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """Return the intervals with integers as closed ends: ``n > 2`` begins at 3. Ends that are no numbers stay."""
+    """Return the intervals for integers, with closed integer ends: ``n > 2`` begins at 3. Ends with letters stay."""
     return tuple(
         Interval(low, high, low_closed, high_closed)
         for span in spans
@@ -124,7 +124,7 @@ def names_of(reading: Reading) -> frozenset[str]:
     """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
         trees = [side.whole for side in reading.sides if isinstance(side, Quantity)]
-        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_bar(tree)]) if node.op == "sym"}
+        letters = {node.name for tree in trees for node in (tree, *tree.args[: _is_abs(tree)]) if node.op == "sym"}
         return frozenset(({*reading.heads} | letters) - {"", "e", "i"} or letters)
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
@@ -153,7 +153,7 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """Return the union of all parts in order; intervals that touch are joined, unless their ends are letters."""
+    """Return the union of all parts, with touching intervals joined unless ends are letters; None if a part is None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -163,9 +163,10 @@ def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | 
 def _combined(
     parts: Sequence[tuple[Interval, ...] | None], combine: Callable[[set[int], list[set[int]]], set[int]]
 ) -> tuple[Interval, ...] | None:
-    """Return what ``combine`` makes of the whole line and of each part; None if a part or an end is not known.
+    """Return the set that ``combine`` makes of the whole line and the parts; None if a part is None or an end a letter.
 
-    The ends cut the line into points and gaps: the k-th end is the number 2k, and the gap behind it 2k + 1.
+    ``combine`` works on sets of integers. The ends cut the line into points and gaps: the k-th end is the integer 2k,
+    and the gap behind it 2k + 1.
     """
     ends = [_MINUS_INFINITY]
     sets: list[set[int]] = []
@@ -205,41 +206,38 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
 
 def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
-    excluded = [point for relation in relations if (point := _excluded(relation)) is not None]
+    excluded = [point for relation in relations if (point := _excluded_value(relation)) is not None]
     if group.joined_by != "or" and len(excluded) == len(relations):
-        return _punctured(tuple(excluded))
+        return _reals_without(tuple(excluded))
     if group.joined_by == "and" or (group.joined_by == "," and excluded):
         return _where_all_hold(relations)
-    points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
+    points = [_single_point(relation) if group.joined_by == "or" else None for relation in relations]
     if all(points) or not frozenset.intersection(*map(names_of, relations)):
         return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
     return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
 
 
-def _excluded(relation: Relation) -> Reading | None:
-    """Return the excluded value, 2 for ``x != 2``; None for any other relation."""
+def _excluded_value(relation: Relation) -> Reading | None:
     sides = relation.sides if relation.operators == ("!=",) else ()
     letters = [isinstance(side, Quantity) and side.whole.op == "sym" for side in sides]
     return sides[not letters[1]] if any(letters) else None
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
-    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they never all hold."""
+    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they hold nowhere."""
     if len(frozenset().union(*map(names_of, relations))) != 1:
         return None
     return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None
 
 
-def _point(relation: Relation) -> tuple[Interval, ...] | None:
-    """Return the one-point interval of an equation such as ``x = 2``; None for other relations."""
+def _single_point(relation: Relation) -> tuple[Interval, ...] | None:
     value = relation.sides[-1]
     if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
         return None
     return (Interval(value.whole, value.whole, True, True),) if real(value.whole) is not None else None
 
 
-def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
-    """Return all real numbers without the given values and sets."""
+def _reals_without(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     group = spread(Several(points))
     points = group.items if isinstance(group, Several) else points
     parts = [(Interval(p.whole, p.whole, True, True),) if isinstance(p, Quantity) else covered(p) for p in points]
@@ -250,8 +248,8 @@ def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     """Return where ``1 < x <= 2``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1`` or ``x \\in [0, 1]`` holds."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
-    if (excluded := _excluded(relation)) is not None:
-        return _punctured((excluded,))
+    if (excluded := _excluded_value(relation)) is not None:
+        return _reals_without((excluded,))
     sides = [side.whole for side in relation.sides if isinstance(side, Quantity)]
     if len(sides) != len(relation.sides):
         return None
@@ -271,9 +269,9 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
     if len(sides) != 2:
         return None
     left, right = sides
-    if _is_bar(left) and _is_positive(right):
+    if _is_abs(left) and _is_positive(right):
         return (Interval(Node("neg", (right,)), right, closed[0], closed[0]),)
-    if _is_bar(right) and _is_positive(left):
+    if _is_abs(right) and _is_positive(left):
         below = Interval(_MINUS_INFINITY, Node("neg", (left,)), False, closed[0])
         return below, Interval(left, _INFINITY, closed[0], False)
     if left.op == "sym" and not symbols(right):
@@ -283,8 +281,7 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
     return None
 
 
-def _is_bar(tree: Node) -> bool:
-    """Return whether the tree is an absolute value of one letter, ``|x|``."""
+def _is_abs(tree: Node) -> bool:
     return tree.op == "abs" and tree.args[0].op == "sym"
 
 

@@ -1,16 +1,16 @@
-"""The types of answers that ``reading.read`` returns. A Reading is one of these types or ``quantity.Quantity``."""
+"""The types of answers that ``parse_answer.read`` returns. A Reading is one of these types or ``quantity.Quantity``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from or1_verify.math.reader.expression_tree import Node
 from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.tree import Node
 
 
 @dataclass(frozen=True)
 class Several:
-    """Several answers. ``brackets`` is "" for a bare list, else the opening and closing bracket, such as "[)"."""
+    """A list, set, tuple or interval. ``brackets``: its opening and closing bracket, such as "[)"; "" for a list."""
 
     items: tuple[Reading, ...]
     brackets: str = ""
@@ -24,7 +24,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Relation:
-    """A chain ``sides[0] operators[0] sides[1] ...``; ``heads``: each side's spelling if it is a name, else ""."""
+    """A chain ``sides[0] operators[0] sides[1] ...``. ``heads``: for each side its text if it is a name, else ""."""
 
     operators: tuple[str, ...]
     sides: tuple[Reading, ...]
@@ -35,7 +35,7 @@ class Relation:
         return set(self.operators) <= {"<", "<=", ">", ">="}
 
     def ascending(self) -> tuple[list[str], list[Reading]] | None:
-        """Return (operators, sides) with the smallest side first; None if the operators do not all point one way."""
+        """Return (operators, sides) with the smallest side first; None unless all operators point the same way."""
         if set(self.operators) <= {"<", "<="}:
             return list(self.operators), list(self.sides)
         if set(self.operators) <= {">", ">="}:
@@ -90,7 +90,7 @@ class Empty:
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """The set ``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" for none."""
+    """The set ``\\{variable \\in domain \\mid condition\\}``. ``domain``: the name of a number set, or "" for none."""
 
     variable: str
     domain: str
@@ -99,7 +99,7 @@ class SetBuilder:
 
 @dataclass(frozen=True)
 class Conditional:
-    """An answer and what is said about its letters: ``y = x^2, x > 0``, ``x = k\\pi, k \\in Z``."""
+    """An answer with conditions on its letters: ``y = x^2, x > 0``, ``x = k\\pi, k \\in Z``."""
 
     value: Reading
     conditions: tuple[Reading, ...]

@@ -1,7 +1,7 @@
-r"""Cleans a text, so that what LaTeX and Unicode can write in many ways has one spelling, and splits it into tokens.
+r"""Normalizes LaTeX and Unicode, so that what can be written in many ways has one spelling; splits it into tokens.
 
-``clean`` removes only what carries no meaning (styles, spacing, dollar signs, ``\left``): a sign inside a text macro
-stays a sign. Words inside text macros are put between « and », so that the units of ``5 \text{ cm}`` are not taken for
+``clean`` removes only what carries no meaning: styles, spacing, dollar signs, ``\left``. A sign inside a text macro
+stays a sign. Words inside text macros are put between « and », so that the unit of ``5 \text{ cm}`` is not taken for
 the product of c and m.
 """
 
@@ -15,11 +15,11 @@ from typing import Literal
 from or1_verify.answer import closing_brace
 from or1_verify.errors import Or1Error
 from or1_verify.math.reader.decoration import undecorated
-from or1_verify.math.reader.units import KNOWN_WORDS, SPOKEN, WORDS
+from or1_verify.math.reader.words import KNOWN_WORDS, SPOKEN, WORDS
 
 
 class Unreadable(Or1Error):
-    """The text is in no known notation. This says nothing about whether the answer is right."""
+    """A text is in no known notation, which says nothing about whether the answer is right."""
 
 
 _LATEX = WORDS["latex"]
@@ -51,7 +51,7 @@ _STYLE_MACROS = frozenset(_LATEX["style"].split())
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
 _SPELLINGS = {name: spelling for spelling, *names in map(str.split, _LATEX["same"].split(";")) for name in names}
-"""A macro's other spelling -> its one spelling."""
+"""Spelling of a macro -> the one spelling that all of its spellings get."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _BRACED_SYSTEM = re.compile(
@@ -63,9 +63,9 @@ _NOT_GROUPING = re.compile(r"\D")
 
 
 def clean(raw: str, commas_group: bool = True) -> str:
-    """Return ``raw`` in one spelling. ``1,234`` is one number with ``commas_group``, and two without.
+    """Return ``raw`` in one spelling. With ``commas_group``, ``1,234`` is one number; otherwise it is two.
 
-    Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
+    Raises Unreadable if braces do not balance, or if parts are struck out or invisible.
     """
     text = raw
     if not raw.isascii():
@@ -108,13 +108,12 @@ def _of_all(match: re.Match[str]) -> str:
 
 
 def _arc(match: re.Match[str]) -> str:
-    """Write degrees, minutes and seconds of arc as units."""
     seconds = f" {match[3]} «arcseconds»" if match[3] else ""
     return f"{match[1]} «degrees» {match[2]} «arcminutes»{seconds}"
 
 
 def _cardinal(match: re.Match[str]) -> str:
-    """Return the number of an ordinal, 12 for ``12^{th}``; return the text as it is if the suffix does not fit."""
+    """Return the number of an ordinal, 12 for ``12^{th}``. If the suffix is wrong (``12^{st}``), return the text."""
     number = int(match[1])
     own = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     braced = "{" in match[0], bool(match["close"])
@@ -169,7 +168,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         _of_all,
     ),
 )
-"""(Pattern, replacement): one spelling for phrases and signs that say the same. Each pair works on the text so far."""
+"""(Pattern, replacement) of phrases and signs that say the same, in the order in which ``clean`` applies them."""
 
 
 def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
@@ -181,7 +180,7 @@ def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
 
 
 def _macros(text: str, depth: int) -> str:
-    """Resolve text and style macros, and give all other macros one spelling."""
+    """Mark the words of text macros, remove style macros, and give all other macros one spelling."""
     if depth > 20:
         raise Unreadable("nested too deep")
     out, position = [], 0
@@ -218,7 +217,7 @@ def _spelled(name: str) -> str:
 
 
 def _argument(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the argument after ``start``; None if no argument follows."""
+    """Return the index of the brace that closes the braced argument at ``start``; None if none begins there."""
     opening = re.compile(r"\s*\{").match(text, start)
     if opening is None:
         return None
@@ -232,14 +231,14 @@ _WORD = re.compile(r"(?<![\\A-Za-z«])[A-Za-zÀ-ӿ](?:[A-Za-zÀ-ӿ'.-]*[A-Za-zÀ
 
 
 def _words(content: str) -> str:
-    """Mark runs of two or more letters as words, and also mark one-letter units."""
+    """Put « and » around each run of two or more letters, and around units of one letter."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
     content = _WORD.sub(lambda match: f" «{SPOKEN.get(match[0].lower(), match[0])}» ", content)
     return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 
 def plain(cleaned: str) -> str:
-    """Return a cleaned text as a person reads it: no markers, no braces, lower case, single spaces."""
+    """Return a cleaned text in lower case, without « and », without braces, and with single spaces."""
     text = re.sub(r"(\w[\s«»]+)A\b", r"\1A_", cleaned)  # "Player A": no article
     text = re.sub(r"[«»{}]", " ", text)
     return re.sub(r"\s+", " ", re.sub(r"\s*,\s*", ", ", text)).strip(" .").lower()
@@ -279,11 +278,11 @@ FUNCTIONS: frozenset[str] = frozenset().union(*FUNCTION_FAMILIES)
 _NAMES = {name: name for name in (*FUNCTIONS, *_LATEX["typed"].split())}
 _OPERATOR = re.compile(rf"\s*\{{\s*(?!(?i:{'|'.join(KNOWN_WORDS | {*_NAMES})})\s*\}})([A-Za-z]{{2,}})\s*\}}")
 _NAMES |= {run: name for name, *runs in map(str.split, _LATEX["typed_as"].split(";")) for run in runs}
-"""Bare run of letters -> the macro that it is read as."""
+"""Run of letters typed without a backslash -> the macro that it means."""
 
 
 def tokens(cleaned: str) -> list[Token]:
-    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a ``?``)."""
+    """Split a cleaned text into tokens. Raises Unreadable at an unknown character, such as a Cyrillic letter or ?."""
     tokens: list[Token] = []
     position, spaced = 0, False
     while position < len(cleaned):

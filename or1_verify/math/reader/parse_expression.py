@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import reduce
 
 from or1_verify.math.reader.brackets import spelling
-from or1_verify.math.reader.text import FUNCTIONS, Token, Unreadable
-from or1_verify.math.reader.tree import GREEK, Node, number_node, number_of
+from or1_verify.math.reader.expression_tree import GREEK, Node, number_node, number_of
+from or1_verify.math.reader.normalization import FUNCTIONS, Token, Unreadable
 
 _MAX_DEPTH = 60
 _CALLED = re.compile(r"(?:[fgFG]|\\operatorname \{[A-Za-z]+\})[^()]*$")
-"""Names that are functions where a bracket follows: ``f(2)`` is then an unknown value, and no product."""
+"""Names that are functions if a bracket follows. ``f(2)`` is then one unknown value, not a product."""
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
 
@@ -36,7 +36,7 @@ def _has_vector(tree: Node) -> bool:
 
 
 def _cross(left: Node, right: Node) -> Node:
-    """Return the cross product with both sides' scalars in front: ``q v \\times B`` becomes ``q (v \\times B)``."""
+    """Return a cross product with the scalars of both sides before it: ``q v \\times B`` as ``q (v \\times B)``."""
     factors = [_factors(side) for side in (left, right)]
     numbers = [factor for side in factors for factor in side if not _has_vector(factor)]
     vectors = [[factor for factor in side if _has_vector(factor)] for side in factors]
@@ -201,7 +201,7 @@ class _Parser:
         return tree
 
     def arguments(self, closer: str) -> tuple[Node, ...]:
-        """Read a function's arguments, which commas separate, and the closing bracket."""
+        """Read a function's arguments, separated by commas, and the closing bracket ``closer``."""
         read = [self.sum()]
         while self.take(","):
             read.append(self.sum())
@@ -228,7 +228,7 @@ class _Parser:
         return self.primary()
 
     def argument(self) -> Node:
-        r"""Read a macro's argument: braces and what they enclose, or one token, or one digit of ``\frac12``."""
+        r"""Read a macro's argument: an expression in braces, one token, or one digit, as in ``\frac12``."""
         if self.take("{"):
             tree = self.sum()
             self.expect("}")
@@ -240,7 +240,7 @@ class _Parser:
         return self.primary()
 
     def raw_argument(self) -> str:
-        """Read the letters of a subscript, as a name."""
+        """Read a subscript, and return its text as a name."""
         if not self.take("{"):
             token = self.peek()
             if token is None:
@@ -281,7 +281,7 @@ class _Parser:
         return chosen or Node("sym", name=letter)
 
     def chosen(self, letter: str) -> Node | None:
-        """Read C_n^k or C^k_n as combinations, A and P as arrangements."""
+        """Read ``C_n^k`` or ``C^k_n`` as combinations, and A or P with such scripts as arrangements."""
         start = self.at
         parts = self.scripts(self.argument)
         if len(parts) < 2:
@@ -290,7 +290,7 @@ class _Parser:
         return Node("binom" if letter == "C" else "perm", (parts["_"], parts["^"]))
 
     def scripts[T](self, read: Callable[[], T]) -> dict[str, T]:
-        """Return what stands below (key "_") and above (key "^"), each read by ``read``."""
+        """Read a subscript (key "_") and a superscript (key "^"), in either order, each by ``read``."""
         parts: dict[str, T] = {}
         while (token := self.peek()) and token.text in ("_", "^") and token.text not in parts:
             self.at += 1
@@ -387,7 +387,7 @@ class _Parser:
         return Node(name, (argument,) if base is None else (argument, base))
 
     def extend(self, argument: Node) -> Node:
-        """Read the further factors of an argument, as x in ``\\sin 2x``, up to the next function, bracket or sign."""
+        """Multiply an argument by the factors behind it, as x in ``\\sin 2x``, up to a function, bracket or sign."""
         while self.starts_factor() and not self.is_next("(", "[", "|", *FUNCTIONS):
             argument = self.juxtaposed(argument)
         if self.is_next("/") and (following := self.peek(1)) and following.kind == "number":

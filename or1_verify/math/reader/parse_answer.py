@@ -1,7 +1,7 @@
-r"""Reads tokens as a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
+r"""Decides an answer's type and parses it: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
 
-The reader looks only at structure, outermost first: unions, commas and joining words, relations, one bracket around
-everything, a quantity. A text of no such form is read as words if it has any; otherwise it is unreadable.
+The type follows from structure alone, outermost first: unions, commas and joining words, relations, a bracket around
+everything, a quantity. A text without such structure is read as words if it has any; otherwise it is unreadable.
 """
 
 from __future__ import annotations
@@ -11,13 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
-from or1_verify.math.reader.brackets import depths, spelling, split
-from or1_verify.math.reader.conditions import with_conditions
-from or1_verify.math.reader.declarations import ORDERS, split_off
-from or1_verify.math.reader.equality import same
-from or1_verify.math.reader.expression import parse
-from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Cases,
     Conditional,
     Dots,
@@ -34,9 +28,15 @@ from or1_verify.math.reader.records import (
     Union,
     Words,
 )
-from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
+from or1_verify.math.reader.brackets import depths, spelling, split
+from or1_verify.math.reader.compare_conditions import with_conditions
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.normalization import Token, Unreadable, plain, tokens
+from or1_verify.math.reader.parse_expression import parse
+from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
+from or1_verify.math.reader.split_conditions import ORDERS, split_off
+from or1_verify.math.reader.words import JOINERS, KNOWN_WORDS, NAMING, WORDS, change_nothing
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
@@ -51,7 +51,7 @@ _NAMED = re.compile(
     r"|[A-Za-z]'*\([^()=]*(?:,|\\c[ua]p )[^()=]*\)$|(?i:lcm|gcd|hcf|gcf|rank|var|tr|dim)(?:\(.*\))?$"
     r"|\\\|.*\\\|$|\|\\vec .*\|$|\\mathbb \{E\}"
 )
-"""The left side of an equation that names what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
+"""Left sides of equations that only name what is asked for: a limit, a determinant, ``f(f(3))``, ``d(A, B)``, LCM."""
 _CONSTANTS = ("\\infty ", "\\pi ")
 _POINT = re.compile(r"[A-Z](?:_(?:\w|\{\w+\}))?'*")
 _NAMES = frozenset({"lcm", "gcd", "hcf", "gcf", "rank", "var", "tr", "dim", "vmatrix"})
@@ -66,7 +66,7 @@ _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "an
 
 
 def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
-    """Return the typed answer that a cleaned text holds. Raises Unreadable."""
+    """Return the typed answer that a cleaned text holds, after ``rename`` on its tokens. Raises Unreadable."""
     words = plain(cleaned)
     if (known := _set_in_words(words)) is not None:
         return known
@@ -109,7 +109,7 @@ def _read(items: list[Token]) -> Reading:
         parts, separators = split(items, partial(_is, operator))
         if separators and (operator == "cup" or len(separators) == 1):
             sides = [_read(part) for part in parts]
-            if all(map(_is_finite, sides)):
+            if all(map(_is_finite_set, sides)):
                 return _of_sets(operator, [side.items for side in sides if isinstance(side, Several)])
             if operator == "cup":
                 return Union(tuple(sides))
@@ -143,7 +143,7 @@ def _read(items: list[Token]) -> Reading:
 
 
 def _without(left: NumberSet | SetBuilder, right: Reading) -> SetBuilder:
-    """Return a set without some values, or without another set, as a set with one more condition."""
+    """Return ``left`` without the value, values or set ``right``, written as one more condition of ``left``."""
     name = left.variable if isinstance(left, SetBuilder) else "x"
     values = right.items if isinstance(right, Several) and right.brackets == "{}" else (right,)
     told = [left.condition] if isinstance(left, SetBuilder) else []
@@ -157,7 +157,7 @@ def _is(operator: str, token: Token) -> bool:
 
 
 def _of_sets(operator: str, sets: list[tuple[Reading, ...]]) -> Reading:
-    """Return the union of finite sets, each element once, or the intersection or difference of two."""
+    """Return the union ("cup") of finite sets, or the intersection ("cap") or difference of two finite sets."""
     if operator == "cup":
         elements: list[Reading] = []
         for item in chain.from_iterable(sets):
@@ -167,8 +167,7 @@ def _of_sets(operator: str, sets: list[tuple[Reading, ...]]) -> Reading:
     return Several(chosen, "{}") if chosen else Empty()
 
 
-def _is_finite(side: Reading) -> bool:
-    """Return whether a side is a finite set of constants, such as ``\\{1, 2\\}``."""
+def _is_finite_set(side: Reading) -> bool:
     if not (isinstance(side, Several) and side.brackets == "{}"):
         return False
     return all(isinstance(item, Quantity) and not symbols(item.tree) for item in side.items)
@@ -179,7 +178,7 @@ def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
-    """Return whether the parts assign values to several names, and to some name more than once (several solutions)."""
+    """Return whether the parts are several solutions: equations of several names, some of them more than once."""
     names = [spelling(split(part, lambda token: token.text == "=")[0][0]) for part in parts]
     given = all(any(token.text == "=" for token in part) for part in parts)
     return given and 1 < len(set(names)) < len(names)
@@ -206,7 +205,7 @@ def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
 
 
 def _conditional(group: Several) -> Conditional | None:
-    """Read a formula that is followed by inequalities of its variables: ``y = x^2, x > 0``; None for other groups."""
+    """Read a formula followed by inequalities of its variables, ``y = x^2, x > 0``; None for other groups."""
     value, *rest = group.items
     last = value.sides[-1] if isinstance(value, Relation) and value.operators == ("=",) else value
     if group.joined_by != "," or not isinstance(last, Quantity):
@@ -221,9 +220,9 @@ def _conditional(group: Several) -> Conditional | None:
 
 
 def _labelled(items: list[Token]) -> Relation | Several | None:
-    """Read ``minimum: 1, maximum: 3`` as ``minimum = 1, maximum = 3``, if all labels differ.
+    """Read ``minimum: 1, maximum: 3`` as ``minimum = 1, maximum = 3``; None unless each part has a label of its own.
 
-    A single value needs one of ``_LABELS``.
+    The label of a single value must be one of ``_LABELS``.
     """
     parts = [part for part in split(items, _separates)[0] if part]
     values = []
@@ -252,7 +251,7 @@ def _symbol(name: str) -> Quantity:
 
 
 def _restated(items: list[Token]) -> Restated | None:
-    """Read an inequality that is followed by a colon and its interval; None for any other tokens."""
+    """Read an inequality, a colon and the same range as an interval: ``x < 2 : (-\\infty, 2)``; None otherwise."""
     parts, separators = split(items, lambda token: token.text == ":")
     if len(separators) != 1 or not all(parts) or parts[1][0].text not in ("(", "["):
         return None
@@ -270,7 +269,7 @@ def _number_set(items: list[Token]) -> Reading | None:
 
 
 def _modular(items: list[Token]) -> Reading | None:
-    """Read a congruence; None otherwise. ``n \\bmod 7`` alone is a value, which ``expression`` reads."""
+    """Read a congruence; None for other tokens. ``n \\bmod 7`` alone is a value, which ``parse_expression`` reads."""
     if not any(token.text in ("equiv", "=", "pmod") for token in items):
         return None
     for index, (token, depth) in enumerate(zip(items, depths(items), strict=True)):
@@ -331,7 +330,7 @@ def _transposed(items: list[Token]) -> Matrix | None:
 
 
 def _point(items: list[Token]) -> Relation | None:
-    """Read ``P(1, 2)`` as ``P = (1, 2)``."""
+    """Read ``P(1, 2)`` as ``P = (1, 2)``; None for other tokens."""
     start = next((index for index, token in enumerate(items) if token.text == "("), 0)
     name = spelling(items[:start])
     group = _bracketed(items[start:]) if _POINT.fullmatch(name) else None
@@ -377,7 +376,7 @@ def _set_builder(inside: list[Token]) -> SetBuilder | None:
 
 
 def _environment(items: list[Token]) -> Reading | None:
-    """Read a matrix, a system of equations, or a piecewise value."""
+    """Read a LaTeX environment: a matrix, a system of equations, or a piecewise value; None without one."""
     wrapped = ""
     if items[0].text in ("[", "(", "\\{") and len(items) > 1 and items[1].text == "begin":
         wrapped = items[0].text

@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.ranges import Interval, covered, names_of, same_ranges
-from or1_verify.math.reader.records import (
+from or1_verify.math.reader.answer_types import (
     Conditional,
     NumberSet,
     Reading,
@@ -20,11 +18,13 @@ from or1_verify.math.reader.records import (
     Several,
     Words,
 )
-from or1_verify.math.reader.tree import Node, number_node, symbols
-from or1_verify.math.reader.units import NAMING, NEUTRAL, change_nothing
+from or1_verify.math.reader.expression_tree import Node, number_node, symbols
+from or1_verify.math.reader.intervals import Interval, covered, names_of, same_ranges
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.words import NAMING, NEUTRAL, change_nothing
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
-"""Conditions, by the letters that each condition is about."""
+"""The conditions of an answer: the letters that they are about -> the conditions."""
 
 _INTEGERS = NumberSet("Z")
 _REALS = NumberSet("R")
@@ -32,7 +32,7 @@ _UNKNOWN = re.compile(r"[a-z]|\\[a-z]+ ")
 
 
 def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
-    """Return ``value`` with conditions. An inequality of x with ``x \\in Z``, for example, becomes a set."""
+    """Return ``value`` with its conditions. An inequality of x with the condition ``x \\in Z`` becomes a set."""
     kept = []
     for condition in conditions:
         domain, (letter, *more) = number_set(condition), sorted(names_of(condition)) or [""]
@@ -47,7 +47,7 @@ def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
 
 
 def _ranged(value: Reading, letter: str) -> Reading | None:
-    """Return an inequality of the letter as it is, an interval as ``letter \\in ...``, None for other values."""
+    """Return ``value`` as a condition on the letter, an interval as ``letter \\in ...``; None if it is no range."""
     spans = None if isinstance(value, SetBuilder) else covered(value)
     if spans is None or names_of(value):
         return value if spans is not None and names_of(value) == {letter} else None
@@ -57,13 +57,13 @@ def _ranged(value: Reading, letter: str) -> Reading | None:
 
 
 def number_set(condition: Reading) -> NumberSet | None:
-    """Return the number set Z of the condition ``k \\in Z``, for example; None for any other condition."""
+    """Return the number set that a condition names, such as Z for ``k \\in Z``; None if it names none."""
     inside = condition.sides[1] if isinstance(condition, Relation) and condition.operators == ("in",) else None
     return inside if isinstance(inside, NumberSet) else None
 
 
 def said(reading: Reading, other: Reading) -> Said:
-    """Return the conditions by their letters. "Integer" or "real" is dropped where a bound is also stated."""
+    """Return a reading's conditions by their letters. A bound on a letter replaces "integer" or "real"."""
     by_names: dict[frozenset[str], list[Reading]] = {}
     for condition in reading.conditions if isinstance(reading, Conditional) else ():
         by_names.setdefault(names_of(condition), []).append(condition)
@@ -77,13 +77,13 @@ def said(reading: Reading, other: Reading) -> Said:
 
 
 def _indices(reading: Reading) -> set[str]:
-    """Return the indices of a sequence, which are integers: n for ``a_n = ...``."""
+    """Return the letters that index a sequence and so are integers: n for ``a_n = ...``."""
     value = reading.value if isinstance(reading, Conditional) else reading
     return set(re.findall(r"_\{?([a-z])\}?", value.heads[0])) if isinstance(value, Relation) else set()
 
 
 def _counted(bound: Reading) -> NumberSet | None:
-    """Return the number set Z+ for the bound ``n >= 1``, N0 for ``n >= 0``, None for other bounds."""
+    """Return the number set of an integer's bound: Z+ for ``n >= 1``, N0 for ``n >= 0``, None for others."""
     for low, name in ((1, "Z+"), (0, "N0")):
         spans = covered(bound)
         if spans and same_ranges(spans, (Interval(number_node(low), Node("infty"), True, False),)):
@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Return whether a condition that only the answer has narrows the answer: ``x = 0``, a bound on k in ``k\pi``."""
+    r"""Return whether a condition that only the answer has restricts it: ``x = 0``, a bound on k in ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3
@@ -145,7 +145,7 @@ def _words(condition: Reading) -> list[str]:
 
 
 def _is_point(condition: Reading) -> bool:
-    """Return whether the condition gives single values, as ``x = 0`` or ``x \\in \\{0, 1\\}``."""
+    """Return whether a condition lists single values, as ``x = 0`` or ``x \\in \\{0, 1\\}`` does."""
     if not isinstance(condition, Relation):
         return False
     inside = condition.sides[-1]
@@ -153,14 +153,14 @@ def _is_point(condition: Reading) -> bool:
 
 
 def _inside(value: Reading) -> frozenset[str]:
-    """Return the letters of an expression or relation; a side that is a single letter does not count."""
+    """Return the letters in a value's expressions. A side that is a single letter, x in ``x = 2k``, is left out."""
     sides = value.sides if isinstance(value, Relation) else (value,)
     trees = [side.tree for side in sides if isinstance(side, Quantity) and side.tree.op != "sym"]
     return frozenset().union(*map(symbols, trees))
 
 
 def _formula(value: Reading) -> tuple[str, Node | None]:
-    """Return (name, expression) of ``x = 2k``, and ("", expression) of an expression without a name."""
+    """Return (name, expression): ("x", 2k) for ``x = 2k``, ("", 2k) for ``2k``. The expression may be None."""
     if isinstance(value, Relation) and value.operators == ("=",):
         last = value.sides[1]
         return value.heads[0], last.tree if isinstance(last, Quantity) else None

@@ -1,7 +1,7 @@
 r"""Decides whether two expressions are equal: exactly where both are rational, else by values at sample points.
 
 Constants that are not rational are compared at 60 digits and, when they agree, at 300. Expressions in variables are
-compared at fixed irrational-looking points, positive and of mixed sign. An expression that is too large to evaluate
+compared at fixed points of five decimals, positive and of mixed signs. An expression that is too large to evaluate
 (``9^{9^9}``) is equal only to an expression that is written the same way, up to the order of terms and factors.
 """
 
@@ -14,14 +14,14 @@ from itertools import count, takewhile
 
 import mpmath
 
-from or1_verify.math.reader.tree import Node, number_node, operations, symbols
-from or1_verify.math.reader.value import TooLarge, Undefined, evaluate, rational
+from or1_verify.math.reader.expression_tree import Node, number_node, operations, symbols
+from or1_verify.math.reader.numeric_value import TooLarge, Undefined, evaluate, rational
 
 _POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "0.57729", "2.66514")
 
 
 def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
-    """Yield (whether values must agree even where complex, point): three positive points, two of mixed signs."""
+    """Yield (whether complex values must agree too, point): three positive points, then two of mixed signs."""
     for shift in range(5):
         signs = [1] * len(names) if shift < 3 else [(-1) ** (index + shift) for index in range(len(names))]
         yield (
@@ -34,7 +34,7 @@ def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
 
 
 def canonical(tree: Node) -> str:
-    """Return one spelling for trees that differ only in the order of terms and factors, or in how signs are written."""
+    """Return a text that is equal for trees that differ only in the order of terms and factors, or by -a for (-1)a."""
     if (value := rational(tree)) is not None:
         return f"{value.numerator:x}/{value.denominator:x}"  # hexadecimal, because Python refuses long decimals
     if tree.op in ("add", "mul"):
@@ -53,7 +53,7 @@ def _flat(tree: Node, op: str) -> list[str]:
 
 
 def same(left: Node, right: Node) -> bool:
-    """Whether two expressions are equal for all values of their variables, as far as we can tell."""
+    """Return whether two expressions are equal for all values of their variables, as far as we can tell."""
     if left == right:
         return True
     exact_left, exact_right = rational(left), rational(right)
@@ -69,7 +69,7 @@ def same(left: Node, right: Node) -> bool:
 
 
 def same_constant(left: Node, right: Node) -> bool:
-    """Return whether two constants agree to 300 digits, or to twice the digits of their longest part if more."""
+    """Return whether two constants agree to 300 digits, or to more if a part of them has more than 120 digits."""
     digits = 60
     for _ in range(2):
         with mpmath.workdps(digits + 10):
@@ -80,7 +80,7 @@ def same_constant(left: Node, right: Node) -> bool:
 
 
 def _longest(tree: Node) -> int:
-    """Return the most digits before the point, or zeros behind it, that a constant or any part of it has."""
+    """Return the largest power of ten, up or down, in a constant or any part of it: 5 for 10^5 and for 10^-5."""
     value = abs(evaluate(tree, {}))
     return max([int(abs(mpmath.log10(value))) if value else 0, *map(_longest, tree.args)])
 
@@ -90,8 +90,7 @@ def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:
     return size == 0 or abs(left - right) <= size * mpmath.mpf(10) ** -(digits - 8)
 
 
-def _at(tree: Node, names: list[str], values: Iterable[int]) -> Node:
-    """Return the expression with integers in place of its variables."""
+def _with_integers(tree: Node, names: list[str], values: Iterable[int]) -> Node:
     point = dict(zip(names, map(number_node, values), strict=True))
     return tree.replaced(lambda node: point.get(node.name) if node.op == "sym" else None)
 
@@ -102,17 +101,17 @@ _INTEGERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
     """Return whether two rational expressions differ, even slightly, at one point of small integers."""
     numbers = [_INTEGERS[index % 10] + index // 10 for index in range(len(names))]
-    values = rational(_at(left, names, numbers)), rational(_at(right, names, numbers))
+    values = rational(_with_integers(left, names, numbers)), rational(_with_integers(right, names, numbers))
     return None not in values and values[0] != values[1]
 
 
 _SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
 _WIDE_DIGITS = 150
-"""Digits at points far from 0, where a difference such as ``\\sqrt{x^6+1} - x^3`` loses many digits."""
+"""Digits of the values at points far from 0, where ``\\sqrt{x^6+1} - x^3`` loses many digits."""
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
-    """Yield points on both sides of 0, beyond the trees' numbers, if a tree such as |x + 10| may change form there."""
+    """Yield points on both sides of 0, up to 10 times the trees' largest number, if a tree has a part like |x + 10|."""
     if not any(_SPLIT & operations(tree) for tree in trees):
         return
     numbers = [abs(node.number) for tree in trees for node in tree.walk()]
@@ -130,8 +129,9 @@ _NEAR_DIGITS = 40
 
 
 def _samples(left: Node, right: Node, names: list[str]) -> Iterator[tuple[mpmath.mpc, mpmath.mpc, bool, int]]:
-    """Yield (left value, right value, whether they count even where complex, digits) at points where both are defined.
-    Raises TooLarge where a value is too large near 0.
+    """Yield (left value, right value, whether complex values must agree too, digits) at points where both are defined.
+
+    Raises TooLarge if a value at a point near 0 is too large.
     """
     for strict, point in _points(names):
         try:
@@ -154,16 +154,16 @@ def _is_complex(value: mpmath.mpc) -> bool:
 
 _STEPS = frozenset({"floor", "ceil", "mod"})
 _COUNTED = frozenset("ijklmnpqrNMK")
-"""Letters that stand for integers where a formula has steps, or a power of -1."""
+"""Letters that stand for integers in a formula with steps (floor, mod, ...) or with a power of -1."""
 _CHECKED_POINTS = 200
 
 
 def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
-    """Return whether both agree at small integers, near multiples and powers of their numbers, at random integers."""
+    """Return whether both agree at integers: small ones, multiples and powers of their numbers, random ones."""
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):
-            sides = [_at(side, names, values) for side in (left, right)]
+            sides = [_with_integers(side, names, values) for side in (left, right)]
             exact = [rational(side) for side in sides]
             try:
                 if None not in exact:
@@ -224,7 +224,7 @@ def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
 
 
 def fraction(tree: Node) -> tuple[Node, Node]:
-    """Return (numerator, denominator) of sums, products and quotients as one fraction; nothing is cancelled."""
+    """Return an expression as one fraction, (numerator, denominator), without cancelling common factors."""
     parts = [fraction(argument) for argument in tree.args] if tree.op in ("neg", "add", "mul", "div") else []
     if not parts:
         return tree, Node("num", number=Fraction(1), name="1")
@@ -243,7 +243,7 @@ def fraction(tree: Node) -> tuple[Node, Node]:
 
 
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
-    """Return whether left / right is one nonzero constant (with ``positive``: above zero), so both are one curve."""
+    """Return whether left / right is one constant other than zero; with ``positive``, one above zero."""
     names = sorted(symbols(left) | symbols(right))
     ratio: mpmath.mpc | None = None
     seen = 0

@@ -1,6 +1,6 @@
-r"""Works out an expression's value at a point: exactly where it is rational, else to a number of digits.
+r"""Works out an expression's value at a point: exactly if arithmetic gives a rational number, else to some digits.
 
-Rational values are exact, whatever their size up to a budget, so that ``2^{1000}`` and ``2^{1000}-1`` differ.
+Exact values may be large (up to 200,000 bits), so ``2^{1000}`` and ``2^{1000}-1`` differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import mpmath
 
 from or1_verify.errors import Or1Error
-from or1_verify.math.reader.tree import Node, symbols
+from or1_verify.math.reader.expression_tree import Node, symbols
 
 _MAX_BITS = 200_000
 _GROWING = frozenset({"add", "mixed", "mul", "div"})
@@ -24,7 +24,7 @@ _MAX_EXPONENT = 4096.0
 
 
 class TooLarge(Or1Error):
-    """The value has more digits than we compute."""
+    """A value has more digits than we compute, or is a sum, product or the like, which we do not compute."""
 
 
 class Undefined(Or1Error):
@@ -33,7 +33,7 @@ class Undefined(Or1Error):
 
 @lru_cache(maxsize=4096)
 def rational(tree: Node) -> Fraction | None:
-    """Return the exact value if arithmetic alone gives a rational number that is small enough, else None."""
+    """Return an expression's exact value; None if arithmetic alone gives no rational number, or a huge one."""
     try:
         return _rational(tree)
     except (ZeroDivisionError, TooLarge):
@@ -104,7 +104,7 @@ _EXACT: Mapping[str, Callable[..., Fraction | int | None]] = {
     "binom": _of_integers(math.comb),
     "perm": _of_integers(math.perm),
 }
-"""Operations on rational values; None where the result is not rational, or not worked out."""
+"""Operations on rational values. An operation returns None if its result is not rational, or not worked out."""
 
 
 def evaluate(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
@@ -152,7 +152,7 @@ def _root(radicand: mpmath.mpc, index: mpmath.mpc) -> mpmath.mpc:
 
 
 def _floor(value: mpmath.mpf) -> mpmath.mpf:
-    """Return the floor; a value that is an integer except for rounding (log10 of 1000) counts as this integer."""
+    """Return the floor. A value that differs from an integer only by rounding (log10 of 1000) is that integer."""
     nearest = mpmath.nint(value)
     return nearest if abs(value - nearest) < mpmath.mpf(10) ** -(mpmath.mp.dps // 2) else mpmath.floor(value)
 
@@ -176,7 +176,6 @@ def _counting(function: Callable[..., mpmath.mpc]) -> Callable[..., mpmath.mpc]:
 
 
 def _logarithm(of: mpmath.mpc, base: mpmath.mpc | None = None) -> mpmath.mpc:
-    """Return the logarithm to ``base``; None means the natural logarithm. Raises Undefined for zero."""
     if of == 0:
         raise Undefined("the logarithm of zero")
     return mpmath.log(of) if base is None else mpmath.log(of) / mpmath.log(base)
@@ -210,7 +209,7 @@ _OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
 
 
 def real(tree: Node) -> mpmath.mpf | None:
-    """Return a constant's real value (or infinity) at 60 digits; None if it has no real value."""
+    """Return a constant's real value to 60 digits, or infinity; None if it has no real value."""
     if tree.op == "infty":
         return mpmath.inf
     if tree.op == "neg" and tree.args[0].op == "infty":

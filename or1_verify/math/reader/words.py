@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-"""Lists of words, and of LaTeX's macros for ``reader.text``, by name."""
+"""The lists of words.toml by name: words, and LaTeX macros for ``reader.normalization``."""
 _IN_TEXT_ONLY = frozenset({"force", "energy", "power", "voltage", "frequency", "amount", "gallon", "year"})
-"""Dimensions whose units are read in text only: ``\\text{N}``, but not a bare N."""
+"""Dimensions whose units count only inside text macros: ``\\text{N}`` is newton, a bare N is a variable."""
 
 UNITS = {
     spelling: (dimension, Fraction(size))
@@ -20,7 +20,7 @@ UNITS = {
     for name in names
     for spelling in ((name, f"{name}s") if len(name) > 2 or name in ("hr", "yr") else (name,))
 }
-"""Word to (dimension, size in the dimension's base unit)."""
+"""Word of a unit -> (dimension, size in the dimension's base unit)."""
 
 SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
 POWER_WORDS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
@@ -36,10 +36,10 @@ MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
 
 HEDGES = frozenset((*WORDS["hedges"].split(), *NUMBER_WORDS, *MULTIPLIERS))
-"""Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
+"""Words that change the meaning of a number beside them. A text with such a word is not read as a number."""
 
 NEUTRAL = frozenset(WORDS["neutral"].split())
-"""Words that may stand beside a number and change nothing: what is counted, and how. Others belong to the answer."""
+"""Words beside a number that do not change the answer: what is counted, and how. All other words belong to it."""
 
 _ABROAD = frozenset(WORDS["abroad"].split())
 LEAD_INS = _ABROAD | frozenset(WORDS["lead_ins"].split())
@@ -47,15 +47,15 @@ NAMING = LEAD_INS | NEUTRAL
 
 
 def change_nothing(words: Iterable[str], known: Set[str] = NEUTRAL) -> bool:
-    """Return whether all words beside a value are among the words that change nothing (``known``)."""
+    """Return whether all ``words`` beside a value, in singular or plural, are in ``known``, and so change nothing."""
     return all({word, word.removesuffix("s")} & known for word in words)
 
 
 JOINERS = frozenset({"and", "or"})
 SPOKEN = {word: known for known, words in WORDS["spoken"].items() for word in words.split()}
-"""Word of another language -> the word that a rule knows."""
+"""Word of another language -> the English word that the rules know."""
 YES_NO = {word: said for said, words in WORDS["whole"].items() for word in words.split()}
-"""Word -> its meaning if it is the whole answer; before a value, 是 means "is"."""
+"""Word -> its meaning if it is the whole answer, such as 是 for yes (before a value it means "is")."""
 _DENSE = [word for word in {*NAMING, *UNITS, *SPOKEN, *POWER_WORDS} if word > "\u3000"]
 WITHOUT_SPACES = re.compile("|".join(sorted(_DENSE, key=len, reverse=True)))
 """Words of NAMING, UNITS, SPOKEN and POWER_WORDS in languages that put no space between words."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.normalization import Unreadable
 
 _MAX_DIGITS = 4000
 _GREEK = (
@@ -19,7 +19,7 @@ GREEK = frozenset(_GREEK.split())
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operation ``op`` on ``args``. A number has ``number``, and its spelling as ``name``; a symbol has ``name``."""
+    """An operation ``op`` on ``args``. A number has its text in ``name``, a symbol its name."""
 
     op: str
     args: tuple[Node, ...] = ()
@@ -27,7 +27,6 @@ class Node:
     name: str = ""
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all nodes below it."""
         pending = [self]
         while pending:
             node = pending.pop()
@@ -35,7 +34,7 @@ class Node:
             pending += node.args
 
     def replaced(self, by: Callable[[Node], Node | None]) -> Node:
-        """Return the tree with ``by(node)`` for each node; where that is None, keep the node and treat arguments so."""
+        """Replace each node by ``by(node)``. If that is None, keep the node and replace within its arguments."""
         other = by(self)
         return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
 
@@ -46,7 +45,6 @@ def symbols(tree: Node) -> frozenset[str]:
 
 
 def operations(tree: Node) -> frozenset[str]:
-    """Return the names of the operations in a tree."""
     return frozenset(node.op for node in tree.walk())
 
 
@@ -55,7 +53,7 @@ def number_node(value: Fraction | int) -> Node:
 
 
 def number_of(spelling: str) -> Fraction:
-    """Return a numeral's exact value: decimals, ``1.5e3``, repeating decimals by bar, dot or three-fold repetition."""
+    """Return a numeral's exact value. Decimals repeat under a bar or dot, or if ``...`` follows a block three times."""
     if len(spelling) > _MAX_DIGITS:
         raise Unreadable("a numeral of thousands of digits")
     if barred := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?", spelling):

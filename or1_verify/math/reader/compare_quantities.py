@@ -1,15 +1,15 @@
-r"""Decides when two values are the same answer: equal numbers, worked out as far as asked, with units that agree."""
+r"""Decides when two values are the same answer: equal numbers, simplified as far as the gold, with units that agree."""
 
 from __future__ import annotations
 
-from or1_verify.math.reader.equality import same
+from or1_verify.math.reader.expression_equality import same
+from or1_verify.math.reader.expression_tree import Node, operations, symbols
+from or1_verify.math.reader.normalization import FUNCTION_FAMILIES
 from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.numeric_value import real
 from or1_verify.math.reader.quantity import Quantity, factors, scaled
 from or1_verify.math.reader.rounding import rounds_to
-from or1_verify.math.reader.text import FUNCTION_FAMILIES
-from or1_verify.math.reader.tree import Node, operations, symbols
-from or1_verify.math.reader.units import UNITS, change_nothing
-from or1_verify.math.reader.value import real
+from or1_verify.math.reader.words import UNITS, change_nothing
 
 _TRIGONOMETRIC = FUNCTION_FAMILIES[0]
 _FAMILIES = (
@@ -21,10 +21,11 @@ _FAMILIES = (
 
 
 def is_worked_out(gold: Node, answer: Node) -> bool:
-    """Return whether the answer is computed as far as the gold.
+    """Return whether the answer is worked out as far as the gold.
 
-    If the gold is a plain number, the answer must be a plain number. Otherwise the answer has the gold's letters, and a
-    function of constants only if the gold has one of the same family: sin 15° does not answer "What is sin 15°?".
+    If the gold is a plain number, the answer must be a plain number. Otherwise the answer must have the gold's letters.
+    It may have a function of constants only if the gold has one of the same family: sin 15° does not answer "What is
+    sin 15°?".
     """
     if is_numeral(gold):
         return is_numeral(answer)
@@ -41,7 +42,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
         return False
-    if not gold.noun and not _changes_nothing(answer):
+    if not gold.noun and not _words_change_nothing(answer):
         return False
     if (gold.unit and answer.noun) or (answer.unit and gold.noun):
         return False
@@ -58,7 +59,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 
 def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """Remove degree signs if only one side has some: ``180^\\circ - x`` is 180 - x, unless pi or a sine is there."""
+    """Remove the degree signs if only one side has any and neither has pi or a sine: ``180^\\circ - x`` is 180 - x."""
     used = operations(gold), operations(answer)
     if ("degree" in used[0]) == ("degree" in used[1]) or (used[0] | used[1]) & {"pi", *_TRIGONOMETRIC}:
         return gold, answer
@@ -66,8 +67,7 @@ def _in_degrees(gold: Node, answer: Node) -> tuple[Node, Node]:
     return bare[0], bare[1]
 
 
-def _changes_nothing(answer: Quantity) -> bool:
-    """Return whether every word behind the value is on the list of words that change nothing."""
+def _words_change_nothing(answer: Quantity) -> bool:
     if answer.tree.op == "sym" and answer.noun:  # "A rectangle", "I think"
         return False
     return change_nothing(answer.noun.split())

@@ -1,6 +1,6 @@
-r"""Compares answers in special notations: bases, times, dates, multiple choice, ordinals; helpers over readings.
+r"""Compares answers in special notations: bases, times, dates, multiple choice, ordinals.
 
-Each rule takes the cleaned gold and answer and returns whether they agree, or None if neither uses the notation.
+Each rule gets the cleaned gold and answer, and returns whether they agree, or None if the notation is not used.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import re
 from collections.abc import Callable
 from itertools import combinations
 
-from or1_verify.math.reader.quantity import Quantity
-from or1_verify.math.reader.records import Reading, Relation, Several
-from or1_verify.math.reader.text import plain
-from or1_verify.math.reader.tree import Node
-from or1_verify.math.reader.units import NEUTRAL, NUMBER_WORDS, ORDINAL_WORDS, ROMAN
+from or1_verify.math.reader.normalization import plain
+from or1_verify.math.reader.words import NEUTRAL, NUMBER_WORDS, ORDINAL_WORDS, ROMAN
 
 SameValue = Callable[[str, str], bool]
 
@@ -37,7 +34,6 @@ _DATE = re.compile(
     rf"(?:the )?(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
     r"(?:,? (?P<year>\d{4}))?"
 )
-_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
 _NUMBERED = re.compile(r"(\d{1,3}) ?(?:st|nd|rd|th)(?: ([a-z]{3,}))?")
 _ORDINAL_WORD = re.compile(r"([a-z]+)(?: ([a-z]{3,}))?")
 _ROMAN_BEHIND = re.compile(r"([a-z]{3,}) ([ivx]+)")
@@ -56,7 +52,7 @@ def based(cleaned: str) -> tuple[str, int] | None:
 
 
 def bases(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare digits and base. An answer without a base has the gold's; a gold without a base has ten."""
+    """Compare digits and base. An answer without a base has the gold's base; a gold without a base has base ten."""
     ours, theirs = based(gold), based(answer)
     if ours is None and theirs is None:
         return None
@@ -69,7 +65,7 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare times of day on a 12- or 24-hour clock. A missing am or pm counts as the other side's."""
+    """Compare times of day on a 12- or 24-hour clock. If one side has no am or pm, it has the other side's."""
     both = [_TIME.fullmatch(re.sub(r" ?([ap])\.? ?m\.?$", r"\1m", plain(text))) for text in (gold, answer)]
     if not (both[0] and both[1]):
         return False if both[0] and _is_clock(both[0]) and plain(gold) not in plain(answer) else None
@@ -78,14 +74,14 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _is_clock(match: re.Match[str]) -> bool:
-    """Return whether ``10:30`` must be a time: a ratio would be in lowest terms, without a leading zero."""
+    """Return whether ``10:30`` must be a time. A ratio would be in lowest terms, without a leading zero."""
     if match[2] is None or int(match[1]) > 24:
         return False
     return match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1
 
 
 def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
-    """Return (0 for am, 1 for pm, None if not known; (hour, minute, second) on a 12-hour clock)."""
+    """Return (0 for am, 1 for pm or None if unknown; (hour, minute, second) on a 12-hour clock)."""
     hour, minute, second = int(match[1] or match[5]), int(match[2] or 0), int(match[3] or 0)
     named = match[4] or match[6]
     half = None if not named else int("p" in named)
@@ -95,7 +91,7 @@ def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
 
 
 def choices(gold: str, answer: str, same_value: SameValue) -> bool | None:
-    """Compare the letters of a multiple choice, and the values behind the letters if both sides have them."""
+    """Compare the letters of a multiple choice, and if both sides have values behind the letters, the values too."""
     ours, theirs = _choice(gold), _choice(answer)
     if ours is None:
         return None
@@ -134,7 +130,7 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. Only the gold needs rising order."""
+    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. The gold's must be in alphabetical order."""
     bare = [re.sub(r"\(\s*([A-H])\s*\)", r"\1", text) for text in (gold, answer)]
     texts = [re.sub(r"«?\band\b»?|[\\{}«»,;\s]", "", text) for text in bare]
     if texts[0] not in _RISING or not re.fullmatch("(?:[A-H]|or)+", texts[1]):
@@ -146,7 +142,7 @@ _PLACED = NEUTRAL | {"quadrant", "place", "position", "row", "column", "floor", 
 
 
 def ordinals(gold: str, answer: str) -> bool | None:
-    """Compare ordinals as written: ``third`` with ``3^{rd}``, ``second quadrant`` with ``Quadrant II``."""
+    """Compare uncleaned texts as ordinals: ``third`` with ``3^{rd}``, ``second quadrant`` with ``Quadrant II``."""
     ours, theirs = _ordinal(gold), _ordinal(answer)
     if ours is None or theirs is None or not (ours[2] or theirs[2]):
         return None
@@ -155,7 +151,7 @@ def ordinals(gold: str, answer: str) -> bool | None:
 
 
 def _ordinal(raw: str) -> tuple[int, str, bool] | None:
-    """Return (number, noun or "", whether the number is in words or Roman) of an ordinal, else None."""
+    """Return an ordinal's (number, noun or "", whether the number is in words or Roman); None for other texts."""
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)|\\[ ,;]|[{}^$~\s]+", " ", raw)
     text = re.sub(r"\s+", " ", text).strip(" .").lower().removeprefix("the ")
     if match := _NUMBERED.fullmatch(text):
@@ -174,41 +170,3 @@ RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
     ("compared as choices", choices),
     ("compared as several choices", several_choices),
 )
-
-
-def branches(tree: Node) -> tuple[Node, Node]:
-    r"""Return the two values of an expression with ``\pm``; all its signs change together."""
-    return _branch(tree, upper=True), _branch(tree, upper=False)
-
-
-def _branch(tree: Node, upper: bool) -> Node:
-    arguments = tuple(_branch(argument, upper) for argument in tree.args)
-    if tree.op in ("pm", "mp"):
-        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
-    return Node(tree.op, arguments, tree.number, tree.name)
-
-
-def same_head(gold: str, answer: str) -> bool:
-    """Return whether two names are the same: ``\\angle A`` and ``A``, or the function ``f(x)``, ``f`` and ``y``."""
-    names = _head(gold), _head(answer)
-    for name, other in (names, names[::-1]):
-        if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
-            return other == call[1] + call[2] or (other == "y" + call[2] and "y" not in call[3])
-    return names[0] == names[1]
-
-
-def _head(text: str) -> str:
-    return re.sub(r"[{}\s]|\\angle", "", text)
-
-
-def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return value by name if every item is ``name = value`` or ``name \\approx value``, each name once; else None."""
-    named: dict[str, Reading] = {}
-    for item in group.items:
-        if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):
-            return None
-        value = item.sides[1]
-        if item.operators == ("~",) and isinstance(value, Quantity):
-            value = value.approximate()
-        named[_head(item.heads[0])] = value
-    return named if len(named) == len(group.items) else None

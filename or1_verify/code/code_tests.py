@@ -1,4 +1,4 @@
-"""Records of the tests of one code problem: standard input, calls, test programs, and their limits."""
+"""The records of a code problem's tests, of three kinds: standard input and output, function calls, test programs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 from or1_verify.code.checkers import Checker
 from or1_verify.code.codec import encode
+from or1_verify.sandbox.limits import ProblemLimits
 
 _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """A test that runs the submission as a program. ``expected``: its output, or for checker any_of several outputs."""
+    """A test that runs the submission as a program. ``expected``: its output, or several for the checker any_of."""
 
     name: str
     stdin: bytes
@@ -27,8 +28,8 @@ class StdinTest:
 class CallTest:
     """A test that calls a function or method, whose result the problem's checker compares with ``expected``.
 
-    ``wrapped``: the only item of the list ``expected`` is accepted too, because data sets whose outputs are lists often
-    wrap the result in another list.
+    ``wrapped``: whether the only item of the list ``expected`` is accepted too. Data sets whose outputs are lists often
+    wrap a result in another list.
     """
 
     name: str
@@ -45,7 +46,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, which runs in a sandbox of its own. ``stand_ins``: program's name -> submission's name."""
+    """A test program, which runs in a sandbox of its own. ``stand_ins``: names in it -> the submission's names."""
 
     name: str
     program: str
@@ -53,15 +54,6 @@ class ProgramTest:
 
 
 CodeTest = StdinTest | CallTest | ProgramTest
-
-
-@dataclass(frozen=True, slots=True)
-class RowLimits:
-    """The limits that a problem sets for each test of a submission; None means the configuration's limit."""
-
-    time_s: float | None = None
-    """CPU time limit, from which the wall time limit follows."""
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +67,10 @@ class CodeTests:
     checker: Checker
     prefix: str = ""
     starter: str = ""
-    limits: RowLimits = RowLimits()
+    limits: ProblemLimits = ProblemLimits()
 
 
 def is_call_name(text: str) -> bool:
-    """Whether ``text`` names a function or method, as ``f`` or ``Solution().f``."""
+    """Return whether ``text`` names a function or method, as ``f`` or ``Solution().f``."""
     match = _CALL_NAME.fullmatch(text)
     return match is not None and not any(keyword.iskeyword(part) for part in match.groups(""))
