@@ -32,7 +32,7 @@ def mismatch(
     with report_user_errors(FileNotFoundError, ValueError), tempfile.TemporaryDirectory() as folder:
         from or1_megatron.config.load import load_as
         from or1_megatron.config.schema import Config
-        from or1_megatron.report.figures.differences import draw_differences
+        from or1_megatron.report.figures.mismatch import draw_mismatch
         from or1_megatron.selftest.mismatch.causes import verdict
 
         own = run / "config.yaml"
@@ -47,7 +47,7 @@ def mismatch(
         table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
     Console().print(table)
     out.write_text(
-        draw_differences({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()})
+        draw_mismatch({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()})
     )
     sentences = verdict(comparison)
     print(*sentences, f"picture: {out}", sep="\n")

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from or1_megatron.runtime.rollout_store import SCHEMA, open_rollouts
 
 BATCH_ROWS: Final = 256
-"""Number of responses read at a time, since a response may have 32,000 tokens."""
+"""Number of responses that are read at a time. It is small, since a response may have 32,000 tokens."""
 WORDS: Final = ("stage", "problem", "source", "status")
 """Columns with few different values, which are stored as categories."""
 

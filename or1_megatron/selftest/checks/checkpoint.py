@@ -69,7 +69,7 @@ class CheckpointRank:
 
 
 def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Make six updates with saves after the second and fourth, note all results, then kill this rank by SIGKILL."""
+    """Make six updates with saves after the second and fourth update, note all results, then kill this rank."""
     rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
@@ -85,7 +85,7 @@ def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 
 
 def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Load the newest intact checkpoint, make two updates, and note its step and their results."""
+    """Load the newest intact checkpoint, make two updates, and note the checkpoint's step and the updates' results."""
     rank = CheckpointRank(task)
     newest = rank.mesh.from_rank_0(rank.keeper.newest_intact() if rank.mesh.rank == 0 else None)
     state = loader.load(rank.policy, newest)

@@ -36,7 +36,7 @@ def short_run(context: Context, placement: str) -> None:
 
 
 def note(context: Context, run: Path, steps: int, bound: float) -> None:
-    """Check a run's metrics and summary. ``bound``: largest mean log-prob mismatch, in nats."""
+    """Check a run's metrics and summary. ``bound``: largest allowed mean log-prob mismatch, in nats."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "mismatch/mean_abs" in row]  # the first row is from before training
     context.require("steps", len(trained), at_least=steps)
