@@ -46,9 +46,7 @@ def mismatch(
         figures = (row.mean, abs(row.values).max(), row.limit)
         table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
     Console().print(table)
-    out.write_text(
-        draw_mismatch({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()})
-    )
+    out.write_text(draw_mismatch({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()}))
     sentences = verdict(comparison)
     print(*sentences, f"picture: {out}", sep="\n")
     raise typer.Exit(0 if sentences[0].startswith("noise") else 1)
@@ -72,11 +70,8 @@ def measure(inputs: Inputs, head: Any) -> Comparison:
 
 
 def inputs_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Inputs:
-    """Return what to examine: a run's newest checkpoint with responses that the checkpoint sampled, or a model.
-
-    Args:
-        folder: for the HF folders of checkpoints.
-    """
+    """Return the inputs of the comparison: a run's newest checkpoint with responses that its weights sampled, or
+    without a run the configured model. ``folder``: where checkpoints are converted to HF folders."""
     import numpy as np
 
     from or1_megatron.checkpoint.keeper import CheckpointKeeper

@@ -22,7 +22,7 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
-"""Name of the time outside of all verbs, which the hardware file's fit gives per response."""
+"""Name of the time outside of all verbs. The hardware file gives this time per response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StepTime:
     engine_s: float
     """Seconds in which an engine works (mean over engines)."""
     idle_share: float
-    """Idle share of an engine (mean over engines) in the rollout, or with ``max_staleness`` in the step."""
+    """Share of the rollout's time, or with ``max_staleness`` of the step's time, in which an engine is idle (mean)."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by PARTS."""
     update: UpdateTime
@@ -144,7 +144,8 @@ class Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed on average."""
+        """Start rollouts until ``count`` are under way. With refill, a rollout has as many prompts as it needs on average
+        for a full batch."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)

@@ -1,4 +1,4 @@
-"""Prints a plan and its predicted time as tables, and gives the JSON of ``or1 plan --json``."""
+"""Makes the tables that ``or1 plan`` prints (layout, stages, memory, time), and the JSON of ``or1 plan --json``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.selftest.plans import SHAPES, TIED
+from or1_megatron.selftest.setups import SHAPES, TIED
 from or1_megatron.types import Batch, Sample
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Return the HF folder of a random model of a shape in ``SHAPES``; make the folder if it is missing.
-
-    The weights of a small model have the magnitude of trained weights.
-    """
+    """Return the HF folder of a random model of a shape in ``SHAPES``; make the folder if it is missing. The weights of
+    a small model have the magnitude of trained weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape.replace(", ", "_").replace(" ", "_")

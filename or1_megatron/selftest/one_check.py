@@ -38,7 +38,7 @@ class Check:
     """What the machine must have: keys of ``NEEDS``, or names of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Module with the check's function; the function has the check's name with underscores. Empty: so has the module."""
+    """Module with the check's function, whose name is the check's with underscores. Empty: the module of that name."""
 
     def __call__(self, context: Context) -> None:
         """Run the check in this process; only its own module is imported."""
@@ -83,10 +83,8 @@ class CheckOutcome:
 
 @dataclass
 class Context:
-    """The argument of each check's function: the machine, a folder, and methods that record figures.
-
-    Every figure is recorded at once, so that a killed check leaves its figures.
-    """
+    """The argument of each check's function: the machine, a folder, and methods that record figures. Every figure is
+    written at once, so that a killed check leaves its figures."""
 
     outcome: CheckOutcome
     folder: Path = Path()
@@ -156,8 +154,7 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run the check that a task of ``run_checks`` describes, in this process. After each figure ``note`` gets the
-    check's outcome so far."""
+    """Run the check of a task by ``run_checks`` in this process. After each figure ``note`` gets the outcome so far."""
     check = Check(**task["check"])
     # The outcome that a killed check leaves is the last that it recorded, so it begins as failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
@@ -203,8 +200,7 @@ def figure(
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """Return a value as text: numbers with three significant digits, ratios with three decimals, shares in percent,
-    bools as yes or no."""
+    """Return a value as text: three significant digits, ratios with three decimals, shares in percent, yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):

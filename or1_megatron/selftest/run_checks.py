@@ -79,7 +79,6 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
 
 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
-    """Run one check in its own process, end all processes that it started, and return its outcome."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     folder.mkdir()
     task = {"check": asdict(check), "folder": str(folder), "parent": os.getpid()}
@@ -128,7 +127,7 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """In the block, adopt orphans, and raise SystemExit on the first signal. After the block, end all child processes."""
+    """Within the block, adopt orphans, and raise SystemExit on the first signal. Then end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ending: list[int] = []
 

@@ -8,10 +8,7 @@ _MISSING = "-"
 
 
 def number(value: float | None) -> str:
-    """Return a number as text with three significant digits (0.412, 88.1), or without decimals from 100 on (1240).
-
-    Only numbers below 0.0001 have an exponent.
-    """
+    """Return a number as text: three significant digits (0.412), no decimals from 100 on (1240), below 0.0001 5e-05."""
     if value is None or not math.isfinite(value):
         return _MISSING if value is None else str(value)
     if value == 0:

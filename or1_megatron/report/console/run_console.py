@@ -47,10 +47,8 @@ time of the remaining steps, from the mean time of this session's last 20 steps.
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
-    """Return the console on stdout, and whether the console is live (shows a progress bar and colours).
-
-    With ``auto`` it is live if stdout is a terminal; with ``plain`` it is not, and prints no escape codes.
-    """
+    """Return the console on stdout, and whether it is live: shows a progress bar and colours. ``auto`` is live on a
+    terminal; ``plain`` is not, and prints no escape codes."""
     live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
     if live:
         return Console(force_terminal=True), True
@@ -101,8 +99,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show in the bar which verb runs. ``step``: number of completed steps; from ``hand_off`` on, the current step
-        counts as completed."""
+        """Show a verb in the bar. ``step``: number of completed steps, to which ``hand_off`` adds the current step."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
@@ -143,7 +140,6 @@ class RunConsole:
         self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
 
     def say(self, text: str) -> None:
-        """Print a line of text, such as where the run is written."""
         self._print(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:

@@ -14,8 +14,7 @@ from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
 def draw_mismatch(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
     """Return an SVG figure with a panel for each entry of ``rows``: (positions, differences, model's noise), each [N].
 
-    Each dot is a token. Two lines show means over 16 bins of positions: the blue line the mean absolute difference, the
-    grey line the mean noise.
+    A dot is a token. Lines are means over 16 bins of positions: the blue line of |differences|, the grey of the noise.
     """
     figure, axes = panels(len(rows))
     for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):

@@ -15,8 +15,7 @@ from or1_megatron.runtime.jsonl import read_rows
 
 Span = tuple[str, str, int, int, dict[str, Any]]  # name, thread, start and end in ns, arguments
 Processes = Mapping[str, list[list[Span]]]
-"""The spans of each process, in lanes. A lane holds spans of one thread, one after another; a span that lies inside
-another span is in a later lane."""
+"""Each process's spans, in lanes. A lane has successive spans of a thread; a span inside another is in a later lane."""
 
 _COLOURS: Final = {
     "forward_step": "#2b6cb0", "backward_step": "#7fb2e5", "optimizer": "#153e75", "decode": "#dd8a2b",
@@ -89,10 +88,8 @@ def perfetto_trace(processes: Processes) -> bytes:
 
 @styled
 def draw_step(step: int, processes: Processes, path: Path) -> None:
-    """Draw a picture of the step to the file ``path``: a row per process shows when the process works and waits.
-
-    Inner spans are drawn over outer spans. The first thread of a process has a thick bar, its other threads a thin bar.
-    """
+    """Draw the step to the file ``path``: a row per process shows when it works and waits. Inner spans are drawn over
+    outer spans. The first thread of a process has a thick bar, other threads have thin bars."""
     start_ns = min(span[2] for lanes in processes.values() for lane in lanes for span in lane)
     figure = Figure((12, 1.2 + 0.4 * len(processes)), layout="constrained")
     axes = figure.add_subplot(ylim=(len(processes), 0), title=f"step {step}", xlabel="seconds")

@@ -29,8 +29,8 @@ KINDS: Final = {
     "operator": r"\s*[-+*/=<>^%×÷·≤≥≠≈±−→]\W*",
     "other": ".*",
 }
-"""Kinds of tokens, each with a regular expression; a token is of the first kind whose expression matches its text.
-``other`` means punctuation, LaTeX and special tokens."""
+"""Kinds of tokens, as regular expressions. A token is of the first kind that matches its text. ``other``: punctuation,
+LaTeX, special tokens."""
 _CHECKING: Final = (
     r"\b(wait|hmm+|alternatively|(double[- ]|re-?)?check(ing)? (again|this|that|it|the|my)|verify(ing)?|"
     r"on second thought|let me (double[- ]|re-?)?(check|think again))\b|等等|等一下|验证|检查|检验|核对|另一种|重新"
@@ -39,8 +39,7 @@ _SCRIPTS: Final = (
     {*range(0x41, 0x5B), *range(0x61, 0x7B), *range(0xC3, 0xCA)},
     *(set(range(first, last + 1)) for first, last in ((0xD0, 0xD4), (0xD6, 0xDB), (0xE0, 0xE0), (0xE3, 0xED))),
 )
-"""The first UTF-8 bytes of each script's letters: Latin; Cyrillic; Hebrew and Arabic; South Asian; CJK. Greek letters
-are left out, since they are mathematics."""
+"""First UTF-8 bytes of letters: Latin; Cyrillic; Hebrew and Arabic; South Asian; CJK. Greek counts as mathematics."""
 _LETTERS: Final = np.array([[(byte in of) * (3 if 0xE3 in of else 1) for of in _SCRIPTS] for byte in range(256)])
 _COLUMNS: Final = ("step", "prompt", "response", "response_token_ids", "log_probs", "status", "truncated")
 
@@ -49,11 +48,10 @@ def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[
     """Return means over the responses of each step in rollout files, by step and name. Means of nothing are left out.
 
     length/right, length/wrong and length/truncated are in tokens. The following are shares of responses: truncated;
-    repeats (fewer than half of the n-grams in the response's tail are distinct); changed (the response has boxes with
-    different answers). other_script is the share of letters outside the prompt's script, where a CJK character counts
-    as three letters. checks is the number of checking words ("wait", "verify", ...) per 1,000 tokens. entropy/tenth/*
-    (by tenth of the response, from 0) and entropy/kind/* (by kind of token, see KINDS) are means of minus the
-    engine's log-prob, in nats per token.
+    repeats (fewer than half of the n-grams in the tail are distinct); changed (there are boxes with different answers).
+    other_script is the share of letters outside the prompt's script; a CJK character counts as three letters. checks
+    counts checking words ("wait", "verify", ...) per 1,000 tokens. entropy/tenth/* (by tenth of the response, from 0)
+    and entropy/kind/* (by kind of token, ``KINDS``) are minus the engine's log-prob, in nats per token.
     """
     texts = cache(lambda token: "?" if tokens is None else tokens.cut([token])[0])
     kind = cache(lambda token: next(i for i, of in enumerate(KINDS.values()) if re.fullmatch(of, texts(token), re.S)))

@@ -30,8 +30,7 @@ class TokenTexts:
     """Cuts responses into the texts of their tokens. A special token's text is its name, such as ``<|im_end|>``."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the tokenizer of an HF folder. Raises FileNotFoundError without the file tokenizer.json, and ValueError
-        if this file holds no tokenizer."""
+        """Load an HF folder's tokenizer.json. Raises FileNotFoundError without it, ValueError if it is no tokenizer."""
         path = folder / TOKENIZER
         if not path.is_file():
             raise FileNotFoundError(f"no {TOKENIZER} in {folder}")

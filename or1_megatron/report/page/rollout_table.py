@@ -50,7 +50,6 @@ def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return the table of one rollout file; raise if any part of it cannot be read."""
     wanted = [*_TAKEN, *_TIMES, *_LISTS]
     with open_rollouts(path) as file:
         if missing := [name for name in wanted if name not in file.schema_arrow.names]:

@@ -45,9 +45,7 @@ class PageRun:
 
 
 def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[PageRun]:
-    """Return the records of runs in order, each run once, with a label that no other run has.
-
-    The responses of ``steps`` are never left out.
+    """Return the records of runs in order, each run once with its own label. ``steps``: steps that are never left out.
 
     Raises:
         FileNotFoundError: a path is not a run folder.

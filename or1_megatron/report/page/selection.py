@@ -30,10 +30,9 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
 
 
 def pairs(rows: pd.DataFrame, count: int) -> list[int]:
-    """Choose up to ``count`` held-out responses for comparison, and return their row indices.
-
-    The problems are those whose pass rate rose or fell most between a run's first and last evaluation. Each has two
-    responses, one of each evaluation: a wrong and a right response."""
+    """Choose up to ``count`` held-out responses to compare, and return their row indices. The problems are those whose
+    pass rate changed most between a run's first and last evaluation. Of each problem a right and a wrong response are
+    chosen, one from each of the two evaluations."""
     rows = rows[rows["stage"] == HELD_OUT].astype({"problem": str})
     steps, each = rows.groupby("run")["step"], ["run", "problem", "step"]
     sign = (rows["step"] == steps.transform("max")) * 1 - (rows["step"] == steps.transform("min")) * 1

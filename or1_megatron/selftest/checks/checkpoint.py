@@ -19,8 +19,8 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
 from or1_megatron.selftest.process import on_ranks, run_function
+from or1_megatron.selftest.setups import DEADLINE_S, save_and_load_layouts, small_shape
 from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
 
 LENGTHS: Final = [60, 33, 48, 17, 64, 25, 40, 52]

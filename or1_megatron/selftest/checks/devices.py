@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.process import on_ranks
+from or1_megatron.selftest.setups import DEADLINE_S
 from or1_megatron.selftest.timing import copy_gb_per_s, matmul_tflops, mean_seconds
 
 _SHARE: Final = {
@@ -24,14 +24,11 @@ _SHARE: Final = {
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
 }
-"""Share of the data sheet's rate that a healthy device reaches. A device that is slower may have low clocks, the wrong
-slot or a bad topology."""
+"""Share of the data sheet's rate that a healthy device reaches. If it is slower, check clocks, slots and topology."""
 
 
 def expected_rate(gpu: str, rate: str) -> float | None:
-    """Return the rate that is expected of a GPU, in 1e9 bytes or operations per second.
-
-    Return None if no hardware file describes the GPU.
+    """Return a GPU's expected rate in 1e9 bytes or operations per second; None if no hardware file describes the GPU.
 
     Args:
         gpu: the GPU's name; "" for a CPU.

@@ -25,8 +25,8 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.process import on_ranks
+from or1_megatron.selftest.setups import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.timing import free_bytes
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.sizing.parallel_layouts import batch_layout
@@ -83,7 +83,7 @@ class EngineRank:
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
 
     def hand_off(self, sender: Any) -> None:
-        """Scale all parameters, so that they differ from the engines' weights, and send the parameters to the engines."""
+        """Scale all parameters, so that they differ from the engines' weights, and send them to the engines."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)
@@ -91,9 +91,7 @@ class EngineRank:
         sender.send(self.version)
 
     def judge(self) -> float:
-        """Compare the log-probs of engines and policy on the probe, and let the engines serve the new weights.
-
-        Rank 0 returns the largest difference in nats, the other ranks 0.
+        """Return the largest log-prob difference between engines and policy on the probe. Then let the engines serve.
 
         Raises:
             HandoffMismatch: the difference exceeds the probe's bound.

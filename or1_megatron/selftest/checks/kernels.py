@@ -23,10 +23,8 @@ Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class HeadCase:
-    """The inputs of one call of the head: T tokens, H hidden size, V vocabulary.
-
-    The loss is sum(a * log-prob) + sum(c * entropy), without the second sum if ``c`` is None.
-    """
+    """The inputs of one call of the head: T tokens, H hidden size, V vocabulary. The loss is sum(a * log-prob) +
+    sum(c * entropy), without the second sum if ``c`` is None."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V + padding, H]
@@ -59,7 +57,7 @@ def normal_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> HeadCase:
-    """Return a case of random normal inputs, whose dot products are not exact in fp32. All logits get ``shift`` added."""
+    """Return a case of random normal inputs, whose dot products fp32 must round. ``shift`` is added to all logits."""
     options: Any = {"generator": torch.Generator(device).manual_seed(tokens + vocabulary), "device": device}
     x = torch.randn(tokens, hidden, **options)
     weight = torch.randn(vocabulary + padding, hidden, **options) / hidden**0.5 * 2
@@ -175,14 +173,11 @@ def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
 
 
 def relative(ours: Tensor, true: Tensor) -> float:
-    """Return ||ours - true|| / ||true||."""
     return float((ours.double() - true).norm() / true.norm().clamp_min(1e-30))
 
 
 def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[float, float]:
-    """Return the largest errors (of log-probs, of entropies) that fp32 rounding explains.
-
-    ``hidden`` is [T, H], ``weight`` [V, H].
+    """Return the largest errors (of log-probs, of entropies) that fp32 rounding explains; inputs are [T, H] and [V, H].
 
     A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and nearly independent
     rounding errors (Higham and Mary, 2019), in any order of summation. 64 more roundings account for the temperature,

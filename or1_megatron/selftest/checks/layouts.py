@@ -15,8 +15,8 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.selftest.models import random_qwen2
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import KINDS, layouts_for, small_shape
 from or1_megatron.selftest.process import run_function
+from or1_megatron.selftest.setups import KINDS, layouts_for, small_shape
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import LayoutError, choose_layers, parse_layout
 from or1_megatron.weights.families import read_hf_config
@@ -49,7 +49,7 @@ _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
 order of sums differs. In a deep model this allows more than ``TOLERANCE``."""
 _DTYPES: Final[dict[str, Any]] = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
-"""Defaults of a task: number of sequences, longest sequence in tokens, seed, objective and the objective's arguments."""
+"""Defaults of a task: number of sequences, longest sequence in tokens, seed, objective and its arguments."""
 
 
 def layouts(context: Context) -> None:

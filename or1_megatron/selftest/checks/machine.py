@@ -1,7 +1,6 @@
 """Self-test of the machine (``or1 doctor``): packages, vLLM build, GPUs and driver, sandbox, memory, disk, ports.
 
-Each function tries one of these things, for example imports a package or binds a port. It notes what it finds, and what
-this means for training.
+Each function tries one of these (imports, runs or binds something), and notes what it finds and what follows from this.
 """
 
 from __future__ import annotations

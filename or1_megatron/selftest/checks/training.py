@@ -11,7 +11,7 @@ from pathlib import Path
 
 from or1_megatron.config.load import load_config
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import QUICKSTART, training_run
+from or1_megatron.selftest.setups import QUICKSTART, training_run
 
 
 def train(context: Context) -> None:

@@ -47,7 +47,7 @@ class Inputs:
     """The inputs of a comparison: weights, prompts, and how the run samples."""
 
     folders: Mapping[int, Path]
-    """HF folders by version of their weights. The engine starts with the oldest weights; a handoff brings the newest."""
+    """HF folders by version of their weights. The engine starts with the oldest, and gets the newest in a handoff."""
     dtype: Any
     prompts: Sequence[Int32Array]
     sampling: Sampling
@@ -60,10 +60,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Difference:
-    """How the log-probs of ``side`` differ from the reference's, over N tokens of all sequences.
-
-    ``values`` [N]: log-probs minus the reference's. ``noise`` [N]: the model's noise. ``places`` [N]: positions.
-    """
+    """How log-probs of ``side`` differ from the reference's. Over the N tokens of all sequences, ``values`` [N] are
+    log-probs minus the reference's, ``noise`` [N] the model's noise, and ``places`` [N] positions."""
 
     side: str
     name: str
@@ -120,8 +118,7 @@ class Comparison:
         self.ways = {"": (heat, 1.0)} | {words: way for words, way in ways.items() if way != (heat, 1.0)}
 
     def hand_off(self) -> None:
-        """Fill the engine's prefix cache, then hand off the policy's weights as a run does. A handoff must drop the
-        cache."""
+        """Fill the engine's prefix cache, then hand off the policy's weights. The handoff must drop the cache."""
         self.control.score_prompts([self.long])
         self.sender.send(self.version)
         self.control.certify(self.version)
@@ -152,7 +149,6 @@ class Comparison:
         return self.long[: tokens.start], self.long[tokens], own[tokens.start - 1 : tokens.stop - 1]
 
     def examine(self) -> None:
-        """Measure everything once, and set the attributes."""
         last, sampled = len(self.long), self.sample(together=True)
         cached = [self.as_prompt(end, slice(end - 1, end)) for end in np.linspace(last // 2, last, 8).astype(int)]
         prompt = [self.as_prompt(last, slice(1, last - 1))]
@@ -176,7 +172,7 @@ class Comparison:
 
     @torch.no_grad()
     def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
-        """Return how the log-probs in ``scored`` differ from the reference's at the run's temperature, or at ``heat``."""
+        """Return how log-probs in ``scored`` differ from the reference's at the run's temperature, or at ``heat``."""
         ways = self.ways if heat is None else {"": (heat, 1.0)}
 
         def score(network: Any) -> dict[str, Any]:
@@ -222,8 +218,7 @@ class Comparison:
 
 
 def _log_probs(logits: torch.Tensor, targets: Int32Array, temperature: float, top_p: float) -> Any:
-    """Return the log-probs [n] of ``targets`` by ``logits`` [n, V]. With ``top_p`` below 1 they are renormalised over
-    the nucleus."""
+    """Return log-probs [n] of ``targets`` from ``logits`` [n, V]; if ``top_p`` < 1, renormalised over the nucleus."""
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     ranked = log_p.exp().sort(dim=-1, descending=True).values
     kept = (ranked * ((ranked.cumsum(-1) - ranked) < top_p)).sum(-1) if top_p < 1 else torch.ones(())

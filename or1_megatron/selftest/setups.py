@@ -1,7 +1,4 @@
-"""What the checks run: shapes of models, parallel layouts, placements, transports, configurations, by devices.
-
-Imports no torch.
-"""
+"""What the checks try: model shapes, parallel layouts, transports, configurations, by devices. Imports no torch."""
 
 from __future__ import annotations
 
