@@ -202,8 +202,8 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
 def _endpoint_sampler(
     url: str, asked: AskedModelConfig, name: str | None, timeout_s: float, sampling: Sampling
 ) -> OpenAISampler:
-    """Return a sampler over an endpoint. ``name`` None: the endpoint's first model. Raises EvaluationError if the key is
-    not set, or the endpoint names no model."""
+    """Return a sampler over an endpoint. ``name`` None: the endpoint's first model. Raises EvaluationError if the key
+    is not set, or if the endpoint names no model."""
     key = None if asked.api_key_variable is None else os.environ.get(asked.api_key_variable)
     if asked.api_key_variable is not None and not key:
         raise EvaluationError(f"environment variable {asked.api_key_variable}, which should hold the key, is not set")

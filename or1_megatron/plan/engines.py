@@ -103,7 +103,7 @@ class _Engine:
         self._plan()
 
     def finish(self) -> list[int]:
-        """Decode until the next responses end; return their rollouts' tickets."""
+        """Decode until the next responses end; return the tickets of their rollouts."""
         self._decode(self._ends[0][0] - self._iteration)
         self.now_s, ended = self.due_s, []
         while self._ends and self._ends[0][0] <= self._iteration + 1e-6:

@@ -37,8 +37,8 @@ def link_bytes_per_s(ranks: int, rates: Rates) -> float:
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     """Return the predicted times and limits of one engine of ``config``.
 
-    Each iteration reads all weights, including all experts, but not an input embedding that is no output layer. Tensor
-    parallelism adds two all-reduces of [n, H] per layer.
+    Each iteration reads all weights, including all experts, but an input embedding only if it is also the output layer.
+    Tensor parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
     rates = rates.with_busy(rollout.engines * k)

@@ -122,7 +122,7 @@ class Steps:
         self.asked: list[tuple[int, Workload]] = []
 
     def mean(self) -> StepTime:
-        """Simulate all steps, and return the mean time of the counted ones."""
+        """Simulate all steps, and return the mean time of the counted steps."""
         for _ in range(self.warm_up):
             self._step()
         total, tokens, before = dict[str, float](), 0, self.engines.parts_s()
@@ -144,8 +144,8 @@ class Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Start rollouts until ``count`` are under way. With refill, a rollout has as many prompts as it needs on average
-        for a full batch."""
+        """Start rollouts until ``count`` are under way. With refill, a rollout has as many prompts as it needs on
+        average for a full batch."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)

@@ -38,7 +38,8 @@ class Check:
     """What the machine must have: keys of ``NEEDS``, or names of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Module with the check's function, whose name is the check's with underscores. Empty: the module of that name."""
+    """Module of the check's function. The function has the check's name, with underscores; if ``module`` is empty, the
+    module has this name too."""
 
     def __call__(self, context: Context) -> None:
         """Run the check in this process; only its own module is imported."""
@@ -187,7 +188,7 @@ def figure(
 ) -> dict[str, Any]:
     """Return the record of a measured value: its unit, its limit, if one is given, and whether the limit is met.
 
-    Units are such as "s" and "GB/s"; "share" (of 1); "" for a plain ratio. A bool meets its limit if it is true.
+    Units are, for example, "s" and "GB/s"; "share" means a share of 1, "" a plain ratio. A bool must be true.
     """
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):

@@ -8,7 +8,8 @@ _MISSING = "-"
 
 
 def number(value: float | None) -> str:
-    """Return a number as text: three significant digits (0.412), no decimals from 100 on (1240), below 0.0001 5e-05."""
+    """Return a number as text: three significant digits (0.412, 88.1), no decimals from 100 on (1240). Numbers below
+    0.0001 have an exponent (5e-05)."""
     if value is None or not math.isfinite(value):
         return _MISSING if value is None else str(value)
     if value == 0:

@@ -12,9 +12,9 @@ from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
 
 @styled
 def draw_mismatch(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
-    """Return an SVG figure with a panel for each entry of ``rows``: (positions, differences, model's noise), each [N].
+    """Return an SVG figure with a panel for each entry of ``rows``: (positions, differences, noise) of N tokens, [N].
 
-    A dot is a token. Lines are means over 16 bins of positions: the blue line of |differences|, the grey of the noise.
+    A dot is a token. Lines are means over 16 bins of positions: blue of |differences|, grey of the model's noise.
     """
     figure, axes = panels(len(rows))
     for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):

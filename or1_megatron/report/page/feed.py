@@ -86,8 +86,8 @@ class Feed:
         return rows_packet(table, table.index.tolist(), more | counted)
 
     def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[PageRun], pd.DataFrame]:
-        """Return the records of the runs, and the responses in ``files``, which has for each run pairs (rollout file,
-        time of its last change). The times only make the cache read a changed file again."""
+        """Return the records of the runs, and the responses in the rollout ``files`` of each run. A file comes with the
+        time of its last change, so that the cache reads a changed file again."""
         with self._reading:
             told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
         found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]

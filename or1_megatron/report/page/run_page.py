@@ -135,7 +135,7 @@ def _series(record: PageRun, names: Sequence[str], most: int) -> dict[str, Any]:
 
 
 def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
-    """Cut the values into parts of ``per`` values; return the indices of the lowest (or nan) and highest of each."""
+    """Return the indices of the lowest and the highest value in each part of ``per`` values. Nan counts as lowest."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 

@@ -45,7 +45,7 @@ class PageRun:
 
 
 def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[PageRun]:
-    """Return the records of runs in order, each run once with its own label. ``steps``: steps that are never left out.
+    """Return the records of runs in order, each run once and with a label. Responses of ``steps`` are never left out.
 
     Raises:
         FileNotFoundError: a path is not a run folder.
@@ -117,7 +117,7 @@ def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mappi
 
 
 def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:
-    """Return every n-th rollout file, counted back from the newest file. They have about ``rows`` responses in all."""
+    """Return every n-th rollout file, counted back from the newest. Their responses are about ``rows`` in all."""
     each = 1
     with suppress(OSError, ValueError, IndexError):
         each = max(1, open_rollouts(files[-1]).metadata.num_rows)

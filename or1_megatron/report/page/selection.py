@@ -10,7 +10,7 @@ from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_verify.errors import UserError
 
 _PARTS = 12
-"""A run's steps are cut into this many parts, and the same number of responses is chosen from each part."""
+"""A run's steps are cut into this many parts, and responses are chosen evenly from all parts."""
 
 
 class UnknownRollout(UserError, ValueError):
@@ -31,8 +31,8 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
 
 def pairs(rows: pd.DataFrame, count: int) -> list[int]:
     """Choose up to ``count`` held-out responses to compare, and return their row indices. The problems are those whose
-    pass rate changed most between a run's first and last evaluation. Of each problem a right and a wrong response are
-    chosen, one from each of the two evaluations."""
+    pass rate changed most between a run's first and last evaluation. Each problem gives a right and a wrong response,
+    one from each of the two evaluations."""
     rows = rows[rows["stage"] == HELD_OUT].astype({"problem": str})
     steps, each = rows.groupby("run")["step"], ["run", "problem", "step"]
     sign = (rows["step"] == steps.transform("max")) * 1 - (rows["step"] == steps.transform("min")) * 1

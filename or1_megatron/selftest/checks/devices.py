@@ -1,5 +1,5 @@
 """Self-test of devices and links: memory bandwidth, matrix products, copies to host and other devices, all-reduce.
-On a CPU, processes stand for devices, and no rate is too low."""
+On a CPU, processes stand for devices, and rates have no lower limit."""
 
 from __future__ import annotations
 

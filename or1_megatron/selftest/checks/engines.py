@@ -83,7 +83,7 @@ class EngineRank:
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
 
     def hand_off(self, sender: Any) -> None:
-        """Scale all parameters, so that they differ from the engines' weights, and send them to the engines."""
+        """Scale the policy's parameters, so that the engines' weights are out of date, and send the new weights."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)

@@ -87,7 +87,7 @@ def kernels(context: Context) -> None:
 
 
 def against_float64(context: Context, epilogue: str) -> None:
-    """Compare both modes of the head with float64: all cases in fp32 (limited by ``fp32_bounds``), and one in bf16."""
+    """Compare both modes of the head with float64: all cases in fp32 (limits: ``fp32_bounds``), one case in bf16."""
     device = "cuda" if context.machine.cuda else "cpu"
     for mode in WORKSPACE_BYTES:
         cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
@@ -196,7 +196,7 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 def workspace_bytes(mode: str) -> int:
     """Return the bytes that forward + backward allocate in addition to inputs, gradients and main_grad.
 
-    T and V are those of a 32B model's training; H is 256. Only the second of two passes counts. In the first pass
+    Only the hidden size (256) is smaller than in training. Only the second of two passes counts: in the first pass
     Triton compiles, and cuBLAS allocates a permanent workspace (32 MiB on Hopper) for each thread that multiplies
     matrices, including autograd's threads.
     """

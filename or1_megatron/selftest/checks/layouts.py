@@ -40,7 +40,7 @@ TOLERANCE: Final = {
         "gradient": 0.15,
     },
 }
-"""Largest tolerated difference of each kind (``parallel.parity.Deviation``); ``_ROUNDINGS`` may tolerate a larger one.
+"""Largest tolerated difference of each kind (``parallel.parity.Deviation``), unless ``_ROUNDINGS`` allows a larger one.
 
 In bfloat16 rounding causes the differences, because the reference computes in fp32 on the rounded weights. Three steps
 change parameters by less than bf16 resolves, so ``parameters`` is left out."""
@@ -161,8 +161,8 @@ def beyond(row: Mapping[str, Any], dtype: str) -> Iterator[str]:
 
 
 def bounds(rounding: Mapping[str, Any], dtype: str) -> dict[str, float]:
-    """Return the largest tolerated difference of each kind. On a GPU it is three times as large as on a CPU: the order
-    of the sums in a matrix product there depends on the product's size, so that the last bits of fp32 differ more."""
+    """Return the largest tolerated difference of each kind. It is three times as large on a GPU, where the order of the
+    sums in a matrix product depends on the product's size, so that fp32's last bits differ more than on a CPU."""
     times = 3.0 if torch.cuda.is_available() else 1.0
     return {kind: times * max(bound, _ROUNDINGS[dtype] * rounding[kind]) for kind, bound in TOLERANCE[dtype].items()}
 
