@@ -145,7 +145,7 @@ class Run:
         )
 
     def to_the_end(self) -> dict[str, Any] | None:
-        """Run to the end; return the metrics, the loop's state (both without times), and digests of the ranks' states."""
+        """Run to the end; return metrics and the loop's state, without times, and a digest of each rank's state."""
         if self.mesh.rank == 0:
             self.loop.run()
             self._lockstep.close()
