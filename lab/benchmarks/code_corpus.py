@@ -1,7 +1,7 @@
 """Hand-written problems of every kind of ground truth, with right, wrong and dishonest submissions to them.
 
-``HONEST`` (code_honest.txt): (problem, whether the submission is right, style, source). A person has read each
-submission to decide whether it is right. A style that begins with a word of ``NEEDS`` fails in some sandboxes.
+``HONEST`` (code_honest.txt): (problem, whether the submission is right, style, source). Whether it is right was decided
+by reading it, not by running it. A style that begins with a word of ``NEEDS`` fails in some sandboxes.
 ``HACKS`` (code_hacks.txt): (problem, how the submission cheats, source). No submission solves its problem, so each
 accepted submission is a hole in the verifier.
 """

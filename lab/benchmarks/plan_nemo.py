@@ -206,7 +206,7 @@ def fit_steps() -> None:
         return planned(rows[row], machine).seconds
 
     def predict(at: np.ndarray) -> list[float]:
-        """Return the planned seconds of the rows, then for each entry of ``BELIEF`` a number that is 1 if it is met."""
+        """Return the planned seconds of the rows, then for each entry of ``BELIEF`` 1 if the constant equals it."""
         beliefs = [(at[FITTED.index(name)] / value) ** weight for name, (value, weight) in BELIEF.items()]
         request_s, dense, mixture, message_s, turn_s = map(float, at)
         return [

@@ -53,7 +53,7 @@ def mismatch(
 
 
 def measure(inputs: Inputs, head: Any) -> Comparison:
-    """Compare an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
+    """Compare an engine on one device and a policy on one rank (with the output head ``head``) with transformers."""
     from or1_megatron.commands.open_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
     from or1_megatron.selftest.mismatch.measure import Comparison

@@ -120,7 +120,7 @@ def with_length(
     """Return the settings with ``max_response_tokens`` filled in.
 
     If none is given, an evaluation that was begun in ``out`` keeps its length. A new evaluation takes the paper's
-    length, or the model's context minus the longest prompt if this is less; it then prints the length.
+    length, unless the model's context minus the longest prompt is less; then it takes this length and prints it.
     """
     if settings.max_response_tokens is not None:
         return settings

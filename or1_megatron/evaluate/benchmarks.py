@@ -122,7 +122,7 @@ def load_set(
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
     """Write a benchmark to ``sets``/name.jsonl in the form that the paper evaluates; return (the file, the set).
 
-    AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: folder
+    AIME24's problems get their ending; LiveCodeBench's problems are those of the paper's window. ``found_in``: folder
     in which files of the benchmark's name are looked for before the hub.
 
     Raises:
