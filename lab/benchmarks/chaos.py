@@ -59,7 +59,7 @@ COLOURS = dict(zip(ROLES, ("#b42318", "#c4631b", "#1f6feb", "#7a3fb5", "#1a7f5a"
 AT_MOST_S = {"engine": 12.0, "verifier": 2.0, "manager": 12.0, "rank": 25.0}
 STALL_S = 15.0
 ACCURACY_NOISE = 0.05
-"""With 256 held-out problems at 85%, the standard error of a difference of two runs is 3%, without the seeds' spread."""
+"""With 256 held-out problems at 85%, the standard error of a difference of two runs is 3%, plus the spread of seeds."""
 EFFECTIVE = {45.0: 0.45, 120.0: 0.7}
 GIVE_UP_S = 3600.0
 QUEUED_AGAIN = 3
