@@ -144,8 +144,7 @@ class Steps:
         )
 
     def _ask(self, count: int) -> None:
-        """Start rollouts until ``count`` are under way. With refill, a rollout has as many prompts as it needs on
-        average for a full batch."""
+        """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed on average."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
