@@ -22,7 +22,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
 _LONG = ("examples", "train", "handoff", "rollout", "parallel", "selftest")
-"""Folders whose tests run longest. Their files come first, so that no worker has one left when others are done."""
+"""Folders whose tests run longest. Their files come first, so that no worker starts one when others are done."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, a worker takes a file's tests, or those of a folder whose tests share engines."""
+    """With ``--dist loadfile``, give a worker all tests of a file, or of a folder whose tests share engines."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -101,6 +101,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the processes left behind after the summary of the tests, since no test may have failed."""
+    """Print the processes left behind, after the summary of the tests: even then all tests may have passed."""
     if lines := config.stash.get(_report, []):
         print("\nfailed: processes left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)

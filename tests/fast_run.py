@@ -34,7 +34,7 @@ def _skip(event: str, _arguments: tuple[Any, ...]) -> None:
 
 
 def _importing() -> bool:
-    """Whether a module is being imported, since some libraries run ``uname`` then, for which no test is skipped."""
+    """Return whether a module is being imported. Some libraries run ``uname`` then, which skips no test."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back

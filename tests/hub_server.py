@@ -19,7 +19,7 @@ Repositories = Mapping[str, Mapping[str, bytes]]
 
 @contextmanager
 def serving_hub(repositories: Repositories) -> Iterator[str]:
-    """Serve the repositories within the ``with`` block, and give the server's URL, for HF_ENDPOINT."""
+    """Serve the repositories within the ``with`` block, and yield the server's URL, for HF_ENDPOINT."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

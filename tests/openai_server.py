@@ -1,4 +1,4 @@
-"""A local server with a small part of OpenAI's protocol, whose answers a function gives."""
+"""A local server with a small part of OpenAI's protocol; a function of the test makes the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def completion(text: Any, finish_reason: str = "stop", **more: Any) -> Reply:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
-    """Run the server within the ``with`` block, and give its URL, up to /v1; its only model is ``solver``.
+    """Run the server within the ``with`` block, and yield its URL, up to /v1. The server's only model is ``solver``.
 
     ``answer`` gets the body of each request, on a thread of its own, and returns the reply.
     """

@@ -64,7 +64,7 @@ PUBLISHED, GPT_OSS = (
 NEXT = {key: PUBLISHED[key] for key in PUBLISHED.keys() - SIZES.keys() - LINEAR_ATTENTION.keys()} | {
     "mlp_only_layers": [2]
 }
-"""Qwen3-Next as published, but for what ``LINEAR_ATTENTION`` and ``SIZES`` have."""
+"""The published config of Qwen3-Next, except the keys of ``LINEAR_ATTENTION`` and ``SIZES``."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -152,12 +152,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Tiny models by name: transformers' class prefix, and the config values beside ``SIZES``."""
+"""Tiny models by name: transformers' class prefix, and the config values in addition to ``SIZES``."""
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Give ``tiny(name, **changes)``, which returns the HF folder of a tiny random model of ``FAMILIES``, made once."""
+    """Return a function ``tiny(name, **changes)`` that returns the HF folder of a random model of ``FAMILIES``."""
     made: dict[str, Path] = {}
 
     def get(name: str, **changes: Any) -> Path:
@@ -197,7 +197,7 @@ def make_tiny(folder: Path, name: str, dtype: str = "float32", file_size: str = 
 
 
 def add_draft(folder: Path, name: str) -> None:
-    """Put a tensor that drafts tokens into the folder's last file, as models are published; transformers drops it."""
+    """Add a tensor of a draft head to the folder's last file, as published models have it; transformers drops it."""
     import torch
     from safetensors.torch import load_file, save_file
 

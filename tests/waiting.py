@@ -25,7 +25,7 @@ def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATI
 
 
 def lives(pid: int) -> bool:
-    """Whether a process lives, running or stopped; a zombie does not count."""
+    """Return whether a process lives, running or stopped. A zombie does not count."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

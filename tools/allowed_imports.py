@@ -1,8 +1,8 @@
-"""An import-linter contract: every module imports only what the entry for its folder lists.
+"""The import rules, as a contract for import-linter: a module imports only what the entry of its folder lists.
 
-An entry is one line of ``allowed``, ``folder: ours | libraries``, with names separated by commas; names of the first
-root package stand without it. A module belongs to the entry with the longest matching name; a module without an entry
-breaks the contract. The standard library is free, and so are the modules of ``free``.
+An entry is one line of ``allowed`` in pyproject.toml: ``folder: ours | libraries``, with names separated by commas.
+Names in the first root package (or1_megatron) omit the package's name. A module follows the entry with the longest
+matching name; a module without an entry breaks the contract. Every module may import the standard library and ``free``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 @dataclass(frozen=True)
 class Entry:
-    """What the modules under ``name`` may import, besides each other."""
+    """What the modules under ``name`` may import in addition to each other."""
 
     name: str
     allowed: frozenset[str]

@@ -1,8 +1,8 @@
-"""Print how large the project is beside its budget: lines of Python by room, words of docs.
+"""Print the project's size and its limits: lines of Python of packages, tests and lab, words of docs.
 
     python tools/budget.py
 
-Counted are the files that git tracks, without generated reference (``GENERATED``) and results.
+Only files that git tracks count, without generated pages (``GENERATED``) and results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BUDGET: Final = {
     "lab": (("lab/*.py",), "lines", 3_500),
     "docs": (("README.md", "docs/*.md", *(f":!docs/{page}.md" for page in GENERATED)), "words", 40_000),
 }
-"""The files of each room, what is counted, and the largest number that it may reach; for the packages 46,000, and 2,600
-more for the newer model families, router replay and LoRA."""
+"""For each room: its files, the unit that is counted, and the limit. The limit of the packages is 46,000 lines, plus
+2,600 for the newer model families, router replay and LoRA."""
 TRAINER_STARTS: Final = ("commands.train", "trainer.run", "rollout.worker", "handoff.vllm.receiver")
 TRAINER_LIMIT: Final = 30_000
 """The modules by which a run's processes start, and the limit of lines of ``or1_megatron`` that these can import."""
@@ -34,7 +34,7 @@ def tracked(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def trainer() -> list[Path]:
-    """Return the files of ``or1_megatron`` that ``or1 train`` can execute: what its processes import, lazily too."""
+    """Return the files of ``or1_megatron`` that processes of ``or1 train`` import, also inside of functions."""
     graph = grimp.build_graph("or1_megatron", "or1_verify", cache_dir=None)
     starts = {f"or1_megatron.{name}" for name in TRAINER_STARTS}
     # Objectives are imported by their names in the configuration.

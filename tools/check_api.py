@@ -2,9 +2,9 @@
 
     python -m tools.check_api [FOLDER...]
 
-Each FOLDER holds packages, as site-packages or an unpacked wheel does; default: where this Python's packages are. A
-package that no folder holds is left out, with a note. Checked are imported names; attributes of modules, of classes,
-and of objects whose class follows from an annotation, a constructor or ``HINTS``; and the arguments of calls.
+Each FOLDER holds packages, like site-packages or an unpacked wheel; the default is this Python's site-packages. A
+package that is in no FOLDER is left out, with a note. The program checks imported names, arguments of calls, and
+attributes: of modules, of classes, and of objects whose class follows from an annotation, a constructor or ``HINTS``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("handoff.vllm.direct_copy", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
     ("handoff.vllm.reload", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
 }
-"""Classes of objects that our code holds as Any: (module of ours, expression) to the class."""
+"""The classes of objects that our code annotates as Any, by (our module, expression)."""
 
 OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
     "parallel.model.PolicyModel": ("forward",),
 }
-"""Methods of ours that a library's base class must have, because it calls them: a class to its methods."""
+"""Our methods that a library calls, by our class. The library's base class must have methods of the same names."""
 
 OPTIONS: Final[Mapping[str, str]] = {
     "rollout.engine._device_options": "vllm.engine.arg_utils.EngineArgs",
 }
-"""Functions of ours that return arguments as a dict, and the record whose fields these are."""
+"""Our functions that return arguments as a dict, each with the library's record that has these arguments as fields."""
 
 ARGUMENTS: Final[Mapping[str, str]] = {"vllm.entrypoints.llm.LLM": "vllm.engine.arg_utils.EngineArgs"}
-"""Classes whose constructor passes keywords on to a record."""
+"""Library classes whose constructor passes keywords on to a record, with the record."""
 
 STRINGS: Final[Sequence[tuple[str, str, str]]] = (
     ("rollout.worker", "_weight_update_active", "vllm.v1.worker.gpu_worker"),
@@ -66,14 +66,14 @@ STRINGS: Final[Sequence[tuple[str, str, str]]] = (
     ("rollout.engine_pool", "runtime_env", "ray._common.ray_option_utils"),
     ("handoff.vllm.direct_copy", "UnquantizedLinearMethod", "vllm.model_executor.layers.linear"),
 )
-"""Names that both sides write down: (module of ours, name, the library's module)."""
+"""Names that both our source and the library's source must contain: (our module, name, library's module)."""
 
 
 @dataclass
 class Report:
     problems: set[str] = field(default_factory=set)
     checked: set[tuple[str, str]] = field(default_factory=set)
-    """(file:line, expression) of what was found in a library."""
+    """(file:line, expression) of each use of a library that the library's source has."""
 
 
 class _File(ast.NodeVisitor):
@@ -119,7 +119,7 @@ class _File(ast.NodeVisitor):
         self.classes.pop()
 
     def _check_abstract(self, cls: Class) -> None:
-        """Check that the class has a library's abstract methods, and that they take what it passes."""
+        """Check that a class of ours has its library base's abstract methods, with the same arguments."""
         mine = {each.name: each for each in cls.node.body if isinstance(each, ast.FunctionDef)}
         for base in (each for each in self.sources.bases(cls) if isinstance(each, Class) and each != cls):
             for method in (each for each in base.node.body if isinstance(each, ast.FunctionDef)):
@@ -196,7 +196,7 @@ class _File(ast.NodeVisitor):
     # What expressions are.
 
     def value(self, node: ast.expr) -> Thing:
-        """Check an expression, and return what it is."""
+        """Check an expression, and return the thing that it stands for."""
         thing = self._value(node)
         looked_up = bool(self.hints) and isinstance(node, (ast.Name, ast.Attribute))
         hint = self.hints.get(ast.unparse(node)) if looked_up else None
@@ -255,7 +255,7 @@ class _File(ast.NodeVisitor):
         return found or UNKNOWN
 
     def _is_theirs(self, thing: Thing) -> bool:
-        """Whether it is a library's, or a class of ours that inherits from one."""
+        """Return whether a thing is a library's, or belongs to a class of ours that inherits from a library's class."""
         if isinstance(thing, (Module, Function)):
             return (thing if isinstance(thing, Module) else thing.module).name.split(".")[0] in LIBRARIES
         if isinstance(thing, (Class, Instance)):
@@ -331,7 +331,7 @@ def check(folders: Sequence[Path], ours: Path = ROOT) -> Report:
 
 
 def _tables(sources: Sources) -> Iterator[str]:
-    """Yield the names in the tables above that do not exist."""
+    """Yield a sentence for each name in the tables above that does not exist."""
     for name, methods in OVERRIDES.items():
         cls = sources.find(f"{OURS}.{name}")
         assert isinstance(cls, Class), name
@@ -357,7 +357,7 @@ def _tables(sources: Sources) -> Iterator[str]:
 
 
 def _dict_keys(node: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the constant keys of the dicts within ``node`` and of its assignments by key, but none of nested dicts."""
+    """Yield the constant keys of the dicts in ``node`` and of assignments to ``dict[key]``; leave out nested dicts."""
     dicts = [each for each in ast.walk(node) if isinstance(each, ast.Dict)]
     nested = {id(inner) for each in dicts for value in each.values for inner in ast.walk(value)}
     for each in (each for each in ast.walk(node) if id(each) not in nested):

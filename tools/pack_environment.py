@@ -1,17 +1,17 @@
-"""Pack what `make gpu` made, with this project, for a machine without internet.
+"""Pack the environment that `make gpu` made, and this project, for a machine without internet.
 
     .venv/bin/python -m tools.pack_environment OUT [--part-mib 60] [--leave-out FILE] [--without FILE] [--only-gpu 90]
 
 OUT gets numbered parts of at most ``--part-mib`` MiB, ``manifest.json`` with their checksums, and two small programs.
-Carry all of it to the target, in any order; there ``sh unpack.sh FOLDER`` makes of FOLDER a clone with .venv. The
-target needs a Python of the same version as .venv's, and nothing else. What makes it smaller:
+Copy all these files to the target, in any order. There ``sh unpack.sh FOLDER`` makes FOLDER a clone of this project
+with .venv. The target needs only a Python of the same version as .venv's. Three options make the parts smaller:
 
---leave-out lists what the target's Python has, as `pip freeze` prints it there: what has the same version here is taken
-from there. A line with a name alone takes that package from there whatever its version.
+--leave-out lists the packages of the target's Python, as `pip freeze` prints them there. Packages that have the same
+version here are not packed. A line with only a name leaves out that package at any version.
 --without lists what nobody needs there: names of packages, or patterns of files below site-packages, with a slash.
---only-gpu keeps the GPU code of one compute capability (90 is 9.0: H100, H200), and no other (tools/one_gpu.py).
+--only-gpu keeps only the GPU code of one compute capability (90 is 9.0: H100, H200; see tools/strip_gpu_code.py).
 
-With ``--project-only`` the environment's parts in OUT stay and the project alone is packed anew, into parts after them.
+With ``--project-only`` the environment's parts in OUT stay, and only the project is packed again, into later parts.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.gpu_lock import read_lock
-from tools.one_gpu import blank_other_gpus
+from tools.strip_gpu_code import blank_other_gpus
 
 ROOT: Final = Path(__file__).parents[1]
 UNPACK: Final = Path(__file__).with_name("unpack_environment.py")
 _BLOCK: Final = 64 << 20
-"""Bytes that are compressed together: enough to compress well, and for all cores to have work."""
+"""Bytes that are compressed together. Such a block compresses well, and there are blocks enough for all cores."""
 _THREADS: Final = min(8, os.cpu_count() or 1)
 _EDITABLE: Final = "__editable__"
-"""How the files begin that say where an editable package is: they hold a path of this machine."""
+"""Prefix of files that say where an editable package is. They hold a path of this machine, and are not packed."""
 
 _HEAD_OF_PROGRAM: Final = re.compile(rb"\A#!(?:/bin/sh\n'''exec' .*\n' '''|/.*/python[0-9.]*$)", re.MULTILINE)
-"""How a program begins that pip wrote: with the path of its Python, or with two lines more where the path is long."""
+"""Beginning of a program that pip wrote: a line with the path of its Python, or three lines if this path is long."""
 _STARTS_ANYWHERE: Final = rb"""#!/bin/sh
 '''exec' "$(dirname "$(realpath "$0")")/python" "$0" "$@"
 ' '''"""
-"""For the shell a command that starts the Python beside the program, for Python a string."""
+"""Replaces that beginning. The shell reads a command that starts the Python beside the program; Python reads text."""
 
 _UNPACK_SH: Final = """\
 #!/bin/sh
@@ -96,7 +96,7 @@ class Parts:
         return self._written
 
     def end_part(self) -> None:
-        """Write what is there; what follows begins a new part."""
+        """Write all bytes so far. Later bytes begin a new part."""
         self._compress_block()
         while self._waiting:
             self._take()
@@ -128,7 +128,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of an environment is packed. Lines are those of the files that the options name."""
+    """The options that decide what is packed. ``leave_out`` and ``without`` hold the lines of the options' files."""
 
     leave_out: Sequence[str] = ()
     without: Sequence[str] = ()
@@ -141,7 +141,7 @@ def pack(root: Path, out: Path, part_bytes: int, choice: Choice = Choice()) -> d
     """Pack the git clone ``root`` with its ``.venv`` into ``out``, and return the manifest.
 
     Raises:
-        SystemExit: there is no whole environment here, or ``choice`` names what is not in it.
+        SystemExit: there is no complete environment here, or ``choice`` names packages or files that it does not have.
     """
     (site,) = (root / ".venv").glob("lib/python3*/site-packages")
     python, commit = site.parent.name.removeprefix("python"), _commit(root)
@@ -182,7 +182,7 @@ def _commit(root: Path) -> str:
 
 
 def _chosen(site: Path, choice: Choice) -> tuple[list[str], list[Path]]:
-    """Return what the target is expected to have (NAME==VERSION), and the files to pack.
+    """Return (packages that the target must have, as NAME==VERSION; files to pack).
 
     Raises:
         SystemExit: lines of ``choice.without`` name no package and no file here.
@@ -205,7 +205,7 @@ def _chosen(site: Path, choice: Choice) -> tuple[list[str], list[Path]]:
 
 
 def _left_out(packages: Mapping[str, importlib.metadata.Distribution], lines: Iterable[str]) -> list[str]:
-    """Return which packages the target has, and print those of which it has another version."""
+    """Return the packages that the target has, and print each package of which the target has another version."""
     names = []
     for line in lines:
         if not (found := re.fullmatch(r"([A-Za-z0-9._-]+)(?:===?(\S+))?", line.strip())):

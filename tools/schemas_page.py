@@ -45,7 +45,7 @@ def _fields_table(fields: Sequence[Field]) -> str:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Name an Arrow type in the words of JSON and Python."""
+    """Return the name of an Arrow type in the words of JSON and Python."""
     if pa.types.is_list(kind):
         return f"list of {type_name(kind.value_type)}"
     if pa.types.is_map(kind):
@@ -56,7 +56,7 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def markdown() -> str:
-    """The text of docs/schemas.md."""
+    """Return the text of docs/schemas.md."""
     metrics = [("step", "int64", "steps", "rollout step; 0 is before training")]
     metrics += [(metric.name, "float64", metric.unit, metric.meaning) for metric in METRICS]
     return f"""# Schemas

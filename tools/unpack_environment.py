@@ -1,8 +1,8 @@
-"""Unpack what tools/pack_environment.py packed: ``sh unpack.sh FOLDER``. Python's standard library is all it needs.
+"""Unpack what tools/pack_environment.py packed: ``sh unpack.sh FOLDER``. Needs only Python's standard library.
 
-FOLDER becomes a clone with its .venv: FOLDER/.venv/bin/or1. Packages that were left out are taken from the Python that
-runs this program; links to its CUDA libraries lie where torch looks for its own. After an interruption the same
-command goes on; when all is there it says so and does nothing.
+FOLDER becomes a clone with its .venv: FOLDER/.venv/bin/or1. Packages that were left out come from the Python that runs
+this program. Links to that Python's CUDA libraries are made where torch looks for them. After an interruption the same
+command continues. If everything is there already, it says so and does nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Joined:
 
 
 def problem_of(part: Path, size: int, sha256: str) -> str:
-    """Return what is wrong with a part; empty if nothing is."""
+    """Return what is wrong with a part; "" if nothing is wrong."""
     if not part.is_file():
         return f"{part} is missing; its sha256 is {sha256}"
     with part.open("rb") as file:
@@ -50,9 +50,9 @@ def problem_of(part: Path, size: int, sha256: str) -> str:
 
 
 def extract(parts: Sequence[Path], folder: Path) -> None:
-    """Extract the archive; skip files that are there with the size and time that they have in it.
+    """Extract the archive. Skip files that are in ``folder`` already with the archive's size and time.
 
-    A file gets its time after its bytes, so one that was cut short has another.
+    A file gets its time after its bytes, so a file that was cut short has another time.
     """
     with (
         lzma.open(Joined(parts)) as stream,  # type: ignore[call-overload]
@@ -69,7 +69,7 @@ def extract(parts: Sequence[Path], folder: Path) -> None:
 
 
 def missing_here(names: Sequence[str]) -> list[str]:
-    """Return which of the packages that were left out this Python lacks; any version of one will do."""
+    """Return the packages in ``names`` that this Python does not have in any version."""
     missing = []
     for name in names:
         try:
@@ -80,7 +80,7 @@ def missing_here(names: Sequence[str]) -> list[str]:
 
 
 def link_libraries(names: Sequence[str], packages: Path) -> None:
-    """Link NVIDIA's libraries of packages that were left out: torch looks for them beside itself."""
+    """Make links to NVIDIA's libraries of packages that were left out, because torch looks for them beside itself."""
     for name in names:
         for file in importlib.metadata.distribution(name.partition("==")[0]).files or ():
             target = packages / str(file)
@@ -94,8 +94,8 @@ def unpack(source: Path, folder: Path) -> str:
     """Unpack the parts in ``source`` into ``folder``, and return what was done.
 
     Raises:
-        SystemExit: parts are missing or damaged, which are named with their checksums, or packages that were left out
-            are missing in this Python.
+        SystemExit: parts are missing or damaged (the message has their checksums), or packages that were left out are
+            missing in this Python.
     """
     text = (source / "manifest.json").read_text()
     manifest, stamp = json.loads(text), f"packed {hashlib.sha256(text.encode()).hexdigest()}"

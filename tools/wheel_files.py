@@ -1,4 +1,4 @@
-"""Which files wheels install, from their tables of contents: a few hundred kilobytes of gigabytes."""
+"""Lists the files that wheels install, from the wheels' tables of contents, without downloading whole wheels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RemoteFile(io.RawIOBase):
         self._position = 0
 
     def _fetch(self, span: str) -> tuple[bytes, int, int]:
-        """Return (bytes, the position of the first, the size of the file)."""
+        """Return (bytes, position of the first byte in the file, size of the file)."""
         request = urllib.request.Request(self._url, headers={"Range": span})
         with urllib.request.urlopen(request, timeout=60) as answer:
             content, place = answer.read(), answer.headers.get("Content-Range")
@@ -59,9 +59,9 @@ class RemoteFile(io.RawIOBase):
 
 
 def installed_files(wheel: zipfile.ZipFile) -> dict[str, str]:
-    """Return what a wheel writes: paths below an environment, each with what tells its content from another.
+    """Return the files that a wheel installs: by path below an environment, a text that identifies the content.
 
-    ``lib/`` stands for the folder site-packages, ``bin/`` for that of commands.
+    ``lib/`` stands for the folder site-packages, ``bin/`` for the folder of commands.
     """
     found = {}
     for entry in (each for each in wheel.infolist() if not each.is_dir()):
@@ -81,9 +81,9 @@ def installed_files(wheel: zipfile.ZipFile) -> dict[str, str]:
 
 
 def shared_paths(files: Mapping[str, Mapping[str, str]]) -> dict[tuple[str, ...], tuple[set[str], set[str]]]:
-    """Return the paths that several packages write, by those packages: (with one content, with several).
+    """Return, by packages that write the same paths, (paths with equal content, paths with different content).
 
-    ``files``: what each package writes, as ``installed_files`` returns it.
+    ``files``: the files of each package, as ``installed_files`` returns them.
     """
     owners: dict[str, list[str]] = defaultdict(list)
     for package in sorted(files):

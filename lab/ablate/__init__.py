@@ -1,1 +1,1 @@
-"""Ablations of the paper and of our own: runs whose arms differ only in named config keys."""
+"""Ablations, the paper's and our own: an arm is a set of runs, and arms differ only in named configuration keys."""

@@ -1,4 +1,4 @@
-"""``python -m lab.ablate``: run ablations, and write their pages. lab/ablations/README.md says how."""
+"""``python -m lab.ablate``: runs ablations and writes their pages. lab/ablations/README.md explains it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def ablate(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once; one where an ablation compares seconds.")] = 1,
     kept: Annotated[Path | None, typer.Option(help="Folder of finished runs' metrics; default: OUT/kept.")] = None,
 ) -> None:
-    """Run the arms of ablations seed by seed, and write their pages. Running it again does not repeat finished runs.
+    """Run the arms of ablations seed by seed, and write their pages. Finished runs are not repeated.
 
-    An ablation may have conditions of entry, which a run measures first; unless they are met, its arms do not run.
-    Exits with 1 if a run failed, in which case the other runs continue, or if a condition is not met.
+    An ablation may have conditions of entry. A run measures them first, and the arms run only if all are met. After a
+    failed run the other runs continue. Exits with 1 if a run failed or a condition is not met.
     """
     signal.signal(signal.SIGTERM, lambda received, _: sys.exit(128 + received))
     kept, changed, failed = kept or out / "kept", overrides or [], False
@@ -72,18 +72,18 @@ def ablate(
 
 @dataclass(frozen=True)
 class Work:
-    """An ablation at a scale, with its runs."""
+    """An ablation at one scale, with its runs."""
 
     ablation: Ablation
     chosen: Arms
     arms: list[Arm]
     entry: list[ArmRun]
-    """Those that measure the conditions of entry: one for each arm that a condition names."""
+    """The runs that measure the conditions of entry: one for each arm that a condition names."""
     runs: list[ArmRun]
 
     @classmethod
     def of(cls, ablation: Ablation, scale: Scale, out: Path, kept: Path, extra: dict[str, Any]) -> Work:
-        """Raises ConfigError when an arm's configuration is wrong."""
+        """Make the work of an ablation. Raises ConfigError if an arm's configuration is wrong."""
         chosen, arms = ablation.at(scale), arms_of(ablation, scale, extra)
         named = {condition.arm for condition in chosen.entry}
         entry = runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out, kept)
@@ -93,10 +93,8 @@ class Work:
         return measure(self.chosen, {run.arm.name: run.rows() for run in self.entry if run.finished})
 
     def carry_out(self, metrics: list[str], jobs: int) -> list[str]:
-        """Run the entry's runs, then, if the conditions are met, the arms. Return what failed and what is not met.
-
-        ``metrics``: those that are kept of finished runs.
-        """
+        """Measure the conditions of entry, and run the arms if all conditions are met. ``metrics``: names of the
+        metrics that are kept of finished runs. Return a sentence for each failed run and each unmet condition."""
         wrong = _run(self.entry, metrics, jobs)
         for condition, value in zip(self.chosen.entry, self.entry_values(), strict=True):
             if not condition.met(value):
@@ -116,7 +114,7 @@ class Work:
 
 
 def _run(runs: list[ArmRun], metrics: list[str], jobs: int) -> list[str]:
-    """Run what is not finished, and return what failed."""
+    """Run the runs that are not finished, and return a sentence for each failed run."""
     wrong = []
     for run, status in run_all(runs, metrics, jobs):
         print(f"{run.arm.name}, seed {run.seed}: {f'exit status {status}' if status else 'done'}", flush=True)

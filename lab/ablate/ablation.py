@@ -2,7 +2,7 @@
 
     number: 10
     title: clip-higher
-    claim: ...                      # of the report, in our words
+    claim: ...                      # the paper's claim, in our words
     watch: [entropy/sampled, ...]   # metrics to draw
     paper: {base: ..., set: {...}, arms: {...}}
     small: {base: small.yaml, seeds: [1, 2, 3], entry: [...], arms: {...}, expects: [...]}
@@ -35,21 +35,22 @@ Overrides = dict[str, Any]
 
 
 class Expectation(Section):
-    """A prediction of the claim about two arms: a comparison of a metric's mean over a window of the run."""
+    """A prediction that follows from the claim: one arm has a higher mean of a metric, over a window, than another."""
 
     says: str
     metric: str
     window: Window = "late"
-    """early, late: the first or last quarter of the steps with the metric; last: its last value; equal_time: the last
-    quarter of the seconds that the seed's fastest arm took (``outcome.value_at_time``)."""
+    """early, late: the first or last quarter of the steps with the metric; last: the metric's last value; equal_time:
+    the last quarter of the seconds that the seed's fastest arm took (``outcome.value_at_time``)."""
     higher: str
     """The arm whose metric should be higher."""
     than: str
-    """The arm that it is compared with."""
+    """The other arm."""
     margin: NonNegativeFloat = 0.0
-    """How much lower it may be instead."""
+    """How much lower the metric of ``higher`` may be without contradicting the claim."""
     within: PositiveFloat | None = None
-    """Chosen before the first run: an interval that holds 0 and lies within this, either way, is no difference."""
+    """If the interval of the difference holds 0 and lies between minus and plus this value, the verdict is "no
+    difference". Chosen before the first run."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> Self:
@@ -59,7 +60,7 @@ class Expectation(Section):
 
 
 class Condition(Section):
-    """A condition of entry: without it the arms cannot show the claim. A run of one arm measures it before they run."""
+    """A condition of entry. If it is not met, the arms cannot show the claim; a run of one arm measures it first."""
 
     says: str
     arm: str
@@ -76,7 +77,7 @@ class Condition(Section):
         return self
 
     def met(self, value: float | None) -> bool:
-        """Return whether the metric's value keeps the bounds; None, no value, does not."""
+        """Return whether the metric's value is within the bounds; None (no value) is not."""
         if value is None:
             return False
         return (self.above is None or value > self.above) and (self.below is None or value < self.below)
@@ -87,15 +88,15 @@ class Condition(Section):
 
 
 class Column(Section):
-    """A computed column: how much a metric differs, in each row, from a value or from the row before."""
+    """A computed column: in each row, the distance of a metric from a fixed value or from the row before."""
 
     metric: str
     away_from: float | None = None
-    """None: its value in the row before."""
+    """The fixed value; None: the metric's value in the row before."""
 
 
 class Arms(Section):
-    """One scale of an ablation."""
+    """The arms of an ablation at one scale."""
 
     base: Path
     """The configuration of all arms, relative to the ablation's file."""
@@ -104,12 +105,12 @@ class Arms(Section):
     seeds: tuple[Positive, ...] = Field(default=(1, 2, 3), min_length=1)
     """Chosen before the first run."""
     columns: dict[str, Column] = Field(default_factory=dict)
-    """By name. They are watched and compared like metrics."""
+    """Computed columns by name. They can be watched and compared like metrics."""
     equal_time: bool = False
     """Whether arms are also compared at equal seconds of training, not only at equal steps."""
     entry: tuple[Condition, ...] = ()
     entry_seed: Positive = 101
-    """Seed of the runs that measure the conditions of entry; none of ``seeds``."""
+    """Seed of the runs that measure the conditions of entry. It must not be one of ``seeds``."""
     expects: tuple[Expectation, ...] = ()
     note: str = ""
     """How this scale differs from the paper's setting."""
@@ -138,7 +139,7 @@ class Ablation(Section):
         return self.paper if scale == "paper" else self.small
 
     def metrics(self) -> set[str]:
-        """Return the metrics that its pages, comparisons and conditions read, at both scales."""
+        """Return the metrics that the ablation's pages, comparisons and conditions read, at both scales."""
         named = set(self.watch)
         for arms in (self.paper, self.small):
             named |= {item.metric for item in (*arms.expects, *arms.entry, *arms.columns.values())}
@@ -152,14 +153,14 @@ class Arm:
     name: str
     base: Path
     overrides: tuple[str, ...]
-    """``key=value`` each, for ``or1 train --set``."""
+    """Texts ``key=value``, for ``or1 train --set``."""
     config: Config
     key: str
     """Digest of the configuration without seed and folder, the same for equal arms of different ablations."""
 
 
 def load_ablations(folder: Path = FOLDER) -> dict[int, Ablation]:
-    """Return the ablations of all NN_name.yaml in ``folder``, by number.
+    """Return the ablations in all files NN_name.yaml of ``folder``, by number.
 
     Raises ConfigError, with file, key and what was expected, if a file is wrong.
     """
@@ -180,7 +181,7 @@ def load_ablations(folder: Path = FOLDER) -> dict[int, Ablation]:
 def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None) -> list[Arm]:
     """Return every arm with its configuration. ``extra``: overrides of all arms.
 
-    Raises ConfigError if an arm's configuration is wrong or equal to another's.
+    Raises ConfigError if an arm's configuration is wrong, or the same as another arm's.
     """
     chosen = ablation.at(scale)
     base = ablation.path.parent / chosen.base
@@ -200,7 +201,7 @@ def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = 
 
 
 def differences(arms: Sequence[Arm]) -> dict[str, list[str]]:
-    """Return every configuration key in which arms differ, except seed and folder, with its value in each arm."""
+    """Return the configuration keys in which arms differ (except seed and folder), each with its value in every arm."""
     flat = [leaves(_plain(arm.config)) for arm in arms]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = {key: [values.get(key, "absent") for values in flat] for key in keys}

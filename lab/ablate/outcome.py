@@ -13,7 +13,7 @@ from lab.ablate.ablation import Ablation, Arms, Column, Expectation, Window
 from lab.ablate.statistics import Estimate, estimate, holm, p_value
 
 ELAPSED: Final = "elapsed_s"
-"""A column of every run: seconds of training so far, without start-up and evaluations, which all arms share."""
+"""A column of every run: seconds of training so far. Start-up and evaluations, which all arms share, do not count."""
 
 _COUNTED: Final = ("step", "time/step", "time/evaluate")
 """The metrics that every page reads."""
@@ -26,12 +26,12 @@ ArmRows = Mapping[str, Mapping[int, Rows]]
 
 @dataclass(frozen=True, slots=True)
 class ArmComparison:
-    """The paired difference of two arms over the seeds, and what it says about the claim."""
+    """The paired difference of two arms over the seeds, and the verdict on the claim."""
 
     difference: Estimate
-    """With its own interval of 95%."""
+    """The difference with an interval of 95%."""
     corrected: Estimate
-    """With the interval at the level of Holm's correction, on which the verdict rests."""
+    """The same difference with an interval at the level of Holm's correction, which decides the verdict."""
     verdict: Literal["as claimed", "the opposite", "no difference", "not resolved", "not run"]
 
 
@@ -42,12 +42,12 @@ def read_metrics(ablations: Iterable[Ablation]) -> list[str]:
 
 
 def reads_seconds(chosen: Arms) -> bool:
-    """Return whether a comparison reads seconds, which depend on what else the machine does."""
+    """Return whether a comparison reads seconds, which depend on other work of the machine."""
     return chosen.equal_time or any(expected.metric == ELAPSED for expected in chosen.expects)
 
 
 def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """Return the rows with ``ELAPSED`` and ``columns``. A row without the metric does not get its column.
+    """Return the rows with ``ELAPSED`` and ``columns``. A row without a column's metric does not get the column.
 
     Worked example: for a metric of 1 and 3 in two rows, the distance from 2 is 1 and 1; the change is 2 in the second.
     """
@@ -68,7 +68,7 @@ def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, An
 
 
 def equal_times(arms: Iterable[Mapping[int, Rows]]) -> dict[int, float]:
-    """Return {seed: seconds of training of its fastest arm} for the seeds that every arm has finished."""
+    """Return {seed: seconds of training that the seed's fastest arm took} for the seeds that every arm has finished."""
     of_arms = [{seed: float(rows[-1][ELAPSED]) for seed, rows in arm.items() if rows} for arm in arms]
     seeds = set.intersection(*map(set, of_arms)) if of_arms else set()
     return {seed: min(of_arm[seed] for of_arm in of_arms) for seed in sorted(seeds)}
@@ -78,7 +78,8 @@ def value_at_time(rows: Rows, metric: str, until_s: float) -> float | None:
     """Return the metric's mean over the last quarter of the first ``until_s`` seconds; None if no row has it.
 
     Values are interpolated linearly between rows, so that no arm gains from an evaluation just before the end.
-    Worked example: 0.2 at 0 s, 0.6 at 100 s, until 80 s. From 60 s to 80 s it rises from 0.44 to 0.52: mean 0.48.
+    Worked example: 0.2 at 0 s, 0.6 at 100 s, until 80 s. From 60 s to 80 s the metric rises from 0.44 to 0.52, so the
+    mean is 0.48.
     """
     points = [(float(row[ELAPSED]), float(row[metric])) for row in rows if row.get(metric) is not None]
     if not points:
@@ -91,9 +92,9 @@ def value_at_time(rows: Rows, metric: str, until_s: float) -> float | None:
 
 
 def value_over(rows: Rows, metric: str, window: Window, until_s: float | None = None) -> float | None:
-    """Return the metric's mean over the window of the rows that have it; None if none has.
+    """Return the metric's mean over the window of the rows that have the metric; None if no row has.
 
-    ``until_s``: for the window equal_time; None: not known yet.
+    ``until_s``: the seconds of the window equal_time; None: not known yet.
     """
     if window == "equal_time":
         return None if until_s is None else value_at_time(rows, metric, until_s)
@@ -110,7 +111,8 @@ def compare(
 ) -> list[ArmComparison]:
     """Judge the comparisons of one ablation by paired differences, with Holm's correction over all of them.
 
-    ``until_s``: ``equal_times``, for the window of this name. Comparisons without two seeds count in the correction.
+    ``until_s``: the seconds by ``equal_times``, for the window equal_time. Comparisons with fewer than two seeds count
+    in the correction.
     """
     pairs = [paired(expected, rows, until_s or {}) for expected in expectations]
     p_values = [
@@ -121,7 +123,7 @@ def compare(
 
 
 def paired(expectation: Expectation, rows: ArmRows, until_s: Mapping[int, float]) -> list[float]:
-    """Return the differences of two arms, seed by seed: a seed has the same weights and draws the same problems."""
+    """Return the differences of two arms, seed by seed. Runs of one seed have the same initial weights and problems."""
     higher, lower = rows.get(expectation.higher, {}), rows.get(expectation.than, {})
     differences = []
     for seed in sorted(higher.keys() & lower.keys()):
@@ -146,6 +148,6 @@ def _judged(expectation: Expectation, pairs: Sequence[float], p: float, level: f
 
 
 def measure(chosen: Arms, rows: Mapping[str, Rows]) -> list[float | None]:
-    """Return the values of the conditions of entry, by ``rows``, {arm: rows of the run with the entry's seed}."""
+    """Return the value of each condition of entry. ``rows``: {arm: rows of the arm's run with the seed of entry}."""
     made = {arm: with_columns(run, chosen.columns) for arm, run in rows.items()}
     return [value_over(made.get(item.arm, ()), item.metric, item.window) for item in chosen.entry]

@@ -14,7 +14,7 @@ from or1_megatron.report.figures.style import as_svg, panels, styled
 from or1_megatron.runtime.files import write_atomically
 
 _OF_THE_REPORT = 12
-"""Ablations up to this number are from the report; those with a higher number are ours."""
+"""Ablations up to this number are from the paper; ablations with a higher number are ours."""
 
 
 def write_page(
@@ -65,7 +65,7 @@ def _head(ablation: Ablation, scale: Scale, arms: Sequence[Arm]) -> list[str]:
 
 
 def _entry(chosen: Arms, values: Sequence[float | None]) -> list[str]:
-    """Return the section of the conditions of entry; nothing where there is none."""
+    """Return the lines of the section on conditions of entry; no lines if there are no conditions."""
     if not chosen.entry:
         return []
     cells = []
@@ -132,7 +132,7 @@ def _column_legend(columns: Mapping[str, Column]) -> str:
 
 
 def _time_table(watch: Sequence[str], rows: ArmRows) -> str:
-    """Return the table of each arm at the seconds that the seed's fastest arm took for all its steps."""
+    """Return a table with each arm's values at the time that the seed's fastest arm took for all steps."""
     until_s = equal_times(rows.values())
     if not until_s:
         return "Not yet: no seed has finished in every arm."
@@ -165,9 +165,9 @@ def _verdict_table(expects: Sequence[Expectation], rows: ArmRows) -> str:
 
 @styled
 def draw(watch: Sequence[str], rows: ArmRows, over_time: bool) -> str:
-    """Return an SVG with a panel per metric: each arm's mean over the seeds as a line, their range as a band.
+    """Return an SVG with a panel per metric. An arm's mean over the seeds is a line, the seeds' range a band.
 
-    ``over_time``: repeat the first two metrics over the seconds of training.
+    ``over_time``: also draw the first two metrics over the seconds of training.
     """
     drawn = [(metric, metric, "step") for metric in watch]
     if over_time:
@@ -189,9 +189,9 @@ def draw(watch: Sequence[str], rows: ArmRows, over_time: bool) -> str:
 def mean_curve(
     runs: Mapping[int, Sequence[Mapping[str, float]]], metric: str, over: str = "step"
 ) -> list[tuple[float, float, float, float]]:
-    """Return (x, mean, lowest, highest) at each step, over the seeds that have the metric there.
+    """Return (x, mean, lowest, highest) at each step, over the seeds that have the metric at this step.
 
-    ``over``: the column whose mean over those seeds is x.
+    ``over``: the column whose mean over the same seeds is x.
     """
     by_step: dict[int, list[tuple[float, float]]] = {}
     for rows in runs.values():

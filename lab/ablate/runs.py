@@ -1,8 +1,8 @@
 """The runs of an ablation: one per arm and seed. Finished runs are never repeated.
 
-A run's folder is OUT/runs/KEY_seed_S, where KEY is the digest of the arm's configuration, so that arms which two
-ablations share are run once. The metrics of a finished run are copied to a small file, KEPT/KEY_seed_S.json, which is
-enough for pages and for not repeating the run, after its folder is gone or on another machine.
+A run's folder is OUT/runs/KEY_seed_S, where KEY is the digest of the arm's configuration. So an arm that two ablations
+share runs only once. The metrics of a finished run are copied to a small file, KEPT/KEY_seed_S.json. Even without the
+run's folder (deleted, or on another machine) this file suffices to write pages and not to repeat the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ArmRun:
     seed: int
     dir: Path
     kept: Path
-    """The file of its metrics."""
+    """The file with the metrics of the finished run."""
 
     @property
     def finished(self) -> bool:
@@ -47,13 +47,13 @@ class ArmRun:
         return self.dir.with_suffix(".log")
 
     def command(self) -> list[str]:
-        """Return the command that starts or resumes it."""
+        """Return the command that starts or resumes the run."""
         overrides = [*self.arm.overrides, f"run.dir={self.dir}", f"run.seed={self.seed}"]
         sets = [part for override in overrides for part in ("--set", override)]
         return [sys.executable, "-m", "or1_megatron.commands.app", "train", str(self.arm.base), *sets]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics, one per step, in order; of a kept run with the metrics that are kept."""
+        """Return the rows of metrics, one per step, in order. If the run is kept, rows have only the kept metrics."""
         if self.kept.is_file():
             columns = json.loads(self.kept.read_text())["metrics"]
             rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
@@ -62,7 +62,7 @@ class ArmRun:
         return list(read_steps(metrics).values()) if metrics.is_file() else []
 
     def keep(self, metrics: Sequence[str]) -> None:
-        """Write the file of its metrics, those of ``metrics`` that it has; nothing if it is there or not finished."""
+        """Write the run's metrics in ``metrics`` to the file ``kept``, unless it exists or the run is unfinished."""
         if self.kept.is_file() or not self.finished:
             return
         rows = self.rows()
@@ -78,16 +78,17 @@ def _six_digits(value: float | None) -> float | None:
 
 
 def runs_of(arms: Sequence[Arm], seeds: Sequence[int], out: Path, kept: Path) -> list[ArmRun]:
-    """Return the runs seed by seed, so that an interrupted ablation has whole rounds. ``kept``: of their metrics."""
+    """Return the runs seed by seed, so that an interrupted ablation has all arms of its first seeds. ``kept``: folder
+    for the files of metrics."""
     named = [(arm, seed, f"{arm.key}_seed_{seed}") for seed in seeds for arm in arms]
     return [ArmRun(arm, seed, out / "runs" / name, kept / f"{name}.json") for arm, seed, name in named]
 
 
 def run_all(runs: Sequence[ArmRun], metrics: Sequence[str], at_once: int = 1) -> Iterator[tuple[ArmRun, int]]:
-    """Run what is not finished, in order, and yield (run, exit status) as each ends, failed ones too.
+    """Run the runs that are not finished, in order; yield (run, exit status) when each ends, also if it failed.
 
-    ``metrics``: those that are kept of a finished run. ``at_once``: how many runs share the machine. When this call is
-    ended early, the runs get SIGTERM and save.
+    ``metrics``: the metrics to keep of finished runs. ``at_once``: how many runs share the machine. If this iterator is
+    closed early, the runs get SIGTERM and save.
     """
     for run in runs:
         run.keep(metrics)
@@ -111,7 +112,7 @@ def run_all(runs: Sequence[ArmRun], metrics: Sequence[str], at_once: int = 1) ->
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start it. It gets SIGTERM if this process is killed."""
+    """Start a command, which gets SIGTERM if this process is killed."""
     parent = os.getpid()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:

@@ -11,7 +11,7 @@ from typing import Final
 import mpmath
 
 LEVEL: Final = 0.05
-"""Share of true null hypotheses that may be rejected: intervals are of 95%."""
+"""Probability of rejecting a true null hypothesis. Intervals are therefore of 95%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Estimate:
 
 
 def estimate(values: Iterable[float | None], level: float = LEVEL) -> Estimate:
-    """Return the mean of the values that are not None, with its interval of 1 - ``level`` by Student's t."""
+    """Return the mean of the values that are not None, with its confidence interval (1 - ``level``, Student's t)."""
     measured = [value for value in values if value is not None]
     if len(measured) < 2:
         return Estimate(measured[0] if measured else math.nan, math.nan, len(measured))
@@ -46,12 +46,13 @@ def p_value(values: Sequence[float], null: float) -> float:
 
 
 def tail(t: float, freedom: int) -> float:
-    """Return the probability that |t| is exceeded at so many degrees of freedom (Abramowitz and Stegun, 26.7.1)."""
+    """Return the two-sided tail probability of Student's t, with ``freedom`` degrees of freedom (Abramowitz and Stegun,
+    26.7.1)."""
     return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
 
 def quantile(level: float, freedom: int) -> float:
-    """Return the t that |t| exceeds with probability ``level`` at so many degrees of freedom, by bisection."""
+    """Return the t whose two-sided tail probability is ``level``, with ``freedom`` degrees of freedom, by bisection."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
@@ -61,12 +62,12 @@ def quantile(level: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[float]:
-    """Return the level at which each of the hypotheses is tested (Holm 1979), in their order.
+    """Return the level at which each hypothesis is tested (Holm 1979), in the order of ``p_values``.
 
-    From the smallest p on, of m hypotheses, the levels are level / m, level / (m - 1), ...; after the first that is not
-    rejected the level stays. So a hypothesis is rejected if and only if its p is at most its level, and the probability
-    of rejecting any true one is at most ``level``. Worked example: p of 0.03, 0.005, 0.04 at 0.05 have levels 0.025,
-    0.0167, 0.025: only the second is rejected.
+    The m hypotheses are sorted by p, smallest first. They get the levels level / m, level / (m - 1), ...; after the
+    first hypothesis that is not rejected, the level stays the same. A hypothesis is rejected if its p is at most its
+    level. The probability of rejecting any true hypothesis is then at most ``level``. Worked example: with level 0.05,
+    p-values of 0.03, 0.005 and 0.04 have levels 0.025, 0.0167 and 0.025, so only the second hypothesis is rejected.
     """
     levels = [0.0] * len(p_values)
     left, current, stopped = len(p_values), 0.0, False

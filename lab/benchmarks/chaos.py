@@ -1,19 +1,19 @@
-"""Whole quickstarts under random kills and stops of random processes, with nobody touching anything.
+"""Runs whole quickstarts under random kills and stops of random processes, without any help by hand.
 
     python lab/benchmarks/chaos.py --mean-s 45 --faults 40            # several runs, until so many faults have come
     python lab/benchmarks/chaos.py --mean-s 120 --faults 10 --name chaos_rare
     python lab/benchmarks/chaos.py --roles rank --mean-s 40 --faults 6 --name chaos_rank
     python lab/benchmarks/chaos.py --draw                             # the page and the table from what is there
 
-First one quickstart runs undisturbed. Then each run gets faults at random times (exponential, seeded): a random role,
-killed (SIGKILL) or stopped (SIGSTOP). A loop stands in for the scheduler: it starts `or1 train` again when the launcher
-itself was killed, and as examples/job.sbatch does, at most three times, when the run gave up. Each run's outcome is
-kept in runs/NAME; finished runs are not repeated, a broken-off one is. Writes lab/results/NAME.json and
-docs/images/NAME.svg.
+First one quickstart runs undisturbed. Then each run gets faults at random times (exponential, seeded): a process of a
+random role is killed (SIGKILL) or stopped (SIGSTOP). A loop stands in for the scheduler. It starts `or1 train` again
+when the launcher itself was killed, and at most three times when the run gave up (as examples/job.sbatch does). Each
+run's outcome is kept in runs/NAME. Finished runs are not repeated, broken-off runs are. Writes lab/results/NAME.json
+and docs/images/NAME.svg.
 
-"To progress" is the time from a fault to the next new row of metrics, the finish of the step under way included;
-"later" is how much later that row came, counted from the row before the fault, than in the undisturbed run. A fault
-that came while an earlier one was not yet over is left out of these times.
+"To progress" is the time from a fault to the next new row of metrics, which includes the end of the current step.
+"later": the time from the row before the fault to this row, minus the same time in the undisturbed run. A fault that
+came before an earlier fault was over is left out of both times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from or1_megatron.runtime.run_folder import RunFolder
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 SAVES = ["checkpoint.every_steps=1"]
-"""So that a rank's death costs at most the step under way, and the one whose save is not complete."""
+"""Saves every step, so that a rank's death costs only the current step and a step whose save is not complete."""
 ROLES = {  # what the command line of a process holds: its first word for Ray's programs
     "launcher": r"commands\.app train |bin/or1 train ",
     "rank": r"or1_megatron\.trainer\.run ",
@@ -59,7 +59,7 @@ COLOURS = dict(zip(ROLES, ("#b42318", "#c4631b", "#1f6feb", "#7a3fb5", "#1a7f5a"
 AT_MOST_S = {"engine": 12.0, "verifier": 2.0, "manager": 12.0, "rank": 25.0}
 STALL_S = 15.0
 ACCURACY_NOISE = 0.05
-"""256 held-out problems at 85%: the standard error of a difference of two runs is 3%, the seeds' own spread aside."""
+"""With 256 held-out problems at 85%, the standard error of a difference of two runs is 3%, plus the spread of seeds."""
 EFFECTIVE = {45.0: 0.45, 120.0: 0.7}
 GIVE_UP_S = 3600.0
 QUEUED_AGAIN = 3
@@ -68,10 +68,10 @@ MARK = "OR1_CHAOS"
 
 
 class Disturbed:
-    """One run of the quickstart, and what happens to it."""
+    """One run of the quickstart, and its faults."""
 
     def __init__(self, folder: Path, seed: int, mean_s: float | None, roles: list[str]) -> None:
-        """``mean_s``: mean time between faults, which hit processes of these roles; None: there are none."""
+        """``mean_s``: mean time between faults; None: no faults. ``roles``: roles of the processes that they hit."""
         self.folder, self.seed, self.mean_s, self.roles = folder, seed, mean_s, roles
         self._draw = random.Random(1000 * seed + int(mean_s or 0))
         self._mark = uuid.uuid4().hex
@@ -83,7 +83,6 @@ class Disturbed:
         self.starts: list[float] = []
 
     def run(self) -> dict[str, Any]:
-        """Run to the end; return the outcome."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         status: int | None = None
@@ -121,7 +120,7 @@ class Disturbed:
         return self._now_s() + self._draw.expovariate(1 / self.mean_s) if self.mean_s else float("inf")
 
     def _disturb(self) -> bool:
-        """Kill or stop one process; False if there is none of the role that was drawn."""
+        """Draw a role, and kill or stop a process of this role. Return False if there is no such process."""
         role = self._draw.choices(self.roles, [WEIGHTS[role] for role in self.roles])[0]
         stops = self._draw.random() < 0.5 and role != "launcher"  # a scheduler would see a launcher that hangs
         there = sorted(pid for pid, found in self._processes() if found == role)
@@ -142,7 +141,7 @@ class Disturbed:
         return True
 
     def _processes(self) -> list[tuple[int, str]]:
-        """The processes of this run with their roles; those of another role, or of none, are left out."""
+        """Return the processes of this run whose role is in ``ROLES``, as (pid, role)."""
         found = []
         for process in self._marked():
             try:
@@ -155,7 +154,8 @@ class Disturbed:
         return found
 
     def _marked(self) -> list[psutil.Process]:
-        """The run's processes: by a variable in their environment, and below those, since some overwrite theirs."""
+        """Return the run's processes: those with its mark in their environment, and their descendants, of which some
+        overwrite the environment."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             try:
@@ -169,7 +169,7 @@ class Disturbed:
         return beats_folder(RunFolder(self.folder).run_id)
 
     def _read_rows(self) -> None:
-        """Note rows of metrics that were not there before; a resume takes rows away and writes them again."""
+        """Note new rows of metrics. Rows that a resume deletes and writes again are not new."""
         file = self.folder / "metrics.jsonl"
         for line in file.read_text().splitlines(keepends=True) if file.is_file() else ():
             if line.endswith("\n") and line not in self._seen:
@@ -210,7 +210,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def kept(path: Path, folder: Path, seed: int, mean_s: float | None, roles: list[str]) -> dict[str, Any]:
-    """Return a run's outcome; run it unless that has been done."""
+    """Return the outcome of a run, from the file ``path`` if it is there; otherwise run it first."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         outcome = Disturbed(folder, seed, mean_s, roles).run()
@@ -222,8 +222,7 @@ def kept(path: Path, folder: Path, seed: int, mean_s: float | None, roles: list[
 
 
 def later_s(fault: dict[str, Any], rows: list[tuple[float, int]], undisturbed: dict[int, float]) -> float | None:
-    """How much later than in the undisturbed run, by its times of each row's step, the row after a fault came; None
-    before the first row."""
+    """Return "later" (see the module) for a fault; None before the first row. ``undisturbed``: each step's seconds."""
     before = [at for at, _ in rows if at <= fault["at_s"]]
     after = [(at, step) for at, step in rows if at > fault["at_s"]]
     if not before or not after or after[0][1] not in undisturbed:
@@ -233,7 +232,7 @@ def later_s(fault: dict[str, Any], rows: list[tuple[float, int]], undisturbed: d
 
 
 def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: float, roles: list[str]) -> dict[str, Any]:
-    """Every figure, with the limit that it should keep."""
+    """Return every figure, with its limit if it has one."""
     faults = [fault for run in runs for fault in run["faults"]]
     effective = statistics.fmean(undisturbed["wall_s"] / run["wall_s"] * run["finished"] for run in runs)
     found: dict[str, Any] = {
@@ -281,7 +280,7 @@ def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: flo
 
 @styled
 def draw(runs: list[dict[str, Any]], undisturbed: dict[str, Any]) -> str:
-    """A line per run: rows of metrics as ticks, faults as dots, and a bar from each fault to the next row."""
+    """Return an SVG with a line per run: rows of metrics are ticks, faults are dots with a bar to the next row."""
     lines = [("undisturbed", undisturbed), *((f"seed {run['seed']}", run) for run in runs)]
     figure, (axes,) = panels(1, width=10.0, height=0.8 + 0.3 * len(lines))
     for y, (_, run) in enumerate(lines):

@@ -1,8 +1,9 @@
 """Hand-written problems of every kind of ground truth, with right, wrong and dishonest submissions to them.
 
-``HONEST`` (code_honest.txt): (problem, whether it is right, style, source). Reading decided what is right, not a
-harness. A style that begins with one of ``NEEDS`` needs what not every sandbox gives.
-``HACKS`` (code_hacks.txt): (problem, how it cheats, source). None solves its problem, so each accepted one is a hole.
+``HONEST`` (code_honest.txt): (problem, whether the submission is right, style, source). Whether it is right was decided
+by reading it, not by running it. A style that begins with a word of ``NEEDS`` fails in some sandboxes.
+``HACKS`` (code_hacks.txt): (problem, how the submission cheats, source). No submission solves its problem, so each
+accepted submission is a hole in the verifier.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 NEEDS = ("processes", "files")
-"""What the second tier refuses, and says so (docs/sandbox.md): processes of a program's own, and scratch files."""
+"""What the sandbox's second tier refuses (docs/sandbox.md): that a program starts processes or writes scratch files."""
 
 SUM = {"inputs": ["2\n1 2\n", "3\n4 5 6\n", "1\n-7\n"], "outputs": ["3\n", "15\n", "-7\n"]}
 GRID = {"inputs": ["2 3\n", "1 1\n"], "outputs": ["1 2 3\n4 5 6\n", "1\n"]}

@@ -1,13 +1,13 @@
-"""Compiles every Triton kernel for Hopper (sm_90), without a GPU, and reads what each takes of an SM.
+"""Compiles every Triton kernel for Hopper (sm_90), without a GPU, and reads the resources that each takes of an SM.
 
     python lab/benchmarks/cubins.py
 
-The launchers of ``TritonEpilogue`` are called on small CPU tensors, with the dtypes and options of training and both
-kinds of width that Triton compiles apart, multiples of 16 and others, and both kinds of token counts in statistics;
-each launch then only compiles. Limits: a program has 256 threads, so at 64 registers per thread an SM, which has
-65,536, holds four; nothing is spilled; shared memory only serves reductions over eight warps; rows of a width that is a
-multiple of 16 are loaded 16 bytes at a time. What is compiled here is not run: Triton's interpreter tests what the
-kernels compute.
+The launchers of ``TritonEpilogue`` are called on small CPU tensors, with the dtypes and options of training; a launch
+only compiles. Triton compiles separately for widths that are multiples of 16 and for other widths, and in statistics
+also for kinds of token counts. The limits: at most 64 registers per thread, so that an SM with its 65,536 registers
+holds four programs of 256 threads; no spilled registers; shared memory only for reductions over eight warps; loads of
+16 bytes in rows whose width is a multiple of 16. The compiled kernels do not run here; tests check their results with
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WIDTHS = {"width of 16s": 19008, "any width": 19009}
 DTYPES = (torch.float32, torch.bfloat16)
 Compiled = tuple[JITFunction[Any], Any]
-"""A kernel, and what Triton made of it for one kind of arguments."""
+"""A kernel, and its compiled form for one kind of arguments."""
 
 
 @contextmanager
 def compiling(seen: list[Compiled]) -> Iterator[None]:
-    """Each launch is compiled into a fresh folder, appended to ``seen``, and not started."""
+    """Within the block, each launch of a kernel only compiles it, into a new folder, and appends it to ``seen``."""
     launch = JITFunction.run
 
     def compile_only(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> None:
@@ -71,7 +71,7 @@ def compiling(seen: list[Compiled]) -> Iterator[None]:
 
 
 def compile_all() -> dict[str, Compiled]:
-    """Return each variant by its name."""
+    """Compile all kernels, and return every compiled variant by name."""
     epilogue, found = TritonEpilogue(), dict[str, Compiled]()
     seen: list[Compiled] = []
     tokens = 16

@@ -1,11 +1,11 @@
-"""CPU time that an iteration of an engine costs the host, with 64, 256 and 512 requests, and an engine's start.
+"""Measures the CPU time of an engine's iteration on the host, with 64, 256 and 512 requests, and of an engine's start.
 
     OMP_NUM_THREADS=1 python lab/benchmarks/decoding.py examples/quickstart/base_model
 
-Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is what happens outside of vLLM's
-core: an iteration's loop, which takes its outputs in, and a response's submission and completion. Its limit is 3% of
-the iteration that the plan gives an 8B on one H100 with as many requests. The start comes first, by vLLM's methods;
-nothing is compiled on CPU, so that a second start is as the first.
+Times are those of the engine's thread while every request makes 144 tokens. ``ours`` is the time outside of vLLM's
+core: per iteration our loop, which takes in the outputs, and per response its submission and completion. The limit for
+``ours`` is 3% of the iteration time that the plan predicts for an 8B on one H100 with as many requests. The start is
+measured first, by vLLM's methods. Nothing is compiled on a CPU, so a second start takes as long as the first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ spent: dict[str, float] = defaultdict(float)
 
 
 def timed(owner: Any, method: str, part: str) -> None:
-    """Add the CPU seconds of a method to ``spent``."""
+    """Replace a method of ``owner`` by one that also adds its CPU seconds to ``spent[part]``."""
     inner = getattr(owner, method)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def build(model: Path) -> VllmEngine:
 
 
 def measure(thread: EngineThread, count: int) -> dict[str, float]:
-    """Return microseconds of CPU per iteration, by part; of the part ``responses``, per response."""
+    """Return microseconds of CPU per iteration, by part. The part ``responses`` is per response."""
     prompt = Prompt(Problem("0", "", "", (), "", {}, "0"), np.arange(5, 5 + PROMPT, dtype=np.int32))
     requests = [Request(prompt, index, Sampling(1.0, 1.0, TOKENS), index) for index in range(count)]
     spent.clear()

@@ -1,4 +1,4 @@
-"""How fast a layer of 64 small experts is, of which 8 compute a token, against Megatron's, which calls them one by one.
+"""Compares the speed of our expert layer (64 small experts, 8 per token) with Megatron's, which calls experts in turn.
 
 OMP_NUM_THREADS=1 python lab/benchmarks/experts.py
 """
@@ -37,7 +37,7 @@ def layer_of(kind: Any) -> Any:
 
 
 def seconds(layer: Any, tokens: int) -> float:
-    """Return the time of a forward and backward pass, with as many tokens for each expert."""
+    """Return the seconds of a forward and backward pass over ``tokens`` tokens, the same number for each expert."""
     hidden, probs = torch.randn(8 * tokens, 128).requires_grad_(), torch.rand(8 * tokens).requires_grad_()
     started_s = time.perf_counter()
     layer(hidden, torch.full((64,), tokens // 8), probs)[0].sum().backward()

@@ -1,8 +1,8 @@
-"""Does the exported HF model give the engine's greedy answers in transformers?
+"""Measures how often the exported HF model gives, in transformers, the engine's greedy answers.
 
     python lab/benchmarks/greedy_agreement.py --model runs/quickstart/hf --data runs/quickstart_data/heldout.jsonl
 
-Both in fp32, greedy, up to 96 tokens. Prints the share of problems with the same tokens, and with the same answer.
+Both compute in fp32, up to 96 tokens. Prints the share of problems with the same tokens, and with the same answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def engine_answers(model: Path, prompts: list[Prompt]) -> list[list[int]]:
 
 @torch.no_grad()
 def transformers_answers(model: Path, prompts: list[Prompt], end: int) -> list[list[int]]:
-    """One problem at a time: no padding, no batch to differ in."""
+    """Return the greedy responses of transformers. It gets one prompt at a time, without padding and batches."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
@@ -55,7 +55,7 @@ def transformers_answers(model: Path, prompts: list[Prompt], end: int) -> list[l
 
 
 def answer(response: str) -> str | None:
-    """What the verifier would take as the answer; None where there is none."""
+    """Return the answer that the verifier would extract from a response; None without any."""
     conclusion = after_reasoning(response)
     return None if conclusion is None else last_box(conclusion)
 

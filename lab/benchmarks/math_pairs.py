@@ -1,17 +1,17 @@
 """The labelled pairs (gold, answer, verdict) that the math verifier is measured on: tests/data/math_pairs/*.txt.
 
-A file is read line by line: ``@ class`` starts a class, ``= gold`` (several acceptable golds: ``= one || two``) a gold,
-and each ``+ answer`` or ``- answer`` below is a right or a wrong answer to it, raw, as it stands in the final box.
-What counts as right is written in docs/math_verifier.md.
+A file is read line by line. ``@ class`` starts a class; ``= gold`` starts a gold (``= one || two``: several acceptable
+golds). Each line ``+ answer`` or ``- answer`` below is a right or a wrong answer to this gold, as the final box has it.
+docs/math_verifier.md says what counts as right.
 
-A third is frozen: rules are tuned on tuning.txt and reported on frozen.txt. Nobody chose which gold is in which file:
-within each class, golds are ordered by their SHA-256, and the first of every three is frozen. All answers to a gold are
-in one file, so that no rule can be tuned on a frozen gold's other answers. Two sets of rarer notations (tuning_2.txt
-and frozen_2.txt, tuning_3.txt and frozen_3.txt) are split alike, with the first of every two frozen, and so is one of
-everyday notations with near misses (tuning_4.txt and frozen_4.txt). So is the set for
-``verify.math.rounding`` (tuning_rounding.txt, frozen_rounding.txt), whose labels hold with that rule on. rules.txt is
-no sample: it holds the near misses by which each rule was tried, and what must stay right beside them. hostile.txt
-holds 13 rounds of answers by which a policy could be rewarded for nothing, each written before it was judged.
+A third of the golds is frozen: rules are tuned on tuning.txt, and results are reported on frozen.txt. Nobody chose
+which gold is in which file: within each class, golds are ordered by their SHA-256, and the first of every three is
+frozen. All answers to a gold are in one file, so that no rule can be tuned on a frozen gold's other answers. In four
+more sets the first of every two golds is frozen: rarer notations (tuning_2.txt, tuning_3.txt), everyday notations with
+near misses (tuning_4.txt), and pairs for ``verify.math.rounding`` (tuning_rounding.txt), whose labels hold with this
+rule on. rules.txt is no sample: it holds the near misses with which each rule was tried, and similar answers that must
+stay right. hostile.txt holds 13 rounds of answers by which a policy could be rewarded for nothing; each round was
+written before it was judged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Part = Literal[
 
 @dataclass(frozen=True)
 class Pair:
-    """One judged answer: what stands in the final box, the acceptable golds, and whether a careful grader accepts."""
+    """One labelled answer: the content of the final box, the acceptable golds, and whether a careful grader accepts."""
 
     kind: str
     golds: tuple[str, ...]
@@ -60,7 +60,7 @@ def load(part: Part) -> list[Pair]:
 
 
 def parse(lines: Iterable[str], name: str) -> list[Pair]:
-    """Return the pairs in the lines of a file. ``name`` is the file's, for errors."""
+    """Return the pairs in the lines of a file. ``name``: the file's name, for errors."""
     pairs: list[Pair] = []
     kind, golds = "", ()
     for number, line in enumerate(lines, 1):

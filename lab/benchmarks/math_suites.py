@@ -1,7 +1,7 @@
-"""Reads other people's tests of math rules, and golds of public sets, as labelled pairs. It keeps nothing of theirs.
+"""Reads other projects' tests of math rules, and golds of public sets, as labelled pairs. Stores no copy of them.
 
-It does not run tests. In them it reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods
-that assign two texts and assert, or assert not, that a call with them is true.
+The tests are only read, not run. Two forms are known: pytest's ``parametrize("gold,pred,expected", [...])``, and
+unittest methods that assign two texts and assert that a call with both texts is true, or is not true.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_CHARS = 400
 
 
 def suite_pairs(folder: Path) -> list[Pair]:
-    """Return the pairs of all ``*test*.py`` below the folder, each once, where both sides are one formula."""
+    """Return the pairs in all ``*test*.py`` below the folder, each once, if gold and answer are each one formula."""
     pairs = []
     for path in sorted(folder.rglob("*test*.py")):
         try:
@@ -37,10 +37,10 @@ def suite_pairs(folder: Path) -> list[Pair]:
 
 
 def gold_pairs(file: Path) -> list[Pair]:
-    """Return each gold of a JSONL file as its own right answer, and as a wrong one to the problem before it.
+    """Return each gold of a JSONL file as a right answer to its own problem, and as a wrong answer to the one before.
 
-    A gold is the row's ``final_answer`` or ``answer``, else the last box of its ``solution``. Equal texts of neighbours
-    make no wrong answer; neighbours that are equal in value do.
+    A gold is the row's ``final_answer`` or ``answer``, else the last box of its ``solution``. If two neighbours have
+    the same text, there is no wrong answer. (Neighbours of equal value but different text still give one.)
     """
     golds = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -53,10 +53,10 @@ def gold_pairs(file: Path) -> list[Pair]:
 
 
 def labelled_pairs(file: Path) -> list[Pair]:
-    """Return the answers that a public set labels.
+    """Return the answers that a public set labels. Two sets can be read.
 
-    It reads HardVerify-Math (``benchmarks/HardVerify-Math.json`` of TinyV's repository): a right and a wrong answer a
-    row; and GSM8K's ``example_model_solutions.jsonl``, whose golds and solutions end in ``A: 18``.
+    HardVerify-Math (``benchmarks/HardVerify-Math.json`` of TinyV's repository) has a right and a wrong answer per row.
+    GSM8K's ``example_model_solutions.jsonl`` has golds and solutions that end in ``A: 18``.
     """
     text = file.read_text(encoding="utf-8")
     rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
@@ -73,7 +73,7 @@ def labelled_pairs(file: Path) -> list[Pair]:
 
 
 def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
-    """Return (gold, answer, verdict) of each case in one node."""
+    """Yield (gold, answer, verdict) for each case in one node of a test's syntax tree."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize" and len(node.args) > 1:
         names = ast.unparse(node.args[0]).replace("'", "").split(",")
         if [name.strip(" ()") for name in names[:2]] == ["gold", "pred"] and len(names) == 3:
@@ -106,7 +106,7 @@ def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
 
 
 def _formula(text: str) -> str | None:
-    r"""Return the content of a text that is one ``$...$``, or one box in it."""
+    r"""Return the formula of a text that is only one formula, without its ``$...$`` and box; else None."""
     inner = re.fullmatch(r"\s*(?:\$\$?|\\\[|\\\()?([^$]*?)(?:\$\$?|\\\]|\\\))?\s*", text, re.DOTALL)
     if inner is None:
         return None

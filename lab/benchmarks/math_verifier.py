@@ -1,17 +1,17 @@
-r"""Measures how often the math verifier errs, in both directions, beside Math-Verify, and how fast it is.
+r"""Measures how often the math verifier errs (in both directions) and how fast it is, compared with Math-Verify.
 
     python lab/benchmarks/math_verifier.py [--suite NAME=DIR ...] [--golds NAME=FILE ...]
         [--labelled NAME=FILE ...] [--errors]
 
-``--suite``: a folder with other people's tests of such rules (``math_suites`` says which it can read). Each becomes a
-set of its own, with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip
-download --no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH
-data set's normaliser. Only cases where gold and answer are each one formula count. ``--golds``: a JSONL file of a
-public set, judged by ours alone; each gold is a right answer to its own problem and a wrong one to its neighbour's.
+"Ours" is the default of ``verify.math.judge``; the other verifier is ``verify.math.judge: math_verify``, which gives
+the released code's verdicts. ``--suite``: a folder with another project's tests of such rules (``math_suites`` says
+which forms it reads): Math-Verify's own, from its source distribution (``pip download --no-binary :all: --no-deps
+math-verify==0.9.0``), LightEval's, or those of the MATH data set's normaliser. Labels are the suite's, and we do not
+agree with all of them. Only cases whose gold and answer are each one formula count. ``--golds``: a JSONL file of a
+public set, judged by ours alone; each gold is a right answer to its own problem and a wrong answer to its neighbour's.
 ``--labelled``: a public set of labelled answers, judged by ours alone, with ``rounding`` and without.
-The other is ``verify.math.judge: math_verify``, the released code's verdicts.
 ``--errors`` prints the errors on the tuning part, the suites and the golds, but never those on the frozen third.
-Verdicts per second are per second of CPU time, of the verifier and its child together.
+Verdicts per second are per second of CPU time, of the verifier and its child process together.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _problem(pair: Pair) -> Problem:
 
 
 def error_rates(title: str, pairs: Sequence[Pair], judges: dict[str, Accepts], show: bool) -> dict[str, Any]:
-    """Return the shares of right answers refused and of wrong ones accepted, by judge."""
+    """Return, by judge, the share of right answers that it refuses and the share of wrong answers that it accepts."""
     refused, accepted = {}, {}
     for name, accepts in judges.items():
         errors = [pair for pair in pairs if accepts(pair) != pair.right]

@@ -1,11 +1,11 @@
-"""A short quickstart of this tree against that of a checkout of another commit, in turn: what new code costs a step.
+"""Measures what new code costs a step: runs a short quickstart of this tree and of another commit's checkout in turn.
 
     git worktree add /tmp/before 5887e70
     python lab/benchmarks/paired_commits.py --before /tmp/before --pairs 5
 
-Each runs in its checkout's ``.venv``, where there is one, else in this environment: so versions of libraries can be
-compared as well. A pair has the same seed, and every other pair begins with this tree. A run's
-figure is the mean of ``time/step`` over its steps but the first; ``start`` is the rest of the process's wall time. The
+Each runs in its checkout's ``.venv`` if there is one, else in this environment, so that versions of libraries can be
+compared as well. The two runs of a pair have the same seed, and every other pair begins with this tree. A run's figure
+is the mean of ``time/step`` over all steps except the first; ``start`` is the rest of the process's wall time. The
 upper bound is that of the geometric mean of the ratios at 95% (Student's t, one-sided).
 """
 
@@ -27,7 +27,7 @@ from result import ROOT, figure, write_result
 SETS = ["stages.0.steps=6", "stages.1.steps=6", "evaluate.every_steps=100", "track.console=plain"]
 AT_MOST = 1.05
 STUDENT_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 9: 1.860, 10: 1.833}
-"""By the number of pairs: the 95% point of Student's t with one degree of freedom less."""
+"""The 95% point of Student's t by the number of pairs; degrees of freedom are the number of pairs minus 1."""
 
 
 def python_of(tree: Path) -> str:
@@ -36,7 +36,7 @@ def python_of(tree: Path) -> str:
 
 
 def run(tree: Path, seed: int) -> tuple[float, float]:
-    """Return the seconds of a step and of all that is no step."""
+    """Run a short quickstart; return (mean seconds of a step, ``start``)."""
     folder = ROOT / "runs" / "paired_commits"
     shutil.rmtree(folder, ignore_errors=True)
     sets = [*SETS, f"run.seed={seed}", f"run.dir={folder}"]

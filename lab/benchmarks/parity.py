@@ -1,8 +1,8 @@
-"""Largest differences of the policy's layouts from transformers + torch, on the quickstart's base model.
+"""Measures how far the policy differs from transformers + torch at each layout, on the quickstart's base model.
 
     python lab/benchmarks/parity.py
 
-What `or1 check-parity examples/quickstart/base_model` prints, kept as a result file.
+Writes the figures that `or1 check-parity examples/quickstart/base_model` prints to a result file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compares the plan with updates that a GPU has made: their seconds and their peak memory.
+"""Compares the plan with measured updates on a GPU: seconds and peak memory.
 
     python lab/benchmarks/plan_gpu.py
 
-The measured ones are those of lab/benchmarks/throughput.py, in lab/results/throughput.json; this needs no GPU.
-One of them is what the hardware file's ``update_share`` is fitted to. Planned memory is without the trainer's reserve.
+lab/benchmarks/throughput.py has measured the updates and written lab/results/throughput.json, so this needs no GPU. The
+hardware file's ``update_share`` is fitted to one of these updates. Planned memory is without the trainer's reserve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.update_time import update_time
-from or1_megatron.selftest.plans import SHAPES, TIED
+from or1_megatron.selftest.setups import SHAPES, TIED
 from or1_megatron.sizing.memory import activation_bytes, stage_weights, state_bytes
 from or1_megatron.weights.shape import Shape
 
@@ -37,7 +37,7 @@ def config_of(recompute: str, head: str) -> Config:
 
 
 def planned(config: Config, shape: Shape, hardware: Hardware) -> tuple[float, float]:
-    """Return seconds and GiB."""
+    """Return the planned seconds and GiB of an update."""
     lengths = np.array(lengths_of(ROW_TOKENS))
     seconds = update_time(config, shape, hardware.rates(shape.parameters), [lengths], 1).seconds
     held = state_bytes(config, stage_weights(config.parallel, shape)[0]) + activation_bytes(config, shape, 0, "cuda")

@@ -5,16 +5,17 @@
 
 Steps: docs/about/performance-summary.md of NVIDIA-NeMo/RL (v0.5 and v0.6, GRPO on OpenMathInstruct-2, H100, bf16).
 Its recipes (examples/configs/recipes/llm/performance) give groups of 32, SGD steps of 512 responses, rows of T tokens,
-recomputation, the nodes that train and the nodes that decode. **Held out is every second row, in the published order**:
-the rule was written down before anything was fitted. DeepSeek-V3 is not planned: its attention (MLA) is not among the
-shapes that the plan knows.
+recomputation, the nodes that train and the nodes that decode. **Every second row, in the published order, is held
+out**; this rule was written down before anything was fitted. DeepSeek-V3 is left out, because the plan does not know
+the shape of its attention (MLA).
 
 Decoding: vLLM's blog of 2026-04-22 (Llama-3.1-8B) and the performance lab of gpustack (Qwen3-32B).
 
-Assumed: prompts of 128 tokens, log-normal lengths with sigma 1, cut at T, with the published mean; no rejected group; a
-KV cache of gpu_memory_utilization 0.6, with engines of their own 0.8. Asynchronous engines, which NeMo-RL takes for
-1-off, 8-off and the 235B, decode vLLM's default of 128 responses at once there (NeMo-RL#4221), the others up to 1,024.
-The 235B's 512 responses are planned as two SGD steps: the plan then counts the pass for log-probs that NeMo-RL makes.
+Assumptions: prompts of 128 tokens; log-normal lengths with sigma 1, cut at T, with the published mean; no rejected
+group; a KV cache by gpu_memory_utilization 0.6, or 0.8 for engines on their own GPUs. NeMo-RL uses asynchronous engines
+for 1-off, 8-off and the 235B. They decode 128 responses at once, vLLM's default (NeMo-RL#4221), other engines up to
+1,024. The 235B's 512 responses are planned as two SGD steps, so that the plan counts the pass for log-probs that
+NeMo-RL makes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from or1_megatron.weights.table import Experts
 
 PROMPT_TOKENS: Final = 128
 TRUE_GB: Final = 85.5
-"""What an H100 has by CUDA (79.6 GiB), of which vLLM takes its share; the hardware file has 80."""
+"""Memory of an H100 by CUDA (79.6 GiB), of which vLLM takes its share. The hardware file has 80 GB."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Row:
 
     model: str
     off: int
-    """How many steps old samples may be."""
+    """How many steps old a sample may be."""
     longest: int
     mean: int
     train: int
-    """GPUs that train; with ``off`` 0 they decode too."""
+    """Number of GPUs that train. With ``off`` 0 the same GPUs also decode."""
     decode: int
     responses: int
     engine_tensor: int
@@ -69,8 +70,8 @@ class Row:
 
 WIDE: Final = {"pipeline": 8, "layers_per_stage": [11, 12, 12, 12, 12, 12, 12, 11], "recompute": "full"}
 TURN_S: Final = 16.43
-"""Fitted: what an on-policy step of NeMo-RL, whose trainer and engines take turns on the same GPUs, takes beyond the
-plan. It is no constant of the hardware: our own moves to the host and back ran at the speed of plain copies."""
+"""Fitted: the seconds that an on-policy step of NeMo-RL takes in addition to the plan, because its trainer and engines
+take turns on the same GPUs. It is no constant of the hardware: our own moves ran at the speed of plain copies."""
 ACROSS: Final = {"tensor": 2, "context": 2}
 ROWS: Final = (
     Row("Llama-3.1-8B", 0, 4096, 1019, 16, 16, 2048, 1, 92.8, {"pipeline": 2, "recompute": "full"}),
@@ -106,7 +107,7 @@ middle of what was published, 11 to 18 ms."""
 
 @dataclass(frozen=True)
 class PublishedMean:
-    """Log-normal lengths with sigma 1, cut, with a given mean."""
+    """Log-normal lengths with sigma 1, cut at T, with a given mean."""
 
     mean: float
     kept_share: float = 1.0
@@ -164,7 +165,7 @@ def is_held_out(row: Row) -> bool:
 
 
 def step_rows() -> Iterator[tuple[Row, StepTime, float, float]]:
-    """Yield each row, its plan, the planned seconds with NeMo-RL's turn, and their relative error."""
+    """Yield (row, planned step, planned seconds including NeMo-RL's ``TURN_S``, relative error of these seconds)."""
     for row in ROWS:
         found = planned(row, machine_for(row.model))
         seconds = found.seconds + (0.0 if row.off else TURN_S)
@@ -172,7 +173,7 @@ def step_rows() -> Iterator[tuple[Row, StepTime, float, float]]:
 
 
 def iteration_ms(model: str, tensor: int, responses: int, context: int) -> float:
-    """Return the milliseconds of one iteration of an engine of H100s."""
+    """Return the planned milliseconds of one iteration of an engine on H100s."""
     config = config_of(ROWS[0])
     rollout = config.rollout.model_copy(update={"tensor_parallel": tensor, "engines": 1})
     machine = machine_for(model)
@@ -181,10 +182,10 @@ def iteration_ms(model: str, tensor: int, responses: int, context: int) -> float
 
 
 BELIEF: Final = {"request_s": (1.0e-4, 0.19), "update_share of dense models": (0.3784, 0.45)}
-"""What other measurements say of a constant, and the weight of a deviation (in logarithms) beside a step's. Weights are
-0.1, to which a step is believed, over what the constant is believed to: a factor of 1.7 for request_s, as iterations of
-vLLM put it at 0.06 to 0.17 ms, and of 1.25 for the share, which our own update of a 1.5B reached on one H100. Without
-these two, on-policy steps cannot tell rollouts from updates."""
+"""(value of a constant by other measurements, weight of a deviation from this value in the fit). Deviations are in
+logarithms. A weight is 0.1, the uncertainty of a step, divided by the uncertainty of the constant: a factor of 1.7 for
+request_s, which is 0.06 to 0.17 ms by iterations of vLLM, and of 1.25 for the share, which our own update of a 1.5B
+reached on one H100. Without these two, on-policy steps cannot tell rollouts from updates."""
 FITTED: Final = (
     "request_s", "update_share of dense models", "update_share of mixtures", "network_message_s", "TURN_S"
 )  # fmt: skip
@@ -205,7 +206,7 @@ def fit_steps() -> None:
         return planned(rows[row], machine).seconds
 
     def predict(at: np.ndarray) -> list[float]:
-        """Return the rows' seconds, and for each belief 1 if it is met."""
+        """Return the planned seconds of the rows, then for each entry of ``BELIEF`` 1 if the constant equals it."""
         beliefs = [(at[FITTED.index(name)] / value) ** weight for name, (value, weight) in BELIEF.items()]
         request_s, dense, mixture, message_s, turn_s = map(float, at)
         return [

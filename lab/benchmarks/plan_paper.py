@@ -1,10 +1,11 @@
-"""Fits the plan's constants for H800 with a system of 2025 to tables 7 and 9 of the paper, and tests them by table 8.
+"""Fits the plan's constants for H800 (a system of 2025) to tables 7 and 9 of the paper, and tests them with table 8.
 
     python lab/benchmarks/plan_paper.py            # prints the tables behind docs/planning.md
     python lab/benchmarks/plan_paper.py --write    # writes the constants into the hardware file too
 
-The paper does not tell lengths, engines or layouts of these runs. Assumed: the recipe's shape of lengths, engines of TP
-1 (7B) and TP 4 (32B), and the layouts of configs/layouts for as many GPUs. The middle step of a stage stands for it.
+The paper does not tell lengths, engines or layouts of these runs. Assumptions: the recipe's distribution of lengths,
+engines of TP 1 (7B) and TP 4 (32B), and the layouts of configs/layouts for as many GPUs. Every step of a stage is
+assumed to last as long as the stage's middle step.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from or1_megatron.weights.shape import Shape
 
 COVERS = ("verify", "score", "hand_off", "save", "evaluate")
 TABLE_9 = {32: 375.0, 64: 270.0, 128: 225.0, 256: 205.0}
-"""Seconds of a rollout of 1,024 responses, by GPUs."""
+"""Seconds of a rollout of 1,024 responses, by number of GPUs."""
 TABLE_7 = {"roll_out": 223.0, "update": 27.0, "other": 59.0}
-"""Hours of 1,000 steps of the 32B on 256 GPUs."""
+"""Hours that 1,000 steps of the 32B take on 256 GPUs."""
 TABLE_8 = {  # D_T: hours of 1,000 steps of the 7B on 32 GPUs, D_R 64, groups of 16, T 16K
     64: {"roll_out": 90.0, "update": 8.0, "other": 18.0},
     32: {"roll_out": 87.0, "update": 10.0, "other": 17.0},
@@ -44,7 +45,7 @@ def shape_of(size: str) -> Shape:
 
 
 def seven_b(update_prompts: int = 64, gpus: int = 32) -> Config:
-    """The paper's baseline of ablations."""
+    """Return the configuration of the paper's baseline of ablations."""
     stage = (
         f"{{name: '1', steps: 1000, max_response_tokens: 16384, prompts_per_step: 64, "
         f"prompts_per_update: {update_prompts}, group_size: 16}}"
@@ -54,7 +55,7 @@ def seven_b(update_prompts: int = 64, gpus: int = 32) -> Config:
 
 
 def thirty_two_b() -> Config:
-    """The recipe's first 1,000 steps on 32 nodes."""
+    """Return the configuration of the 32B recipe's first 1,000 steps on 32 nodes."""
     layout = load_config(named("recipe")["or1_32b"], ["stages.1.steps=240", "parallel.ranks=256", "evaluate.data=[]"])
     rollout = layout.rollout.model_copy(update={"engines": 64, "max_concurrent": 64})
     return layout.model_copy(update={"rollout": rollout})
@@ -81,13 +82,13 @@ def hours(config: Config, on: Machine) -> dict[str, float]:
 def fit(
     predict: Callable[[np.ndarray], Sequence[float]], measured: Sequence[float], start: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the constants that bring ``predict`` nearest to ``measured``, and the relative errors that are left.
+    """Return the constants with which ``predict`` is nearest to ``measured``, and the remaining relative errors.
 
-    Gauss-Newton in the constants' logarithms, with differences for derivatives, damped until a step helps.
+    The method is Gauss-Newton on the logarithms of the constants, with numerical derivatives and damping.
 
     Args:
-        predict: from constants [k] to as many figures as were measured.
-        start: [k], each above 0.
+        predict: a function of constants [k] that returns as many figures as were measured.
+        start: constants [k] to start with, each above 0.
     """
     target = np.asarray(measured, float)
     at = np.log(np.asarray(start, float))
@@ -178,7 +179,7 @@ def main() -> None:
 
 
 def write(fits: Mapping[str, Fit]) -> None:
-    """Replace the end of the file, from ``fits:`` on."""
+    """Replace the end of the hardware file, from ``fits:`` on."""
     path = named("hardware")["h800_2025"]
     text = path.read_text()
     lines = ["fits:"]

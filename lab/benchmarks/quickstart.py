@@ -1,4 +1,4 @@
-"""The quickstart's figures over several seeds: accuracy, entropy, wall time, the share of "other" time.
+"""Measures the quickstart over several seeds: accuracy, entropy, wall time, the share of "other" time.
 
     python lab/benchmarks/quickstart.py --seeds 1 2 3
 
@@ -34,7 +34,7 @@ UNITS = {
 
 
 def run(seed: int) -> dict[str, Any]:
-    """Train with one seed, unless that has been done; its figures."""
+    """Return the figures of the run with one seed. Train first, unless the run is finished."""
     folder = ROOT / "runs" / f"quickstart_seed_{seed}"
     wall = folder / "benchmark_wall_s.txt"
     if not wall.is_file():
@@ -65,7 +65,7 @@ def sum_of_verbs(row: dict[str, float]) -> float:
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every figure of every seed, as "seed 1: accuracy after" names them."""
+    """Return every figure of every seed, by names such as "seed 1: accuracy after"."""
     return {
         f"seed {r['seed']}: {key.removesuffix('_s').replace('_', ' ')}": figure(r[key], unit)
         for r in results

@@ -1,4 +1,4 @@
-"""One result file per benchmark: its figures, and what has to be known to believe or repeat them.
+"""Writes the result file of a benchmark: its figures, and the facts that are needed to believe or repeat them.
 
     from result import figure, write_result
 
@@ -33,11 +33,11 @@ RESULTS = ROOT / "lab" / "results"
 
 
 def write_result(name: str, figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
-    """Write lab/results/<name>.json (in the folder $BENCHMARK_RESULTS, where that is set); its path.
+    """Write lab/results/<name>.json, or <name>.json in the folder $BENCHMARK_RESULTS if this is set; return its path.
 
     Args:
-        figures: name to :func:`figure`; a bare value is taken as one without unit and limit.
-        settings: what was measured: sizes, dtypes, repetitions. JSON values.
+        figures: results of ``figure`` by name. A bare value is a figure without unit and limit.
+        settings: what was measured (sizes, dtypes, repetitions), as JSON values.
     """
     folder = Path(os.environ.get("BENCHMARK_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_result(name: str, figures: Mapping[str, Any], settings: Mapping[str, A
 
 
 def command_line() -> str:
-    """The command that this process was started with, as a person would type it in the repository's root."""
+    """Return the command that started this process, as a person would type it in the repository's root."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     return shlex.join(["python", str(shown), *sys.argv[1:]])

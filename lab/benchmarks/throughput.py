@@ -1,10 +1,10 @@
-"""Forward, backward and optimizer step of a policy on one GPU: tokens per second, MFU, peak memory.
+"""Measures a policy's update (forward, backward, optimizer step) on one GPU: tokens per second, MFU, peak memory.
 
     python lab/benchmarks/throughput.py           # every row in a process of its own, the first row again at the end
     python lab/benchmarks/throughput.py --tiny    # without a GPU: shows only that this program works
 
-Random Qwen2 models in bf16 with fp32 master weights and our own layers, by recomputation and form of the head. MFU
-counts attention, and no recomputation. A 3B keeps too much for less than full recomputation.
+The models are random Qwen2 in bf16 with fp32 master weights and our own layers; rows differ in size, recomputation and
+form of the head. MFU counts attention, but no recomputation. A 3B fits only with full recomputation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS: Final = [
 
 
 def lengths_of(row_tokens: int) -> list[int]:
-    """Return log-normal lengths, like those of long-CoT rollouts, of sequences that fill four rows of this size."""
+    """Return log-normal lengths, like those of long-CoT rollouts, which together fill four rows of ``row_tokens``."""
     rng, sigma, lengths = np.random.default_rng(1), 0.8, list[int]()
     while (left := 4 * row_tokens * 15 // 16 - sum(lengths)) > 16:
         drawn = rng.lognormal(np.log(row_tokens / 4) - sigma**2 / 2, sigma)
@@ -48,7 +48,7 @@ def lengths_of(row_tokens: int) -> list[int]:
 
 
 def measure(hf: Path, mesh: Mesh, name: str, row_tokens: int, **parallel: Any) -> dict[str, Any]:
-    """Make a policy and update it four times; return its figures, of which the first update has no part."""
+    """Make a policy and update it four times; return its figures. The time is that of the last three updates."""
     policy = make_policy(hf, mesh, micro_batch_tokens=row_tokens, **parallel)
     lengths = lengths_of(row_tokens)
     batch = batch_of(lengths, row_tokens, policy.hf["vocab_size"])
@@ -69,7 +69,7 @@ def measure(hf: Path, mesh: Mesh, name: str, row_tokens: int, **parallel: Any) -
 
 
 def in_own_process(size: str, recompute: str, head: str, again: bool) -> dict[str, Any]:
-    """Measure one row in a new process, so that no row has what another one left behind."""
+    """Measure one row in a new process, so that no earlier row affects it."""
     command = [sys.executable, __file__, "--row", size, recompute, head, *(["--again"] if again else [])]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])

@@ -1,11 +1,12 @@
-"""What ``track.timeline`` costs a step of the quickstart, in pairs of neighbouring steps of one run.
+"""Measures what ``track.timeline`` costs a step of the quickstart, in pairs of neighbouring steps of one run.
 
     python lab/benchmarks/timeline.py --pairs 30
 
-In one step of each pair, drawn by chance, no process keeps its spans, as without a timeline. In the other, all
-processes record and write each span 20 times; the figures are a 20th of the difference, which the noise of steps would
-hide. All steps do the same work: they have the same prompts and seeds, and a learning rate that changes no weight. CPU
-seconds are those of all processes of the run. The interval of the mean difference, in shares of a step, is at 95%.
+In one step of each pair, drawn at random, no process keeps its spans, as without a timeline. In the other step all
+processes record and write each span 20 times, because the noise of steps would hide the cost of a single span; the
+figures are a 20th of the difference. All steps do the same work: they have the same prompts and seeds, and a learning
+rate that changes no weight. CPU seconds are those of all processes of the run. The interval of the mean difference, as
+a share of a step, is at 95%.
 """
 
 from __future__ import annotations

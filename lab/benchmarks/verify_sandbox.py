@@ -33,7 +33,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def starts(repeats: int) -> dict[str, Any]:
-    """Return the overhead of each tier over bare Python, and tests per second of one core with a fresh sandbox each."""
+    """Return each tier's overhead over bare Python, and its tests per second on one core, each in a new sandbox."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sandboxes = {}
     for tier in TIERS:

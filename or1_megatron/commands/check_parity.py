@@ -40,7 +40,8 @@ def check_parity(
 ) -> None:
     """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
 
-    Exits with 1 if a layout differs, and names what. For a faulty objective, prints only the faults and exits with 1.
+    Names each difference, and exits with 1 if there is any. For a faulty objective, prints only the faults and exits
+    with 1.
     """
     with report_user_errors():
         check_driver()
@@ -67,7 +68,7 @@ def check_parity(
 
 
 def parameters(given: Iterable[str]) -> dict[str, Any]:
-    """Return the objective's parameters from arguments NAME=VALUE. Raises ConfigError."""
+    """Return the objective's parameters from arguments NAME=VALUE. Raises ConfigError for any other argument."""
     from or1_megatron.config.base import ConfigError
     from or1_megatron.config.yaml_reader import read_value
 

@@ -76,7 +76,7 @@ def benchmark(
         "data/benchmarks"
     ),
 ) -> None:
-    """Write evaluation sets: published prompts, some with a boxing instruction; LiveCodeBench of the report's dates."""
+    """Write evaluation sets as the paper uses them: prompts with their endings, LiveCodeBench within certain dates."""
     with report_user_errors():
         from or1_megatron.evaluate.benchmarks import write_set
 

@@ -32,7 +32,7 @@ def mismatch(
     with report_user_errors(FileNotFoundError, ValueError), tempfile.TemporaryDirectory() as folder:
         from or1_megatron.config.load import load_as
         from or1_megatron.config.schema import Config
-        from or1_megatron.report.figures.differences import draw_differences
+        from or1_megatron.report.figures.mismatch import draw_mismatch
         from or1_megatron.selftest.mismatch.causes import verdict
 
         own = run / "config.yaml"
@@ -46,16 +46,14 @@ def mismatch(
         figures = (row.mean, abs(row.values).max(), row.limit)
         table.add_row(row.name, *(f"{figure:.2g}" for figure in figures), str(len(row.values)))
     Console().print(table)
-    out.write_text(
-        draw_differences({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()})
-    )
+    out.write_text(draw_mismatch({row.name: (row.places, row.values, row.noise) for row in comparison.rows.values()}))
     sentences = verdict(comparison)
     print(*sentences, f"picture: {out}", sep="\n")
     raise typer.Exit(0 if sentences[0].startswith("noise") else 1)
 
 
 def measure(inputs: Inputs, head: Any) -> Comparison:
-    """Compare an engine of one device, a policy on one rank with the output head ``head``, and transformers."""
+    """Compare an engine on one device and a policy on one rank (with the output head ``head``) with transformers."""
     from or1_megatron.commands.open_model import LocalModel
     from or1_megatron.config.schema import ParallelConfig, RolloutConfig
     from or1_megatron.selftest.mismatch.measure import Comparison
@@ -72,11 +70,8 @@ def measure(inputs: Inputs, head: Any) -> Comparison:
 
 
 def inputs_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Inputs:
-    """Return what to examine: a run's newest checkpoint with responses that the checkpoint sampled, or a model.
-
-    Args:
-        folder: for the HF folders of checkpoints.
-    """
+    """Return the inputs of the comparison: a run's newest checkpoint with responses that its weights sampled, or
+    without a run the configured model. ``folder``: where checkpoints are converted to HF folders."""
     import numpy as np
 
     from or1_megatron.checkpoint.keeper import CheckpointKeeper

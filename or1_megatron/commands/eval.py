@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from or1_megatron.commands.user_errors import report_user_errors
-from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
+from or1_megatron.evaluate.response_store import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.runtime.console import outlive_console
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.nvidia_driver import check_driver
 
 if TYPE_CHECKING:
-    from or1_megatron.evaluate.responses import Response
+    from or1_megatron.evaluate.response_store import Response
     from or1_megatron.evaluate.settings import EvaluationSettings
     from or1_megatron.interfaces import Sampler
     from or1_verify.types import Problem
@@ -88,7 +88,7 @@ def evaluate_model(
 
     Responses are written to ``out``/responses.jsonl as they arrive, and then results.json and results.svg. The same
     call after a kill, or a call with larger ``samples``, resumes and samples only missing responses. ``samples`` None:
-    the report's number for a set of the report, else 1.
+    the paper's number for a set of the paper, else 1.
 
     Raises:
         DataError: the set, or the model's tokenizer or chat template, cannot be used.
@@ -193,7 +193,7 @@ def _results(
     release: str,
     wall_s: float,
 ) -> dict[str, Any]:
-    from or1_megatron.evaluate.outcome import check_verdicts, summarise
+    from or1_megatron.evaluate.scores import check_verdicts, summarise
 
     assert settings.max_response_tokens is not None
     outcome = summarise(responses, settings.max_response_tokens)

@@ -19,7 +19,7 @@ from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.pipeline.recipe import SampledModel
 from or1_megatron.data.pipeline.steps import Say
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.evaluate.responses import EvaluationError, settings_begun_with
+from or1_megatron.evaluate.response_store import EvaluationError, settings_begun_with
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler
 from or1_megatron.rollout.engine_pool import EngineError
@@ -39,7 +39,8 @@ _LIST_TIMEOUT_S = 10.0
 
 
 class LocalModel:
-    """An HF model folder with its tokenizer. Construction raises DriverTooOld, ModelError, DataError."""
+    """An HF model folder with its tokenizer. Construction raises DriverTooOld, ModelError for an unusable model, and
+    DataError for an unusable tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         check_driver()
@@ -118,8 +119,8 @@ def with_length(
 ) -> EvaluationSettings:
     """Return the settings with ``max_response_tokens`` filled in.
 
-    If none is given, the length of an evaluation that was begun in ``out`` is taken. Otherwise the paper's length is
-    taken, but at most the model's context minus the longest prompt; this limit is printed where it applies.
+    If none is given, an evaluation that was begun in ``out`` keeps its length. A new evaluation takes the paper's
+    length, unless the model's context minus the longest prompt is less; then it takes this length and prints it.
     """
     if settings.max_response_tokens is not None:
         return settings
@@ -201,7 +202,8 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
 def _endpoint_sampler(
     url: str, asked: AskedModelConfig, name: str | None, timeout_s: float, sampling: Sampling
 ) -> OpenAISampler:
-    """Return a sampler over an endpoint; ``name`` None: the endpoint's first model. Raises EvaluationError."""
+    """Return a sampler over an endpoint. ``name`` None: the endpoint's first model. Raises EvaluationError if the key
+    is not set, or if the endpoint names no model."""
     key = None if asked.api_key_variable is None else os.environ.get(asked.api_key_variable)
     if asked.api_key_variable is not None and not key:
         raise EvaluationError(f"environment variable {asked.api_key_variable}, which should hold the key, is not set")

@@ -33,7 +33,7 @@ def config_file(given: Path) -> Path:
 
 
 def shape_folder(config: Config) -> Path | None:
-    """Return the model shape to plan with if the model's folder is absent, and print a note; None if it is present.
+    """Return None if the model's folder is present; otherwise print a note, and return the model shape to plan with.
 
     The shape is named like the folder. Raises ModelError when there is neither folder nor shape.
     """

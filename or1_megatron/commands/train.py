@@ -77,7 +77,7 @@ def train(
 
 @contextmanager
 def _naming_what_makes_data(config: Path) -> Iterator[None]:
-    """If the block raises DataFileMissing, add that ``run.sh`` beside the configuration makes the data."""
+    """Add to the block's DataFileMissing that ``run.sh`` makes the data, if the configuration has one beside it."""
     from or1_megatron.config.base import DataFileMissing
 
     try:
@@ -119,7 +119,7 @@ def _check_node(config: Config, count: int, rank: int, address: str | None) -> N
 
 
 def _planned(config: Config, device: Device | None = None) -> Plan:
-    """Return the plan of a run that starts now on ``device`` (None: this machine's)."""
+    """Return the plan of a run that starts now on ``device``; None: on this machine's device."""
     import torch
 
     from or1_megatron.runtime.process_environment import make_usable

@@ -1,4 +1,4 @@
-"""Benchmarks known by name (AIME24, LiveCodeBench, ...): where they are, and their prompts' endings."""
+"""The benchmarks that have names (AIME24, LiveCodeBench, ...): where each is found, its k, prompt ending and dates."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Benchmark:
     ending: str = ""
     """Text that is added to each problem that does not mention ``\\boxed`` itself."""
     samples: int = 1
-    """k of avg@k in the report, and the default of ``--k``; 1 for benchmarks that the report does not have."""
+    """k of avg@k in the paper, and the default of ``--k``; 1 for benchmarks that the paper does not have."""
     dated: bool = False
-    """Whether rows have a date, by which problems that a model may have been trained on are left out."""
+    """Whether rows have a date. By their dates, problems on which a model may have been trained are left out."""
     subset: str | None = None
 
 
@@ -47,14 +47,14 @@ BENCHMARKS: Final = {
 }
 
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
-"""Dates of LiveCodeBench's problems in the report: the window of the released ``prepare_unit_test_data``."""
+"""Window of dates of LiveCodeBench's problems in the paper, from the released ``prepare_unit_test_data``."""
 
 _RELEASE_FILE = re.compile(r"(?:^|/)test(\d*)\.jsonl:\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSet:
-    """The problems of an evaluation set, and the number of those outside the window of dates."""
+    """The problems of an evaluation set that are within the window of dates."""
 
     name: str
     problems: list[Problem]
@@ -76,11 +76,11 @@ def load_set(
     until: datetime.date | None = None,
     unusable: UnusableRows | None = None,
 ) -> LoadedSet:
-    """Load an evaluation set: the name of a benchmark, a file, a folder or a hub id.
+    """Load an evaluation set. ``named`` is the name of a benchmark, a file, a folder or a hub id.
 
     A benchmark is first looked for as a file or folder of its name in ``sets``, then on the hub. ``since`` and
-    ``until`` select problems by date. Each stands for the first midnight of its day, which is inside the window, as in
-    LiveCodeBench: a problem of the day ``until`` is in the window only if its date has no time of day.
+    ``until`` select problems by date. As in LiveCodeBench, the window reaches from midnight at the beginning of the day
+    ``since`` to midnight at the beginning of ``until``, inclusive. A date without a time of day counts as midnight.
 
     Args:
         unusable: collects the rows that cannot be used, and with a window also rows without a date; None: such rows
@@ -120,9 +120,9 @@ def load_set(
 
 
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
-    """Write a benchmark, in the form that the report evaluated, to ``sets``/name.jsonl; return (the file, the set).
+    """Write a benchmark to ``sets``/name.jsonl in the form that the paper evaluates; return (the file, the set).
 
-    AIME24's problems get their ending; LiveCodeBench's problems are those of the report's window. ``found_in``: folder
+    AIME24's problems get their ending; LiveCodeBench's problems are those of the paper's window. ``found_in``: folder
     in which files of the benchmark's name are looked for before the hub.
 
     Raises:
@@ -156,7 +156,7 @@ def _source(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | No
 
 
 def _release(path: Path, split: str | None, problems: Sequence[Problem]) -> str:
-    """Return the name of LiveCodeBench's release: release_vN has the files test.jsonl, test2.jsonl, ..., testN.jsonl.
+    """Return the name of LiveCodeBench's release. release_vN has the files test.jsonl, test2.jsonl, ..., testN.jsonl.
 
     In a file that ``write_set`` wrote, the rows name the release.
     """

@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from or1_megatron.config.schema import EvaluationConfig, EvaluationSetConfig
-from or1_megatron.evaluate.intervals import best_at, sizes
+from or1_megatron.evaluate.pass_at_k import best_at, sizes
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.rl.entropy import sampled_entropy
 from or1_megatron.rl.fatal_checks import check_verdicts
@@ -52,10 +52,8 @@ class HeldOut:
         self._keep = keep
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Return the combined result of all sets. ``whole``: sample ``samples`` responses; else ``samples_during``.
-
-        Raises what the rollout raises, and VerificationFailing.
-        """
+        """Return the combined result of all sets. Each problem gets ``samples`` responses if ``whole``, else
+        ``samples_during``. Raises what the rollout raises, and VerificationFailing."""
         return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
@@ -72,7 +70,7 @@ class HeldOut:
 
 
 def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
-    """Return the results of several sets as one: scores are unweighted means over sets, times and problems sums."""
+    """Return one result for several sets: scores are unweighted means over sets; times and problems are added up."""
     if len(results) == 1:
         return next(iter(results.values()))
     sets = list(results.values())
@@ -114,7 +112,7 @@ def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, gre
 
 
 def _more(groups: Sequence[Group]) -> dict[str, float]:
-    """Return pass@k; best@k, if some reward is neither 1 nor 0; and accuracies by data source, if there are several."""
+    """Return pass@k, best@k if some reward is neither 1 nor 0, and accuracies by data source if there are several."""
     right = np.array([group.right for group in groups], np.float64)
     rewards = np.array([group.rewards for group in groups], np.float64)
     kinds = {"pass": right} if (rewards == right).all() else {"pass": right, "best": rewards}

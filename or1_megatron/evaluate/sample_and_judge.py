@@ -1,4 +1,4 @@
-"""Samples k responses to every problem for ``or1 eval``, judges each while others are sampled, and stores them."""
+"""Samples k responses to every problem for ``or1 eval``, judges them while others are sampled, and stores them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
+from or1_megatron.evaluate.response_store import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
 from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Replies

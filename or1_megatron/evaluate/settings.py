@@ -24,7 +24,7 @@ class EvaluationVerifyConfig(VerifyConfig):
 
 
 class EvaluationSettings(AskedModelConfig):
-    """The settings of an evaluation, from a file of configs/eval or ``--set``, over the defaults."""
+    """The settings of an evaluation. A file of configs/eval and ``--set`` replace defaults."""
 
     max_response_tokens: Positive | None = None
     """Longest response. Unset: 32,768 as in the paper, at most the model's context minus the longest prompt."""
@@ -32,7 +32,7 @@ class EvaluationSettings(AskedModelConfig):
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522
     max_prompt_tokens: Positive = 8192
-    """Longest prompt; a problem with a longer one is not sampled, and all its responses count as wrong."""
+    """Longest prompt; a problem with a longer prompt is not sampled, and all its responses count as wrong."""
     request_timeout_s: PositiveFloat = 3600.0
     """Time limit of one request to an endpoint."""
     verify: EvaluationVerifyConfig = EvaluationVerifyConfig()

@@ -7,7 +7,7 @@ An engine decodes one token of each of its n running responses per iteration. An
 seconds, where C is the number of tokens in the KV cache. Until the next response ends, n is constant and C grows by n
 per iteration, so the time of m iterations is a closed form. Requests go in order to the engine with the fewest
 responses among the engines with a free slot and with KV cache for the prompt and half of the response. (vLLM admits
-what fits at the moment, and preempts.) Responses continue over a handoff; the plan leaves out their new prefill.
+what fits at the moment, and preempts.) Responses continue after a handoff; the time to prefill them anew is left out.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class _Engine:
         self.parts_s = np.zeros(len(PARTS))
 
     def advance(self, moment_s: float) -> None:
-        """Decode until time ``moment_s``; no response may end before."""
+        """Decode until time ``moment_s``. No response may end before that time."""
         if self.running and moment_s > self.now_s:
             self._decode(self._clock.iterations_in(self.running, self._held, moment_s - self.now_s))
         self.now_s = max(self.now_s, moment_s)
         self._plan()
 
     def finish(self) -> list[int]:
-        """Decode until the next responses end; return their rollouts' tickets."""
+        """Decode until the next responses end; return the tickets of their rollouts."""
         self._decode(self._ends[0][0] - self._iteration)
         self.now_s, ended = self.due_s, []
         while self._ends and self._ends[0][0] <= self._iteration + 1e-6:

@@ -98,7 +98,7 @@ Lengths = RecipeLengths | MeasuredLengths
 def read_lengths(run: Path | None, longest_prompt: int) -> Lengths:
     """Return the lengths in a past run's rollout files, or without a run the recipe's distribution.
 
-    Longer prompts count as ``longest_prompt`` tokens.
+    Prompts of more than ``longest_prompt`` tokens count as ``longest_prompt`` tokens.
 
     Raises:
         LengthsError: the folder is missing or has no rollouts.

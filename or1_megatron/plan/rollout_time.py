@@ -37,7 +37,7 @@ def link_bytes_per_s(ranks: int, rates: Rates) -> float:
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     """Return the predicted times and limits of one engine of ``config``.
 
-    Each iteration reads all weights, including all experts, except an input embedding that is not the output layer too.
+    Each iteration reads all weights, including all experts, but an input embedding only if it is also the output layer.
     Tensor parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
@@ -64,7 +64,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
 
 
 def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
-    """Return how many tokens an engine's KV cache holds; a size that vLLM chooses follows ``gpu_memory_fraction``."""
+    """Return how many tokens an engine's KV cache holds. If vLLM chooses its size, ``gpu_memory_fraction`` decides."""
     held = kv_tokens(config, shape)
     if held is not None:
         return held

@@ -74,7 +74,7 @@ class RunTime:
 
 
 def run_time(config: Config, machine: Machine, lengths: Lengths, problems: Sequence[int] | None = None) -> RunTime:
-    """Predict the time of a run of ``config``, with all stages or, if set, only ``run.stage``.
+    """Predict the time of a run of ``config``: of the stage ``run.stage`` if this key is set, else of all stages.
 
     Args:
         problems: number of problems of each evaluation set; None: 30 each.

@@ -22,7 +22,7 @@ from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
-"""Name of the time outside of all verbs, which the hardware file's fit gives per response."""
+"""Name of the time outside of all verbs. The hardware file gives this time per response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StepTime:
     engine_s: float
     """Seconds in which an engine works (mean over engines)."""
     idle_share: float
-    """Idle share of an engine (mean over engines) in the rollout, or with ``max_staleness`` in the step."""
+    """Share of the rollout's time, or with ``max_staleness`` of the step's time, in which an engine is idle (mean)."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by PARTS."""
     update: UpdateTime
@@ -122,7 +122,7 @@ class Steps:
         self.asked: list[tuple[int, Workload]] = []
 
     def mean(self) -> StepTime:
-        """Simulate all steps, and return the mean time of the counted ones."""
+        """Simulate all steps, and return the mean time of the counted steps."""
         for _ in range(self.warm_up):
             self._step()
         total, tokens, before = dict[str, float](), 0, self.engines.parts_s()

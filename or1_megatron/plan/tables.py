@@ -1,4 +1,4 @@
-"""Prints a plan and its predicted time as tables, and gives the JSON of ``or1 plan --json``."""
+"""Makes the tables that ``or1 plan`` prints (layout, stages, memory, time), and the JSON of ``or1 plan --json``."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
 
 
 def evaluations_within(config: Config, index: int) -> int:
-    """Return the number of a stage's steps, except the run's last step, after which an evaluation is due."""
+    """Return after how many of a stage's steps an evaluation is due. The run's last step does not count."""
     stage = config.stages[index]
     every, before = config.evaluate.in_stage(stage).every_steps, sum(s.steps for s in config.stages[:index])
     last = before + stage.steps - (index == len(config.stages) - 1)

@@ -127,10 +127,10 @@ def _stage_seconds(
 
 
 def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> tuple[float, float]:
-    """Return the operations of a forward and backward pass, per token and per L * L, recomputation included.
+    """Return the operations of a forward and backward pass, with recomputation: (per token, per pair of tokens).
 
-    Layers take as much as 3 forward passes, or 4 with full recompute; with selective recompute only MLPs take 4. The
-    head takes 4, or 3 in one_pass. ``frozen`` (LoRA) takes one less for the frozen weights; adapters (1%) are left out.
+    A layer takes 3 times its forward pass, or 4 with full recompute; with selective recompute only its MLP takes 4. The
+    head takes 4, or 3 in one_pass. With ``frozen`` weights (LoRA) both take 1 less; adapters (1%) are left out.
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
     head = 4 if parallel.head == "recompute" else 3

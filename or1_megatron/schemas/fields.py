@@ -12,7 +12,7 @@ from or1_megatron.types import FinishReason
 from or1_verify.types import VerdictStatus
 
 SCHEMA_VERSION: Final = 1
-"""Version of the rollout files' schema (``or1_schema`` in their Parquet metadata); a new field does not change it."""
+"""Version of the rollout files' schema (``or1_schema`` in their Parquet metadata). New fields do not change it."""
 
 
 @dataclass(frozen=True, slots=True)

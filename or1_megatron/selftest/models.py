@@ -17,7 +17,7 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.selftest.plans import SHAPES, TIED
+from or1_megatron.selftest.setups import SHAPES, TIED
 from or1_megatron.types import Batch, Sample
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Return the HF folder of a random model, made once. A small model's weights have a trained model's magnitude."""
+    """Return the HF folder of a random model of a shape in ``SHAPES``; make the folder if it is missing. The weights of
+    a small model have the magnitude of trained weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape.replace(", ", "_").replace(" ", "_")
@@ -76,12 +77,12 @@ def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
 
 
 def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
-    """Pack random sequences of these lengths into rows for one rank; an eighth of each is the prompt."""
+    """Pack random sequences of these lengths into rows for one rank. An eighth of each sequence is its prompt."""
     return pack(samples_of(lengths, vocabulary), BatchLayout(1, row_tokens, 2))
 
 
 def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
-    """Return random samples of these lengths in tokens; an eighth of each is the prompt."""
+    """Return random samples of these lengths in tokens. An eighth of each sample is its prompt."""
     rng = np.random.default_rng(0)
     samples = []
     for length in lengths:

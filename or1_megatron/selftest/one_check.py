@@ -35,10 +35,11 @@ class Check:
     name: str
     proves: str
     needs: tuple[str, ...] = ()
-    """What the machine must have: names in ``NEEDS``, or of packages."""
+    """What the machine must have: keys of ``NEEDS``, or names of packages."""
     limit_s: float = 120.0
     module: str = ""
-    """Module with the check's function, which has the check's name with underscores. Empty: a module of that name."""
+    """Module of the check's function. The function has the check's name, with underscores; if ``module`` is empty, the
+    module has this name too."""
 
     def __call__(self, context: Context) -> None:
         """Run the check in this process; only its own module is imported."""
@@ -65,7 +66,7 @@ class CheckOutcome:
     reason: str = ""
     seconds: float = 0.0
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Figures by name, as ``figure`` returns them, with ``required`` if a missed limit fails the check."""
+    """Figures by name, as ``figure`` returns them. The key ``required`` means that a missed limit fails the check."""
     machine: str = ""
     """Name of the devices, if the check has asked for them."""
     last_lines: tuple[str, ...] = ()
@@ -83,7 +84,8 @@ class CheckOutcome:
 
 @dataclass
 class Context:
-    """What a check gets to work with. Figures are recorded at once, so that a killed check leaves its figures."""
+    """The argument of each check's function: the machine, a folder, and methods that record figures. Every figure is
+    written at once, so that a killed check leaves its figures."""
 
     outcome: CheckOutcome
     folder: Path = Path()
@@ -153,7 +155,7 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run the check of a ``run_checks`` task in this process; ``note`` gets its outcome after each figure."""
+    """Run the check of a task by ``run_checks`` in this process. After each figure ``note`` gets the outcome so far."""
     check = Check(**task["check"])
     # The outcome that a killed check leaves is the last that it recorded, so it begins as failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
@@ -186,7 +188,7 @@ def figure(
 ) -> dict[str, Any]:
     """Return the record of a measured value: its unit, its limit, if one is given, and whether the limit is met.
 
-    Units are "s", "GB/s", "share" (of 1), and "" for a plain ratio. The limit of a bool is that it is true.
+    Units are, for example, "s" and "GB/s"; "share" means a share of 1, "" a plain ratio. A bool must be true.
     """
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):
@@ -199,7 +201,7 @@ def figure(
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """Return a value as text: three significant digits, ratios to three places, shares in percent, yes or no."""
+    """Return a value as text: three significant digits, ratios with three decimals, shares in percent, yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):

@@ -61,7 +61,7 @@ class Report:
 
 
 def lines_of(outcome: CheckOutcome) -> Iterator[str]:
-    """Yield lines that say how a check ended, and its figures, with "!" before unexpected ones."""
+    """Yield a line that says how a check ended, then its figures, with "!" before each unexpected figure."""
     seconds = f" ({outcome.seconds:.1f} s)" if outcome.seconds else ""
     yield f"{outcome.name}: {outcome.status}{seconds}" + (f": {outcome.reason}" if outcome.reason else "")
     for name, entry in outcome.figures.items():

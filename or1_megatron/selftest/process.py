@@ -1,7 +1,7 @@
 """Calls a function in processes of its own: ``python -m or1_megatron.selftest.process MODULE:FUNCTION TASK OUT``.
 
-The files TASK and OUT are JSON. The function gets the task and ``note``, which writes a result to OUT, replacing the
-earlier one. If the task has ``parent`` (a pid), the process ends when the parent ends.
+The files TASK and OUT are JSON. The function gets the task and ``note``, which writes a result to OUT in place of the
+earlier result. If the task has ``parent`` (a pid), the process ends when the parent ends.
 """
 
 from __future__ import annotations

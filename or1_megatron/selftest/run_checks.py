@@ -33,7 +33,7 @@ from or1_verify.child_process import describe_exit
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
-"""Least remaining time with which a check is started."""
+"""A check is started only if at least this much time is left."""
 
 SETTINGS: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -46,12 +46,12 @@ SETTINGS: Final = {
 
 
 def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> Report:
-    """Run checks (in the main thread only), print each outcome, and write the report to ``out`` after each.
+    """Run checks (in the main thread only). After each check, print its outcome and write the report to ``out``.
 
     Args:
-        out: folder, made if missing, of ``selftest.json``, ``selftest.txt`` and each check's ``logs/<check>.log``.
-        minutes: time limit of all checks: after it, the running check is ended and no other starts. Each check's own
-            limit, which is meant for 10 minutes in all, is scaled accordingly.
+        out: folder for ``selftest.json``, ``selftest.txt`` and ``logs/<check>.log``; made if it is missing.
+        minutes: time limit of all checks together. At this limit the running check is ended, and no other check starts.
+            Each check's own limit is meant for 10 minutes in all, and is scaled accordingly.
 
     Raises:
         SystemExit: on a signal that asks to stop (``runtime.signals.ASKS``), with 128 plus its number. No process is
@@ -79,7 +79,6 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
 
 
 def _run(check: Check, limit_s: float, scratch: Path, out: Path) -> CheckOutcome:
-    """Run one check in its own process, end all processes that it started, and return its outcome."""
     folder, log = scratch / check.name, out / "logs" / f"{check.name}.log"
     folder.mkdir()
     task = {"check": asdict(check), "folder": str(folder), "parent": os.getpid()}
@@ -128,7 +127,7 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Within the block, raise SystemExit on the first signal and adopt orphans; after it, end all child processes."""
+    """Within the block, adopt orphans, and raise SystemExit on the first signal. Then end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ending: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Measures copies, matrix products and free memory on this process's device."""
+"""Measures the rates of copies and matrix products, the times of calls, and free memory on this process's device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def sync() -> None:
-    """Wait for the work on all GPUs, because a copy between two GPUs may run on a stream of either."""
+    """Wait for the work on all GPUs, because a copy between two GPUs may run on a stream of either GPU."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         torch.cuda.synchronize(index)
 
@@ -25,14 +25,14 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def mean_seconds(work: Callable[[], object], times: int = 10) -> float:
-    """Return the mean seconds of ``times`` calls of ``work``, after three uncounted ones."""
+    """Return the mean seconds of ``times`` calls of ``work``. Three calls before them do not count."""
     for _ in range(3):
         work()
     return seconds_of(lambda: [work() for _ in range(times)]) / times
 
 
 def copy_gb_per_s(source: str, target: str, size: int, times: int = 10) -> float:
-    """Return the rate in GB/s of copies of ``size`` bytes between two devices; "host": page-locked host memory."""
+    """Return the rate in GB/s of copies of ``size`` bytes between two devices; "host" is page-locked host memory."""
 
     def memory(where: str) -> torch.Tensor:
         if where == "host":

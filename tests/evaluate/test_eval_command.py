@@ -30,8 +30,8 @@ from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems
 from or1_megatron.evaluate.benchmarks import load_set
-from or1_megatron.evaluate.outcome import summarise
-from or1_megatron.evaluate.responses import EvaluationError, Response
+from or1_megatron.evaluate.response_store import EvaluationError, Response
+from or1_megatron.evaluate.scores import summarise
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings, EvaluationVerifyConfig
 from or1_verify.problems.rows import DataError
 from or1_verify.problems.wording import BOX_INSTRUCTION

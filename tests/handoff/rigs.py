@@ -37,7 +37,7 @@ class TamperedTrainer:
 
     @contextmanager
     def tampering(self, tamper: Tamper) -> Iterator[None]:
-        """Messages are changed between packing and sending."""
+        """Within the block, let ``tamper`` change each message between packing and sending."""
         true = {kind: kind.send for kind in (GlooTransport, SharedMemoryTransport)}
 
         def send(transport: Any, buffer: torch.Tensor, destination: int, number: int) -> Any:
@@ -54,7 +54,7 @@ class TamperedTrainer:
 
 
 def perturbed(model: Any, seed: int) -> Any:
-    """An HF model with every tensor changed by noise of its own size."""
+    """Return a copy of an HF model with noise added to every tensor, in proportion to the tensor's size."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def perturbed(model: Any, seed: int) -> Any:
 
 
 def scores(model: Any, sequences: list[Int32Array]) -> list[Float32Array]:
-    """transformers' log-probs of tokens 1.. of each sequence."""
+    """Return transformers' log-probs of all tokens of each sequence except the first token."""
     oracle = TinyModel(None, model)  # type: ignore[arg-type]
     return [oracle.log_probs(ids[:1].tolist(), ids[1:].tolist()).astype(np.float32) for ids in sequences]
 
@@ -74,7 +74,7 @@ def scores(model: Any, sequences: list[Int32Array]) -> list[Float32Array]:
 
 
 def in_engine(handle: Any, function: Callable[[Any], Any]) -> Any:
-    """``function(VllmEngine)`` on the engine's thread, in its process."""
+    """Call ``function`` with the VllmEngine on the engine's thread, in the engine's process; return the result."""
 
     def run(actor: Any) -> Any:
         return actor._thread.call(function)
@@ -84,7 +84,7 @@ def in_engine(handle: Any, function: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def fault(handle: Any, bring: Callable[[Any], None]) -> Iterator[None]:
-    """What ``bring`` does to an engine, until it is undone."""
+    """Apply ``bring`` to an engine, and after the block call ``engine.undo``, which ``bring`` has set."""
     in_engine(handle, bring)
     try:
         yield
@@ -93,7 +93,7 @@ def fault(handle: Any, bring: Callable[[Any], None]) -> Iterator[None]:
 
 
 def swapped_in_loader(handle: Any, one: str, other: str) -> AbstractContextManager[None]:
-    """The model's loader takes two tensors for each other, and so does what puts slices where loaders would."""
+    """Make the engine swap two tensors when it loads weights, both in the model's loader and in direct copies."""
 
     def swap(engine: Any) -> None:
         from dataclasses import replace
@@ -123,7 +123,7 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> AbstractContextManag
 
 
 def stale_prefix_cache(handle: Any) -> AbstractContextManager[None]:
-    """Nobody empties it after the update."""
+    """Keep the engine from emptying its prefix cache after a weight update."""
 
     def keep(engine: Any) -> None:
         engine._engine.reset_prefix_cache = lambda **arguments: True
@@ -133,7 +133,7 @@ def stale_prefix_cache(handle: Any) -> AbstractContextManager[None]:
 
 
 def stale_packed_weights(handle: Any) -> AbstractContextManager[None]:
-    """The last layer's MLP goes on with what was packed for oneDNN before the update."""
+    """Make the last layer's MLP use the weights that were packed for oneDNN before the update."""
 
     def keep(engine: Any) -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod

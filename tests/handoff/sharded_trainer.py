@@ -23,7 +23,7 @@ from or1_megatron.weights.table import Row
 
 
 class Grid:
-    """TP x replicas x PP ranks over one HF model; ``model`` may be exchanged between handoffs."""
+    """TP x replicas x PP ranks over one HF model. A test may replace ``model`` between handoffs."""
 
     def __init__(self, model: Any, tensor: int, replicas: int, pipeline: int) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class Grid:
         return self._told
 
     def on_every_rank(self, call: Callable[[int], Any]) -> list[Any]:
-        """Results by rank. Where ranks raise, rank 0's error if it is among them."""
+        """Call a function on every rank; return the results by rank, or raise the error of the lowest rank with one."""
         with ThreadPoolExecutor(self.world) as pool:
             futures = [pool.submit(call, rank) for rank in range(self.world)]
             return [future.result() for future in futures]
@@ -96,7 +96,7 @@ class RankWeights:
 
 
 class Trainer:
-    """All ranks' senders."""
+    """The weight senders of all ranks."""
 
     def __init__(self, grid: Grid, config: HandoffConfig, control: Any) -> None:
         self.grid = grid

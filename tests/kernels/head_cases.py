@@ -31,9 +31,9 @@ def random_case(
     tile: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> HeadCase:
-    """Inputs that are multiples of 1/8, so that logits are exact in fp32 even where ``shift`` moves all by 10^4.
+    """Return a case whose inputs are multiples of 1/8, so that logits are exact in fp32, even with a ``shift`` of 10^4.
 
-    ``tile``: the budget is that of a square of so many tokens by so many rows.
+    ``tile``: the budget is for a tile of ``tile`` tokens by ``tile`` rows of the vocabulary.
     """
     generator = torch.Generator().manual_seed(tokens * 1000 + vocabulary)
     eighths = [
@@ -63,7 +63,7 @@ def in_both_modes(cases: dict[str, HeadCase]) -> dict[str, HeadCase]:
 
 
 def forward_and_backward(mode: str, hidden: Tensor, weight: Tensor, targets: Tensor, budget_bytes: int | None) -> None:
-    """Run both passes of -sum(log p + 0.1 H), with nothing allocated beside what the head does."""
+    """Run both passes of the loss -sum(log p + 0.1 * entropy). Only the head allocates memory."""
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
         return -log_probs.sum() - 0.1 * entropies.sum(), {}
@@ -73,7 +73,7 @@ def forward_and_backward(mode: str, hidden: Tensor, weight: Tensor, targets: Ten
 
 
 def run_interpreted(cases: dict[str, HeadCase], folder: Path) -> dict[str, HeadNumbers]:
-    """Run Triton's kernels, interpreted in a process of its own."""
+    """Compute the cases by Triton's kernels, which another process interprets."""
     torch.save({name: vars(case) for name, case in cases.items()}, folder / "cases.pt")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "triton", str(folder / "cases.pt"), str(folder / "found.pt")]

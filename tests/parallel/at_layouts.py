@@ -1,4 +1,4 @@
-"""What test modules do on ranks at one layout after another: compare with transformers, export, save and load."""
+"""Functions that tests run on ranks at one layout after another: compare with transformers, export, save and load."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare_and_export(cases: dict[str, dict[str, Any]], folder: Path) -> dict[s
 
 
 def end_layout() -> None:
-    """Free the groups of the layout before. Each has threads of gloo, which wake a hundred times a second."""
+    """Free the process groups of the earlier layout. Each has threads of gloo, which wake a hundred times a second."""
     dist.barrier()
     for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
@@ -67,7 +67,7 @@ def end_layout() -> None:
 
 
 class Rank:
-    """One rank's policy at one layout; ends the layout before."""
+    """One rank's policy at one layout. Making it ends the earlier layout."""
 
     def __init__(self, model: Path, dtype: str, layout: dict[str, Any], lora: dict[str, Any] | None = None) -> None:
         end_layout()
@@ -102,7 +102,7 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 def travel(
     model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path, lora: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return for each layout: the tensors, those that differ from the first checkpoint's, and two updates."""
+    """Return for each layout: its tensors, the tensors that differ from the first checkpoint's, and two updates."""
     scratch.mkdir(exist_ok=True)
     first = Rank(model, dtype, layouts[0], lora)
     first.update()

@@ -59,7 +59,7 @@ def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
 
 
 def work(lockstep: Lockstep, mesh: Mesh) -> None:
-    """Rank 0: an error that all ranks agree on, then a verb with a payload for each replica."""
+    """Run rank 0's part: an error that all ranks agree on, then a verb with a payload for each replica."""
     payloads = [np.arange(3) * (i + 1) for i in range(mesh.data)]
     try:
         lockstep.call("disagree")
@@ -69,7 +69,7 @@ def work(lockstep: Lockstep, mesh: Mesh) -> None:
 
 
 def suffer(lockstep: Lockstep, what: str, victim: int, where: str, folder: Path) -> None:
-    """Rank 0: a verb in which the fault happens, or no verb while it does."""
+    """Run rank 0's part: a verb during which the fault happens, or a pause between verbs during which it happens."""
     if where == "verb":
         lockstep.call("wait")
     elif where == "between" and victim == 0:

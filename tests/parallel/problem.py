@@ -1,4 +1,4 @@
-"""One small batch, objective and policy that all parallel tests share."""
+"""A small batch, an objective and a policy, which all parallel tests share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTROPY_COEFFICIENT = 0.3
 
 @dataclass(frozen=True)
 class WeightedLogProb:
-    """loss = -sum A log p - c sum H: both outputs of the head carry gradient."""
+    """The loss -sum(A * log p) - c * sum(entropy), in which both outputs of the head have a gradient."""
 
     temperature: float = TEMPERATURE
 
@@ -32,7 +32,7 @@ class WeightedLogProb:
 
 
 def samples() -> list[Sample]:
-    """Nine sequences of 6 to 40 tokens; some response tokens are not counted."""
+    """Return nine sequences of 6 to 40 tokens. Some response tokens do not count in the loss."""
     rng = np.random.default_rng(7)
     made = []
     for prompt, response in [(3, 21), (9, 31), (5, 2), (4, 17), (8, 8), (2, 4), (6, 33), (3, 11), (5, 25)]:

@@ -1,7 +1,7 @@
 """Calls functions on ranks that are forks of this process, which has imported torch, Megatron and this package.
 
-Otherwise each rank would spend seconds on imports. A request is a line of JSON on stdin, the list of jobs that run at
-the same time; the answer is a line on stdout, the list of their results. It ends when stdin is closed. A job:
+Otherwise each rank would spend seconds on imports. A request is a line of JSON on stdin, a list of jobs that run at the
+same time. The answer is a line on stdout, the list of their results. The server ends when stdin is closed. A job has:
 
     ranks, timeout_s
     folder: the file ``call`` in it has the function and its arguments; each rank's output and what the function
@@ -85,7 +85,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
-    """Return exit statuses by rank (negative: the signal); "stopped", "ended" or "hung" for those that were killed."""
+    """Return exit statuses by rank (negative: the signal). A killed rank has "stopped", "ended" or "hung" instead."""
     ends: dict[int, int | str] = {}
     until, why = time.monotonic() + job["timeout_s"], "hung"
     while len(ends) < len(pids):
@@ -107,7 +107,7 @@ def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
 
 
 def listen() -> socket.socket:
-    """Listen on a port that no connection is given by chance: rank 0 may use it after this socket is closed."""
+    """Listen on a port outside the range of ports for connections, so that rank 0 can use it after this socket."""
     while True:
         with suppress(OSError):
             return socket.create_server(("127.0.0.1", 15_000 + secrets.randbelow(15_000)))

@@ -17,7 +17,7 @@ import pytest
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 TIMEOUT_S = 600.0
-"""A hang is reported after this long; no test depends on how long its ranks take."""
+"""A hang is reported after this time. No test depends on how long its ranks take."""
 
 _servers: dict[str, subprocess.Popen[str]] = {}
 
@@ -31,7 +31,8 @@ def environment() -> dict[str, str]:
 def job(
     function: Callable[..., Any], ranks: int, *arguments: Any, folder: Path, joined: bool = True, watched: bool = True
 ) -> dict[str, Any]:
-    """Describe a call of a test module's function on every rank (``rank_server``); ``folder`` is the job's alone."""
+    """Return a job for ``rank_server``: a call of a test module's function on every rank. No other job may use
+    ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
     return {"ranks": ranks, "folder": str(folder), "joined": joined, "watched": watched, "timeout_s": TIMEOUT_S}
@@ -54,13 +55,13 @@ def run_jobs(jobs: Sequence[dict[str, Any]], server: str = "rank_server.py") -> 
 
 
 def returned(job: dict[str, Any]) -> list[Any]:
-    """Return what the function of a job that has ended well returned on each rank."""
+    """Return, by rank, the results of a job's function. The job must have ended without error."""
     return [pickle.loads(Path(job["folder"], f"{rank}.returned").read_bytes()) for rank in range(job["ranks"])]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_server() -> Iterator[None]:
-    """Ends the rank servers with the session; the conftest of each folder that uses them imports this."""
+    """End the rank servers with the session. The conftest of each folder that uses them imports this fixture."""
     yield
     while _servers:
         _servers.popitem()[1].communicate()
@@ -69,9 +70,9 @@ def rank_server() -> Iterator[None]:
 def call(
     function: Callable[..., Any], ranks: int, *arguments: Any, joined: bool = True, server: str = "rank_server.py"
 ) -> list[Any]:
-    """Call a function, which must succeed, on every rank; return what it returns on each.
+    """Call a function, which must succeed, on every rank; return its results by rank.
 
-    ``joined``: the ranks are a process group when it begins.
+    ``joined``: the ranks have a process group before the function begins.
     """
     with tempfile.TemporaryDirectory() as folder:
         only = job(function, ranks, *arguments, folder=Path(folder), joined=joined)

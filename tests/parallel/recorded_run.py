@@ -52,7 +52,7 @@ STAGES = (SHORT, SHORT.model_copy(update={"name": "long", "max_response_tokens":
 
 
 class RecordedRollouts(TableRollouts):
-    """Rollouts from a file, which is recorded if it does not exist yet; they do not depend on the policy."""
+    """Rollouts from a file, which is recorded if it does not exist yet. Recorded rollouts do not follow the policy."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(Clock())
@@ -80,7 +80,7 @@ class RecordedRollouts(TableRollouts):
 
 
 class LocalPolicy(SyncedPolicy):
-    """Without engines: a handoff only sets the version."""
+    """A policy without engines: a handoff only sets the version."""
 
     def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, rollouts: Any) -> None:
         nobody: Any = SimpleNamespace(handles=[])
@@ -107,7 +107,7 @@ class Run:
         every_steps: int = 1,
         **changes: Any,
     ) -> None:
-        """``every_steps``: of checkpoints. ``changes``: to the LoopConfig."""
+        """``every_steps``: number of steps between checkpoints. ``changes``: fields of the LoopConfig."""
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
@@ -145,7 +145,7 @@ class Run:
         )
 
     def to_the_end(self) -> dict[str, Any] | None:
-        """Run; return metrics and the loop's state, without times, and every rank's digest of its state."""
+        """Run to the end; return metrics and the loop's state, without times, and a digest of each rank's state."""
         if self.mesh.rank == 0:
             self.loop.run()
             self._lockstep.close()

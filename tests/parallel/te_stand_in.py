@@ -22,7 +22,7 @@ VERSION = "2.17.1"
 
 
 class _Product(torch.autograd.Function):
-    """x w^T; with ``fused`` its weight gradient goes to main_grad, and what autograd gets in its place is NaN."""
+    """The product x w^T. With ``fused`` the weight's gradient is added to main_grad, and autograd gets NaN instead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, is_first: bool | None) -> Tensor:
@@ -191,7 +191,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turn each pair (x[i], x[i + R/2]) by its angle, as complex numbers in fp32; the remaining D - R stay."""
+    """Rotate each pair (x[i], x[i + R/2]) by its angle, as complex numbers in fp32; the other D - R channels stay."""
     assert fused and (tensor_format, interleaved, cu_seqlens, cp_size) == ("sbhd", False, None, 1)
     assert freqs.shape[:3] == (t.shape[0], 1, 1) and freqs.dtype == torch.float32
     half = freqs.shape[-1] // 2
@@ -204,7 +204,7 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 
 def install() -> None:
-    """Put the stand-in where ``import transformer_engine`` finds it; before Megatron is imported."""
+    """Make ``import transformer_engine`` find the stand-in. Call it before Megatron is imported."""
     assert "megatron" not in sys.modules
     absent = type("Absent", (torch.nn.Module,), {})
     modules: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
-"""A headless Chromium over its DevTools pipe: open a page, evaluate, click, take its picture. No library needed.
+"""Controls a headless Chromium by its DevTools pipe, without a library: open a page, evaluate, click, take a picture.
 
-``make browser`` installs one into .venv/browser; ``OR1_CHROMIUM`` names another, else one on PATH is taken.
+``make browser`` installs a Chromium into .venv/browser. ``OR1_CHROMIUM`` names another; otherwise PATH is searched.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FLAGS = (
 
 
 class BrowserError(RuntimeError):
-    """Chromium is gone, does not answer, or what was evaluated in the page raised."""
+    """Chromium is gone or does not answer, or an expression that was evaluated in the page raised an error."""
 
 
 def find_chromium() -> Path | None:
-    """The executable; None where there is none."""
+    """Return the path of Chromium's executable; None if there is none."""
     named = os.environ.get("OR1_CHROMIUM")
     if named:
         return Path(named)
@@ -67,7 +67,7 @@ class Chromium:
         self.complaints: list[str] = []
         """Console errors and warnings, uncaught exceptions."""
         self.requests: list[str] = []
-        """URLs asked for, data: and blob: aside."""
+        """URLs that the page requested, except data: and blob:."""
         self._events: list[str] = []
         try:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -86,7 +86,7 @@ class Chromium:
         self.close()
 
     def close(self) -> None:
-        """End it; again does nothing."""
+        """End the browser. A second call does nothing."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -97,7 +97,7 @@ class Chromium:
         self._profile.cleanup()
 
     def call(self, method: str, **params: Any) -> Any:
-        """A command of the DevTools protocol; its result. Raises BrowserError."""
+        """Send a command of the DevTools protocol, and return its result. Raises BrowserError."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
         if self._session:
@@ -116,14 +116,14 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", features=scheme)
 
     def open(self, page: Path | str, fragment: str = "") -> None:
-        """Load a file or an address; returns when it and its scripts are done (``load``)."""
+        """Load a file or an address; return when the page and its scripts are loaded (event ``load``)."""
         self._events.clear()
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=(page if isinstance(page, str) else page.resolve().as_uri()) + fragment)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise. Raises BrowserError with what it threw."""
+        """Return the value of a JavaScript expression, or of its promise. Raises BrowserError with a thrown error."""
         found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             details = found["exceptionDetails"]
@@ -131,7 +131,7 @@ class Chromium:
         return found["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Until a JavaScript expression is true. Raises BrowserError after the deadline."""
+        """Wait until a JavaScript expression is true. Raises BrowserError after the deadline."""
         give_up_s = time.monotonic() + self._deadline_s
         while not self.evaluate(f"Boolean({condition})"):
             if time.monotonic() > give_up_s:

@@ -49,7 +49,7 @@ def problem(j: int) -> Prompt:
 
 
 def completion(tokens: Sequence[int], j: int = 0, sample: int = 0, **changes: Any) -> Completion:
-    """Return a response to riddle j; it is truncated unless its last token ends it."""
+    """Return a response to riddle j. The response is truncated unless its last token is 0, the end token."""
     fields: dict[str, Any] = {
         "problem_id": f"p{j}",
         "sample_index": sample,
@@ -82,7 +82,7 @@ def group_of(rewards: Sequence[int], truncated: Sequence[bool] | None = None, j:
 
 
 class Clock:
-    """Seconds that pass only when a fake says so."""
+    """A clock that advances only when a fake object says so."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -100,7 +100,7 @@ def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, see
 
 
 class TableRollouts:
-    """Engines and verifier. ``stop_at`` raises Stopped in that rollout."""
+    """The fake of engines and verifier. ``stop_at``: number of the rollout that raises Stopped."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -191,7 +191,7 @@ class TableRollouts:
             self.reused.clear()
 
     def finished_responses(self) -> bytes:
-        """Return all that is under way or not trained. A response is finished when it is asked."""
+        """Return all requested rollouts that are not trained on yet. A response is finished when it is requested."""
         under_way = {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
         finished = self.reused | self.collected | under_way
         return pickle.dumps(finished) if finished else b""
@@ -204,7 +204,7 @@ class TableRollouts:
 
 
 class TablePolicy:
-    """The bigram policy. ``gradient`` alone is what a batch's global token mean gives, for tests of it."""
+    """The bigram policy. Tests may call ``gradient`` alone, to see the gradient of a batch."""
 
     def __init__(self, problems: int, rollouts: TableRollouts, clock: Clock, lr: float = 0.3) -> None:
         self.table = torch.zeros(SAMPLED + problems, SAMPLED, dtype=torch.float64, requires_grad=True)
@@ -216,7 +216,7 @@ class TablePolicy:
         self.calls: list[str] = []
         self.skip_next = False
         self.skip_at: frozenset[int] = frozenset()
-        """Which of the updates, counted from 0, have no finite loss."""
+        """Numbers of the updates (the first is 0) whose loss is not finite."""
         self._written = False
 
     def _head(
@@ -330,7 +330,7 @@ class TablePolicy:
 
 
 class RiddleStream:
-    """Riddles 0..n-1 in a new order every epoch."""
+    """A stream of riddles 0 to n - 1, in a new order in every epoch."""
 
     def __init__(self, problems: int) -> None:
         self.problems = problems
@@ -369,7 +369,7 @@ class RiddleStream:
 
 
 class Diary:
-    """Observer and tracker in one: keeps all it is told."""
+    """An observer and tracker that keeps all events."""
 
     def __init__(self) -> None:
         self.verbs: list[tuple[int, str]] = []

@@ -19,7 +19,7 @@ from or1_megatron.handoff.transport.choice import check_transport
 from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.known_checks import CHECKS, chosen
 from or1_megatron.selftest.one_check import CheckedMachine, CheckOutcome, Context, lacking
-from or1_megatron.selftest.plans import (
+from or1_megatron.selftest.setups import (
     SHAPES,
     handoff_config,
     layouts_for,

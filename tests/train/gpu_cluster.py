@@ -66,7 +66,7 @@ def main(task: dict[str, Any]) -> int:
 
 
 def fork(world: int) -> int:
-    """Return this process's rank: rank 0 is the one that called."""
+    """Fork ``world`` - 1 processes, and return this process's rank. The calling process is rank 0."""
     for rank in range(1, world):
         if os.fork() == 0:
             return rank
@@ -74,7 +74,7 @@ def fork(world: int) -> int:
 
 
 def start_nodes(nodes: list[dict[str, str]]) -> Cluster:
-    """Start a raylet for each node's environment."""
+    """Start a Ray cluster with a raylet for each node; ``nodes`` has the environment of each."""
     os.environ.update(cluster.START_WAITS, RAY_raylet_start_wait_time_s="300")
     started = Cluster()
     for environment in nodes:

@@ -19,7 +19,7 @@ from or1_megatron.runtime.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 800.0
-"""How long a run, or a checkpoint of it, may take on a busy machine."""
+"""How long a run, or one of its checkpoints, may take on a busy machine."""
 SABOTAGE = Path(__file__).with_name("sabotage")
 
 
@@ -49,7 +49,7 @@ class Training:
         self._seen: dict[int, float] = {}
 
     def end(self) -> None:
-        """Kill what is left of the run."""
+        """Kill all processes of the run that still live."""
         for child in self.descendants():
             child.kill()
         self.process.kill()
@@ -78,7 +78,7 @@ class Training:
         wait_until(is_there, f"the checkpoint of step {step}", timeout_s, 0.1)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
-        """Return (exit status, output) of a run that ends by itself or has been told to."""
+        """Wait for the end of a run that ends by itself or was asked to end; return (exit status, output)."""
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -87,7 +87,7 @@ class Training:
         return self.process.returncode, output
 
     def survivors(self, patience_s: float = 120) -> list[str]:
-        """Return processes of the run that still live after some seconds."""
+        """Return the processes of the run that still live after ``patience_s`` seconds."""
         deadline = time.monotonic() + patience_s
         while True:
             alive = [process for process in map(self._alive, self._seen.items()) if process is not None]
@@ -108,7 +108,7 @@ class Training:
 
 
 def refused(config: Path, *overrides: str, stage: int | None = None) -> str:
-    """What ``or1 train`` says, which must refuse before it starts any rank."""
+    """Run ``or1 train``, which must refuse before it starts any rank; return its error message."""
     options = [part for override in overrides for part in ("--set", override)]
     options += [] if stage is None else ["--stage", str(stage)]
     result = CliRunner().invoke(app, ["train", str(config), *options])
@@ -124,20 +124,20 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Return the steps of which there are complete checkpoints; none that are partial or set aside."""
+    """Return the steps with complete checkpoints. Partial checkpoints, and those set aside, do not count."""
     names = [path.parent.name for path in (run / "checkpoints").glob("step_*/manifest.json")]
     return sorted(int(name.removeprefix("step_")) for name in names if "." not in name)
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
-    """Return the whole lines of a metrics file that may be in the making."""
+    """Return the rows in a metrics file. A last line that is still being written is left out."""
     if not metrics.is_file():
         return []
     return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def process_of(run: Path, who: str) -> int:
-    """The pid of the process that calls itself so; waits until there is one."""
+    """Wait for a process that calls itself ``who``, and return its pid."""
 
     def pid() -> int | None:
         beats = read_beats(beats_folder(RunFolder(run).run_id))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def show_evaluation(results: Mapping[str, Any], console: Console) -> None:
-    """Print an evaluation's scores with intervals and the counts of its verdicts' statuses."""
+    """Print the scores of an evaluation with their intervals, and the number of verdicts of each status."""
     outcome = results["outcome"]
     k = outcome["samples"]
     table = Table(

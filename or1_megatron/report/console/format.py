@@ -8,7 +8,8 @@ _MISSING = "-"
 
 
 def number(value: float | None) -> str:
-    """Return a number with three significant digits, and an exponent only below 0.0001: 0.412, 88.1, 1240."""
+    """Return a number as text: three significant digits (0.412, 88.1), no decimals from 100 on (1240). Numbers below
+    0.0001 have an exponent (5e-05)."""
     if value is None or not math.isfinite(value):
         return _MISSING if value is None else str(value)
     if value == 0:
@@ -27,7 +28,7 @@ def fraction(value: float | None) -> str:
 
 
 def quantity(value: float | None) -> str:
-    """Return a count, in thousands, millions or billions if it is large: 512, 5.1k, 64.2M."""
+    """Return a count as text. A large count is given in thousands, millions or billions: 512, 5.1k, 64.2M."""
     if value is None:
         return _MISSING
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -22,7 +22,7 @@ from or1_megatron.types import EvaluationResult
 _HEADER_EVERY_LINES = 20
 _POLL_S = 0.25
 _SAMPLING_VERBS = ("roll_out", "evaluate")
-"""Verbs in which responses finish one by one, so that the bar shows their number."""
+"""The loop's verbs in which responses finish one by one. During these verbs the bar shows how many have finished."""
 
 _FIRST_VERBS = ("begin_stage", "take_problems")
 
@@ -47,7 +47,8 @@ time of the remaining steps, from the mean time of this session's last 20 steps.
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
-    """Return (console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` prints no escapes."""
+    """Return the console on stdout, and whether it is live: shows a progress bar and colours. ``auto`` is live on a
+    terminal; ``plain`` is not, and prints no escape codes."""
     live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
     if live:
         return Console(force_terminal=True), True
@@ -55,7 +56,7 @@ def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]
 
 
 class RunConsole:
-    """The loop's Tracker and Observer that prints a run in the terminal."""
+    """Prints a training run in the terminal. The loop calls it as a Tracker and as an Observer."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show a verb in the bar. ``step``: number of rollout steps done, including this step from ``hand_off`` on."""
+        """Show a verb in the bar. ``step``: number of completed steps; from ``hand_off`` on the current step counts."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
@@ -110,7 +111,7 @@ class RunConsole:
         """Do nothing: responses are not printed."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a step's line; nothing for metrics without a rollout (step 0)."""
+        """Print the line of a step. Metrics without a rollout (those of step 0) print nothing."""
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:
@@ -139,7 +140,6 @@ class RunConsole:
         self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
 
     def say(self, text: str) -> None:
-        """Print a line of text, such as where the run is written."""
         self._print(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class RunConsole:
         show_summary(summary, self._console)
 
     def close(self) -> None:
-        """Remove the bar, so that it does not mix with an error's message. A second call does nothing."""
+        """Remove the bar, so that the bar does not mix with an error's message. A second call does nothing."""
         self._closed.set()
         if self._poller.is_alive():
             self._poller.join(timeout=1.0)

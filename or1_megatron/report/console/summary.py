@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from or1_megatron.rl.loop_arguments import LoopResult
 
 _BRIEF_SHARE = 0.001
-"""Share of a run's time below which verbs are summed in one line of the table."""
+"""Verbs that take less than this share of the run's time have one line of the table together, with their sum."""
 
 _EVALUATED = (
     ("accuracy", "accuracy", "accuracy", fraction),
@@ -24,16 +24,16 @@ _EVALUATED = (
     ("truncated", "truncation_ratio", "truncation_ratio", fraction),
     ("mean length, tokens", "mean_length", "mean_length_tokens", number),
 )
-"""Rows of the table: (title, summary's field without _before or _after, EvaluationResult's attribute, format)."""
+"""Rows of the table: (title, name in the summary without _before or _after, EvaluationResult's attribute, format)."""
 
 
 def summarise(
     result: LoopResult, *, total_steps: int, seed: int, model: Path | None, startup_s: float | None
 ) -> dict[str, Any]:
-    """Return the fields of ``schemas.SUMMARY`` for a run's result.
+    """Return the summary of a run from the loop's result, with the fields of ``schemas.SUMMARY``.
 
     Args:
-        model: the exported HF folder; None without export.
+        model: the HF folder to which the model was exported; None without export.
         startup_s: seconds of this session before the first verb.
     """
     evaluation = result.after or result.before

@@ -12,7 +12,7 @@ from or1_megatron.report.figures.style import as_svg, panels, styled
 def draw_evaluation(results: Mapping[str, Any]) -> str:
     """Return the figure of an evaluation's results as SVG. If response lengths are unknown, the panels say so.
 
-    Bars have equal widths, because all bins of lengths hold about as many responses; the axis shows the bins' edges.
+    Every bin of lengths holds about equally many responses, so the bars have equal widths. The axis shows bins' edges.
     """
     bins, budgets = results["outcome"]["by_length"], results["outcome"]["by_budget"]
     figure, (lengths, curve) = panels(2)

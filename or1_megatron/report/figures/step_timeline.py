@@ -15,7 +15,7 @@ from or1_megatron.runtime.jsonl import read_rows
 
 Span = tuple[str, str, int, int, dict[str, Any]]  # name, thread, start and end in ns, arguments
 Processes = Mapping[str, list[list[Span]]]
-"""Each process's spans, in lanes: a lane has successive spans of a thread. A span inside another is in a later lane."""
+"""Each process's spans, in lanes. A lane has successive spans of a thread; a span inside another is in a later lane."""
 
 _COLOURS: Final = {
     "forward_step": "#2b6cb0", "backward_step": "#7fb2e5", "optimizer": "#153e75", "decode": "#dd8a2b",
@@ -25,9 +25,10 @@ _COLOURS: Final = {
 
 
 def read_step(folder: Path, step: int | None) -> tuple[int, Processes]:
-    """Return the step (None: the newest) and its processes. Times are by rank 0's clock; spans are cut to the step.
+    """Read a step (None: the newest step) from a timeline folder; return (step, spans of all processes in the step).
 
-    Lines that cannot be read are left out. Raises ValueError if the folder has no timeline, or none of this step.
+    Times are by rank 0's clock. Spans are cut off at the step's start and end. Lines that cannot be read are left out.
+    Raises ValueError if the folder has no timeline at all, or no timeline of this step.
     """
     files = sorted(folder.glob("*.jsonl"))
     steps, ahead_ns = dict[int, tuple[int, int]](), dict[str, int]()
@@ -50,7 +51,7 @@ def read_step(folder: Path, step: int | None) -> tuple[int, Processes]:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], Iterator[Span]]:
-    """Return the row about the process, and the spans."""
+    """Return the first row of a timeline file, which describes the process, and the spans in the file."""
     rows = read_rows(file, bad_lines=[])
     return next(rows), (tuple(each) for row in rows for each in row.get("spans", ()))
 
@@ -68,7 +69,7 @@ def _lanes(spans: Iterator[Span], first_ns: int, last_ns: int, ahead_ns: int) ->
 
 
 def perfetto_trace(processes: Processes) -> bytes:
-    """Return a trace for ui.perfetto.dev, which draws a thread's lanes as one track, as the lanes have one name."""
+    """Return a trace for ui.perfetto.dev. The lanes of a thread have the same name, so Perfetto draws one track."""
     packets, ids = list[dict[str, Any]](), itertools.count(1)
     for process, lanes in processes.items():
         owner = next(ids)  # also as pid: true pids may be equal on two nodes
@@ -87,7 +88,8 @@ def perfetto_trace(processes: Processes) -> bytes:
 
 @styled
 def draw_step(step: int, processes: Processes, path: Path) -> None:
-    """Draw who is busy and who waits. Inner spans cover outer spans; threads other than a process's first are thin."""
+    """Draw the step to the file ``path``: a row per process shows when it works and waits. Inner spans are drawn over
+    outer spans. The first thread of a process has a thick bar, other threads have thin bars."""
     start_ns = min(span[2] for lanes in processes.values() for lane in lanes for span in lane)
     figure = Figure((12, 1.2 + 0.4 * len(processes)), layout="constrained")
     axes = figure.add_subplot(ylim=(len(processes), 0), title=f"step {step}", xlabel="seconds")

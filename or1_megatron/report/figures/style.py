@@ -32,18 +32,18 @@ styled = matplotlib.rc_context(
         "ytick.color": GREY,
     }
 )
-"""Decorator that gives a function the style of figures; the function calls ``panels`` first and ``as_svg`` last."""
+"""Decorator for functions that draw a figure: inside the function matplotlib uses the style of our figures."""
 
 
 def panels(count: int, width: float = 5.0, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """Return (a figure, its ``count`` panels), two panels side by side, each ``width`` by ``height`` inches."""
+    """Return a figure and its ``count`` panels, two in a row. Each panel is ``width`` by ``height`` inches."""
     columns, rows = min(count, 2), -(-count // 2)
     figure = Figure((columns * width, rows * height), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
 def as_svg(figure: Figure) -> str:
-    """Return a figure as text of an SVG element, which is also a whole SVG document."""
+    """Return a figure as the text of an SVG element. The same text in a file is an SVG document."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()

@@ -1,1 +1,1 @@
-"""``or1 report``: shows runs as one HTML page."""
+"""The HTML page that shows runs: ``or1 report`` writes it as one file, ``or1 watch`` serves it live."""

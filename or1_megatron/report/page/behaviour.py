@@ -1,4 +1,4 @@
-"""Measures what a step's responses are like: loops, other scripts, checking, changed answers, entropy by token."""
+"""Measures what a step's responses are like: repetition, other scripts, checking words, changed answers, entropy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from or1_megatron.runtime.rollout_store import open_rollouts
 from or1_verify.answer import is_answered_once
 
 TAIL, NGRAM, LEAST_TOKENS, TENTHS = 200, 8, 24, 10
-"""A loop is searched in the last TAIL tokens of responses of at least LEAST_TOKENS tokens."""
+"""Repetition shows in the n-grams (n = NGRAM) of a response's last TAIL tokens; responses of fewer than LEAST_TOKENS
+tokens do not count as repeating. Entropy is measured in TENTHS parts of a response."""
 KINDS: Final = {
     "space": r"\s*",
     "digit": r"\s*\d.*",
@@ -28,7 +29,8 @@ KINDS: Final = {
     "operator": r"\s*[-+*/=<>^%×÷·≤≥≠≈±−→]\W*",
     "other": ".*",
 }
-"""Kinds of tokens and their texts; the first that fits counts. ``other``: punctuation, LaTeX, special tokens."""
+"""Kinds of tokens, as regular expressions. A token is of the first kind that matches its text. ``other``: punctuation,
+LaTeX, special tokens."""
 _CHECKING: Final = (
     r"\b(wait|hmm+|alternatively|(double[- ]|re-?)?check(ing)? (again|this|that|it|the|my)|verify(ing)?|"
     r"on second thought|let me (double[- ]|re-?)?(check|think again))\b|等等|等一下|验证|检查|检验|核对|另一种|重新"
@@ -37,19 +39,19 @@ _SCRIPTS: Final = (
     {*range(0x41, 0x5B), *range(0x61, 0x7B), *range(0xC3, 0xCA)},
     *(set(range(first, last + 1)) for first, last in ((0xD0, 0xD4), (0xD6, 0xDB), (0xE0, 0xE0), (0xE3, 0xED))),
 )
-"""First UTF-8 bytes of letters: Latin; Cyrillic; Hebrew and Arabic; South Asian; CJK. Greek is mathematics."""
+"""First UTF-8 bytes of letters: Latin; Cyrillic; Hebrew and Arabic; South Asian; CJK. Greek counts as mathematics."""
 _LETTERS: Final = np.array([[(byte in of) * (3 if 0xE3 in of else 1) for of in _SCRIPTS] for byte in range(256)])
 _COLUMNS: Final = ("step", "prompt", "response", "response_token_ids", "log_probs", "status", "truncated")
 
 
 def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[str, float]]:
-    """Return means over the responses of each step of rollout files, by step and name; a mean of nothing is left out.
+    """Return means over the responses of each step in rollout files, by step and name. Means of nothing are left out.
 
-    length/right, length/wrong and length/truncated are tokens. The following are shares of responses: truncated;
-    repeats (fewer than half of the tail's n-grams are distinct); changed (boxes with different answers). other_script
-    is the share of letters outside the prompt's script; a CJK character counts as three. checks counts checking words
-    per 1,000 tokens. entropy/tenth/* (tenths of the response, from 0) and entropy/kind/* (of KINDS) are minus the
-    engine's log-prob, in nats per token.
+    length/right, length/wrong and length/truncated are in tokens. The following are shares of responses: truncated;
+    repeats (fewer than half of the n-grams in the tail are distinct); changed (there are boxes with different answers).
+    other_script is the share of letters outside the prompt's script; a CJK character counts as three letters. checks
+    counts checking words ("wait", "verify", ...) per 1,000 tokens. entropy/tenth/* (by tenth of the response, from 0)
+    and entropy/kind/* (by kind of token, ``KINDS``) are minus the engine's log-prob, in nats per token.
     """
     texts = cache(lambda token: "?" if tokens is None else tokens.cut([token])[0])
     kind = cache(lambda token: next(i for i, of in enumerate(KINDS.values()) if re.fullmatch(of, texts(token), re.S)))
@@ -64,7 +66,7 @@ def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[
 
 
 def _responses(batch: pa.RecordBatch) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, sum, number of summed values)."""
+    """Yield (name of a mean, sum, number of summed values)."""
     texts, ids, rows = batch["response"], batch["response_token_ids"].to_numpy(zero_copy_only=False), batch.num_rows
     tokens, cut = pc.list_value_length(batch["log_probs"]).to_numpy(), batch["truncated"].to_numpy(zero_copy_only=False)
     right = pc.equal(batch["status"], "right").to_numpy(zero_copy_only=False)
@@ -89,7 +91,8 @@ def _loops(ids: NDArray[np.int32]) -> bool:
 
 
 def _letters(texts: pa.StringArray) -> NDArray[np.int64]:
-    """Return the number of letters of each script in each text, [n, scripts]; at most 1 for ASCII, to save time."""
+    """Return the number of letters of each script in each text, [n, scripts]. To save time, a text of only ASCII
+    characters counts as one letter, or none."""
     counts = np.zeros((len(texts), 256), np.int64)
     counts[:, ord("a")] = pc.match_substring_regex(texts, "[A-Za-z]").to_numpy(zero_copy_only=False)
     for i in np.flatnonzero(~pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)).tolist():
@@ -98,7 +101,7 @@ def _letters(texts: pa.StringArray) -> NDArray[np.int64]:
 
 
 def _entropies(batch: pa.RecordBatch, kind: Callable[[int], int]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, sum over tokens, number of tokens)."""
+    """Yield (name of a mean, sum over tokens, number of tokens)."""
     values = np.nan_to_num(batch["log_probs"].flatten().to_numpy(), neginf=0.0)
     ends = batch["log_probs"].offsets.to_numpy()
     bounds = ends[:-1, None] - ends[0] - (-np.diff(ends)[:, None] * np.arange(TENTHS + 1) // TENTHS)

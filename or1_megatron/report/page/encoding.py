@@ -1,7 +1,8 @@
 """Encodes data for the HTML page: columns and JSON, compressed.
 
-A packet is the gzip of the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
-length]), and the columns, little endian, the widest numbers first. ``web/data.js`` reads it.
+A packet has three parts, compressed together by gzip: the header's length in bytes (uint32), the header, and the
+columns (little endian, columns with the widest numbers first). The header is JSON, and its key ``columns`` maps each
+column's name to [dtype, first byte, length]. ``web/data.js`` reads packets.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _ALIGNMENT = 8
 def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], level: int = 6) -> bytes:
     """Return a header and columns as a packet, compressed at zlib's ``level``.
 
-    Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to float16, which compresses to
-    half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
+    Columns are uint8, uint16, int32, uint32 or float32. Float32 columns are rounded to the precision of float16, so
+    that gzip needs half the bytes. Raises ValueError for numbers in ``header`` that JSON cannot express.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Feeds the page of ``or1 watch``: answers each request of the page from the run folders.
+"""Feeds the page of ``or1 watch`` with data: answers each request of the page from the run folders.
 
 The page lists faults that the run has recorded; whether a process stalls is decided by ``runtime.watchdog``.
 """
@@ -26,7 +26,7 @@ _SHOWN: Final = ("*.json", "*.jsonl", "rollouts", "evaluations")  # what changes
 
 
 class Feed:
-    """Answers the page's questions with packets. Threads may ask at once."""
+    """Answers the requests of the page with packets (``encoding``). Several threads may call it at once."""
 
     def __init__(self, runs: Sequence[Path], tokenizer: Path | None = None) -> None:
         """``tokenizer``: as for ``write_report``. Raises FileNotFoundError for a path that is no run folder."""
@@ -37,12 +37,12 @@ class Feed:
         self._read(*((),) * len(runs))  # so that the first page waits for less
 
     def answer(self, name: str, asked: Mapping[str, str]) -> bytes | None:
-        """Return the page for the path /, or the packet that the page asks for by path and parameters.
+        """Return the page for the path ``/``, or a packet for the paths below; ``asked`` has the request's parameters.
 
-        /data/head: facts, curves, and the names of the rollout files (``kept``), such as 0/rollouts/12 and
-        1/evaluations/8 (run, folder, step); None if ``version`` is the newest. /data/rows: the responses in the files
-        ``of``. /data/text: response ``row`` of these files, in full. /data/counts: the responses of every n-th step,
-        with their behaviour.
+        /data/head: facts, curves and ``kept``, the names of the rollout files. A name is run/folder/step, such as
+        0/rollouts/12 or 1/evaluations/8. The answer is None if the parameter ``version`` is the newest version.
+        /data/rows: the responses in the files that the parameter ``of`` names. /data/text: the response ``row`` of
+        these files, in full. /data/counts: the responses of every n-th step, with their behaviour.
 
         Raises:
             FileNotFoundError: a run's folder is gone.
@@ -86,7 +86,8 @@ class Feed:
         return rows_packet(table, table.index.tolist(), more | counted)
 
     def _read(self, *files: tuple[tuple[Path, int], ...]) -> tuple[list[PageRun], pd.DataFrame]:
-        """Return the runs' records and the responses of ``files``: per run, (rollout file, its time of writing)."""
+        """Return the records of the runs, and the responses in the rollout ``files`` of each run. A file comes with the
+        time of its last change, so that the cache reads a changed file again."""
         with self._reading:
             told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
         found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]

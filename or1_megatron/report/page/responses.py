@@ -1,4 +1,4 @@
-"""Makes the data of responses that the HTML page shows in full, token by token, with texts by the run's tokenizer."""
+"""Makes the data of responses that the HTML page shows in full: each token's text (by the tokenizer) and numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _BROKEN = "\ufffd"
 
 
 class TokenTexts:
-    """Cuts responses into the texts of their tokens; the text of a special token is its name."""
+    """Cuts responses into the texts of their tokens. A special token's text is its name, such as ``<|im_end|>``."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the tokenizer of an HF folder. Raises FileNotFoundError, or ValueError with the file's name."""
+        """Load an HF folder's tokenizer.json. Raises FileNotFoundError without it, ValueError if it is no tokenizer."""
         path = folder / TOKENIZER
         if not path.is_file():
             raise FileNotFoundError(f"no {TOKENIZER} in {folder}")
@@ -42,7 +42,7 @@ class TokenTexts:
         self._after = lru_cache(1 << 16)(lambda before, *ids: self._decode(*before, *ids)[len(self._decode(*before)) :])
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, NDArray[np.uint16]]:
-        """Return (text of a response, lengths [n] of its tokens' texts in UTF-16 units, which browsers count).
+        """Return a response's text, and the lengths [n] of its tokens' texts in UTF-16 units, as browsers count them.
 
         A character whose bytes several tokens share belongs to the last of these tokens; the others have length 0.
         Bytes that are not UTF-8 become U+FFFD.
@@ -61,7 +61,7 @@ class TokenTexts:
 
 
 def packets(files: Sequence[Path], rows: pd.DataFrame, tokens: TokenTexts | None) -> dict[int, bytes]:
-    """Return the packet of each response in ``rows``, by the row's index, as ``web/response.js`` reads it."""
+    """Return, by row index, the packets of the responses in ``rows``, which ``web/response.js`` reads."""
     columns = [*_TEXTS, "response_token_ids", *_TOKENS]
     packed: dict[int, bytes] = {}
     for number, of_file in rows.groupby("file"):

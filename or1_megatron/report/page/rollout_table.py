@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from or1_megatron.runtime.rollout_store import SCHEMA, open_rollouts
 
 BATCH_ROWS: Final = 256
-"""Number of responses read at a time, since a response may have 32,000 tokens."""
+"""Number of responses that are read at a time. It is small, since a response may have 32,000 tokens."""
 WORDS: Final = ("stage", "problem", "source", "status")
 """Columns with few different values, which are stored as categories."""
 
@@ -50,7 +50,6 @@ def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return the table of one rollout file; raise if any part of it cannot be read."""
     wanted = [*_TAKEN, *_TIMES, *_LISTS]
     with open_rollouts(path) as file:
         if missing := [name for name in wanted if name not in file.schema_arrow.names]:

@@ -50,7 +50,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Written:
-    """What a written page has: it lists ``rows`` responses, and shows ``texts`` of them in full."""
+    """Facts about a page that was written: it lists ``rows`` responses, and shows ``texts`` of these in full."""
 
     size_bytes: int
     rows: int
@@ -96,8 +96,9 @@ def write_report(
 
 
 def head_packet(records: Sequence[PageRun], more: Mapping[str, Any], most: int = 0) -> bytes:
-    """Return the packet of all data except the responses, which the browser needs first. ``more``: further fields of
-    its header. ``most``: limit of a curve's points, the lowest and highest of neighbouring steps; 0: all points."""
+    """Return the packet that the browser needs first: all data except the responses. ``more``: further fields of the
+    packet's header. ``most``: limit on a curve's points; above this limit only the lowest and the highest value of
+    neighbouring steps stay. 0: all points stay."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for record in records for row in record.metrics.values() for name in row} - {"step"}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
@@ -118,8 +119,8 @@ def head_packet(records: Sequence[PageRun], more: Mapping[str, Any], most: int =
 
 
 def _series(record: PageRun, names: Sequence[str], most: int) -> dict[str, Any]:
-    """Return {metric: [step indices, values]} of the metrics that were measured, with six digits, and null for values
-    that are not finite. A curve that leaves out points has a third element: the number of measured points."""
+    """Return {metric: [step indices, values]} for the measured metrics. Values have six digits; None stands for a value
+    that is not finite. A curve that leaves out points has a third element, the number of measured points."""
     series: dict[str, Any] = {}
     rows = [list(map(row.get, names, repeat(np.inf))) for row in record.metrics.values()]  # inf: not measured
     for name, found in zip(names, np.array(rows, np.float64).reshape(len(rows), len(names)).T.copy(), strict=True):
@@ -134,13 +135,13 @@ def _series(record: PageRun, names: Sequence[str], most: int) -> dict[str, Any]:
 
 
 def _extremes(values: NDArray[np.float64], per: int) -> NDArray[np.intp]:
-    """Return the indices of the lowest and the highest of every ``per`` values in a row; nan is the lowest."""
+    """Return the indices of the lowest and the highest value in each part of ``per`` values. Nan counts as lowest."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), (0, -len(values) % per), "edge").reshape(-1, per)
     return np.unique(per * np.arange(len(padded)) + [padded.argmin(axis=1), padded.argmax(axis=1)])
 
 
 def behaviours(records: Sequence[PageRun], table: pd.DataFrame, tokenizer: Path | None) -> list[Any]:
-    """Return for each run what ``behaviour.measure`` finds in the files of ``table`` with training responses."""
+    """Return, for each run, what ``behaviour.measure`` finds in the files of the training responses in ``table``."""
     found = []
     for number, record in enumerate(records):
         numbers = table.loc[(table["run"] == number) & (table["stage"] != HELD_OUT), "file"].unique()
@@ -150,7 +151,8 @@ def behaviours(records: Sequence[PageRun], table: pd.DataFrame, tokenizer: Path 
 
 
 def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, Any]) -> bytes:
-    """Return the packet of responses in ``table``. ``texts``: rows to show in full. ``more``: see ``head_packet``."""
+    """Return the packet of the responses in ``table``, without their texts. ``texts``: row indices of the responses
+    that the page shows in full. ``more``: further fields of the packet's header."""
     columns: dict[str, NDArray[Any]] = {
         name: table[name].to_numpy(kind) for kind, names in _NUMBERS.items() for name in names
     }
@@ -164,7 +166,7 @@ def rows_packet(table: pd.DataFrame, texts: Sequence[int], more: Mapping[str, An
 def text_packets(
     records: Sequence[PageRun], chosen: pd.DataFrame, tokenizer: Path | None, notes: list[str]
 ) -> dict[int, bytes]:
-    """Return the packets of the responses in ``chosen`` in full, by index."""
+    """Return, by row index, a packet for each response in ``chosen``, to be shown in full."""
     packed: dict[int, bytes] = {}
     for number, rows in chosen.groupby("run"):
         record = records[number]
@@ -187,7 +189,7 @@ def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTex
 
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
-    """Return the page of the runs ``named``. Without ``embedded`` packets the page asks its server for packets."""
+    """Return the page of the runs ``named``. It holds the ``embedded`` packets; without them it asks its server."""
     title = ", ".join(named)
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]

@@ -21,7 +21,8 @@ from or1_megatron.runtime.rollout_store import open_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, find_run, step_of
 
 ROWS = 250_000
-"""A page lists about this many responses of each rollout folder of a run; of more, only those of every n-th step."""
+"""A page lists about this many responses of each rollout folder of a run. If a folder has more responses, the page
+lists only the responses of every n-th step."""
 _SUMMARY = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
 """Fields of summary.json that the page shows."""
 
@@ -33,18 +34,18 @@ class PageRun:
     label: str
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
-    """Metrics by step and name; None for a value that is not finite. A step that a resume repeats is there once."""
+    """Metrics by step and name; None for a value that is not finite. A step that a resumed run repeats appears once."""
     files: Sequence[Path]
     rows: pd.DataFrame
     model: Path | None
     """The HF folder of the model that the run started from, as configured."""
     facts: Mapping[str, Any]
-    """What else the page shows: stages, config, alarms, faults, summary, sessions."""
+    """Other data that the page shows: stages, config, alarms, faults, summary, sessions."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_page_runs(runs: Sequence[Path], steps: Collection[int] = ()) -> list[PageRun]:
-    """Return the records of runs in order, each run once and with a label of its own; ``steps`` are never left out.
+    """Return the records of runs in order, each run once and with a label. Responses of ``steps`` are never left out.
 
     Raises:
         FileNotFoundError: a path is not a run folder.
@@ -69,8 +70,8 @@ def read_page_run(
 ) -> PageRun:
     """Return the records of a run folder. Files that cannot be read are left out, and named in the records' ``notes``.
 
-    ``metrics``: the metrics, if already read. ``files``: the rollout files whose responses to read; None: all files,
-    or of many files every n-th and the files of ``steps``.
+    ``metrics``: the metrics, if already read. ``files``: the rollout files whose responses to read. None: all files,
+    or if they have too many responses, every n-th file and the files of ``steps``.
     """
     folder, notes = RunFolder(run), list[str]()
     config = _document(folder.config, yaml.safe_load, notes)
@@ -104,7 +105,7 @@ def read_page_run(
 
 
 def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mapping[str, Any]:
-    """Return a file's content; {} if the file is absent, or unreadable (then ``notes`` says so)."""
+    """Return a file's content, or {} without the file. An unreadable file gives {} too, and a sentence in ``notes``."""
     try:
         found = (load(path.read_text()) or {}) if path.is_file() else {}
         if isinstance(found, dict):
@@ -116,7 +117,7 @@ def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mappi
 
 
 def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:
-    """Return every n-th rollout file, counted back from the newest: together they have about ``rows`` responses."""
+    """Return every n-th rollout file, counted back from the newest. Their responses are about ``rows`` in all."""
     each = 1
     with suppress(OSError, ValueError, IndexError):
         each = max(1, open_rollouts(files[-1]).metadata.num_rows)
@@ -131,7 +132,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _stages(config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
-    """Return (name, first step in the metrics, longest response T) of the stages that have begun, in order."""
+    """Return (name, first step with metrics, most response tokens T) of each stage that has begun, in order."""
     firsts: dict[int, int] = {}
     for step, row in metrics.items():
         if (index := row.get("stage/index")) is not None:

@@ -10,7 +10,7 @@ from or1_megatron.runtime.rollout_store import HELD_OUT
 from or1_verify.errors import UserError
 
 _PARTS = 12
-"""Number of parts into which a run's steps are cut, to choose evenly from the parts."""
+"""A run's steps are cut into this many parts, and responses are chosen evenly from all parts."""
 
 
 class UnknownRollout(UserError, ValueError):
@@ -20,8 +20,8 @@ class UnknownRollout(UserError, ValueError):
 def choose(rows: pd.DataFrame, count: int) -> list[int]:
     """Choose up to ``count`` responses to show in full, and return their rows' indices in the order of choice.
 
-    Responses of equal run, part of the steps, rightness, truncation and source are of one kind. One of each kind comes
-    first, then a second of each, and so on."""
+    Two responses are of one kind if they have the same run, part of the steps, rightness, truncation and source. First
+    one response of each kind is chosen, then a second of each kind, and so on."""
     drawn = rows.sample(frac=1, random_state=0)
     part = (drawn["step"].rank(method="dense") - 1) * _PARTS // max(drawn["step"].nunique(), 1)
     kinds = [drawn["run"], part, drawn["status"] == "right", drawn["truncated"], drawn["source"]]
@@ -30,8 +30,9 @@ def choose(rows: pd.DataFrame, count: int) -> list[int]:
 
 
 def pairs(rows: pd.DataFrame, count: int) -> list[int]:
-    """Choose up to ``count`` held-out responses to compare, as rows' indices: a bad and a good one of each problem
-    whose pass rate rose or fell most between a run's first and last evaluation."""
+    """Choose up to ``count`` held-out responses to compare, and return their row indices. The problems are those whose
+    pass rate changed most between a run's first and last evaluation. Each problem gives a right and a wrong response,
+    one from each of the two evaluations."""
     rows = rows[rows["stage"] == HELD_OUT].astype({"problem": str})
     steps, each = rows.groupby("run")["step"], ["run", "problem", "step"]
     sign = (rows["step"] == steps.transform("max")) * 1 - (rows["step"] == steps.transform("min")) * 1
@@ -45,8 +46,8 @@ def pairs(rows: pd.DataFrame, count: int) -> list[int]:
 def named(rows: pd.DataFrame, ids: Sequence[str]) -> list[int]:
     """Return the row indices of the responses that ``ids`` name, in the order of ``ids``, each once.
 
-    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be the first digits of a problem's id. Raises
-    UnknownRollout, with the steps in which the problem was sampled.
+    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE, where PROBLEM is a problem's id or the id's beginning. Raises
+    UnknownRollout if no kept response has such an id.
     """
     wanted: dict[int, None] = {}
     for name in ids:

@@ -19,8 +19,8 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
 from or1_megatron.selftest.process import on_ranks, run_function
+from or1_megatron.selftest.setups import DEADLINE_S, save_and_load_layouts, small_shape
 from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
 
 LENGTHS: Final = [60, 33, 48, 17, 64, 25, 40, 52]
@@ -69,7 +69,7 @@ class CheckpointRank:
 
 
 def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Make six updates with saves after the second and fourth, note all results, then kill this rank by SIGKILL."""
+    """Make six updates with saves after the second and fourth update, note all results, then kill this rank."""
     rank = CheckpointRank(task)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
@@ -85,7 +85,7 @@ def save(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 
 
 def load(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Load the newest intact checkpoint, make two updates, and note its step and their results."""
+    """Load the newest intact checkpoint, make two updates, and note the checkpoint's step and the updates' results."""
     rank = CheckpointRank(task)
     newest = rank.mesh.from_rank_0(rank.keeper.newest_intact() if rank.mesh.rank == 0 else None)
     state = loader.load(rank.policy, newest)

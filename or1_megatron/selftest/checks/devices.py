@@ -1,5 +1,5 @@
 """Self-test of devices and links: memory bandwidth, matrix products, copies to host and other devices, all-reduce.
-On CPU, processes stand for devices, and no rate is expected."""
+On a CPU, processes stand for devices, and rates have no lower limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.process import on_ranks
+from or1_megatron.selftest.setups import DEADLINE_S
 from or1_megatron.selftest.timing import copy_gb_per_s, matmul_tflops, mean_seconds
 
 _SHARE: Final = {
@@ -24,11 +24,11 @@ _SHARE: Final = {
     "host_bytes_per_s": 0.6,
     "link_bytes_per_s": 0.6,
 }
-"""Share of its data-sheet rate that a healthy device reaches. If a share is lower, check clocks, slots and topology."""
+"""Share of the data sheet's rate that a healthy device reaches. If it is slower, check clocks, slots and topology."""
 
 
 def expected_rate(gpu: str, rate: str) -> float | None:
-    """Return a GPU's expected rate, in units of 1e9 per second; None if no hardware file knows the GPU.
+    """Return a GPU's expected rate in 1e9 bytes or operations per second; None if no hardware file describes the GPU.
 
     Args:
         gpu: the GPU's name; "" for a CPU.
@@ -57,7 +57,7 @@ def devices(context: Context) -> None:
 
 
 def one_device(context: Context, index: int, name: str, size: int) -> None:
-    """Measure one device alone: memory, matrix product, copies to the host. ``name``: the GPU's, "" for the CPU."""
+    """Measure memory, matrix products and copies of one device alone. ``name``: the GPU's name; "" for the CPU."""
     what, here = (f"GPU {index}", "cuda") if name else ("CPU", "cpu")
     copies = {"copy within its memory": (here, here, 2, "memory_bytes_per_s")}  # read and written
     if name:
@@ -83,7 +83,7 @@ def all_reduce(context: Context, gpu: str, size: int) -> None:
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Take part in the all-reduce as one rank; rank 0 notes whether the sum is right, and its seconds."""
+    """Run one rank of the all-reduce. Rank 0 notes whether the sum is right, and the seconds of an all-reduce."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

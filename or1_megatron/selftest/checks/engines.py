@@ -25,8 +25,8 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.one_check import Context
-from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.process import on_ranks
+from or1_megatron.selftest.setups import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.timing import free_bytes
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.sizing.parallel_layouts import batch_layout
@@ -64,7 +64,7 @@ def sleep(context: Context) -> None:
 def run(
     context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
 ) -> dict[str, Any]:
-    """Start trainer ranks with engines, and return their measurements by name."""
+    """Start trainer ranks with engines, test handoffs (or with ``sleep``, sleeping), and return what they measure."""
     model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
@@ -83,7 +83,7 @@ class EngineRank:
         self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
 
     def hand_off(self, sender: Any) -> None:
-        """Scale all parameters, so that the policy differs from the engines' weights, and send them to the engines."""
+        """Scale the policy's parameters, so that the engines' weights are out of date, and send the new weights."""
         for chunk in self.policy.chunks:
             for parameter in chunk.module.parameters():
                 parameter.data.mul_(1.02)
@@ -91,7 +91,7 @@ class EngineRank:
         sender.send(self.version)
 
     def judge(self) -> float:
-        """Return the largest log-prob difference between engines and policy on the probe; let the engines serve.
+        """Return the largest log-prob difference between engines and policy on the probe. Then let the engines serve.
 
         Raises:
             HandoffMismatch: the difference exceeds the probe's bound.
@@ -110,7 +110,7 @@ class EngineRank:
         return WeightSender(self.policy.weights, self.mesh.rank, settings, self.engines)
 
     def over(self, transport: str) -> tuple[float, float]:
-        """Hand off twice over one transport; return the largest difference, and the seconds of the second handoff."""
+        """Hand off twice over one transport; return (largest log-prob difference, seconds of the second handoff)."""
         sender = self.sender(transport)
         largest = took_s = 0.0
         for _ in range(2):
@@ -130,11 +130,11 @@ class EngineRank:
         sender = self.sender(transport)
         self.hand_off(sender)
         before = free_bytes()
-        self._together(lambda engines: engines.sleep())
+        self._call_engines(lambda engines: engines.sleep())
         freed = self._sum(free_bytes() - before)
-        self._together(lambda engines: engines.wake_up(["weights"]))
+        self._call_engines(lambda engines: engines.wake_up(["weights"]))
         self.hand_off(sender)
-        self._together(lambda engines: engines.wake_up(["kv_cache"]))
+        self._call_engines(lambda engines: engines.wake_up(["kv_cache"]))
         largest = self.judge()
         sender.close()
         total = self._sum(held)
@@ -145,8 +145,8 @@ class EngineRank:
             "probe": largest,
         }
 
-    def _together(self, call: Callable[[Any], None]) -> None:
-        """Make the call on rank 0, while the other ranks wait."""
+    def _call_engines(self, call: Callable[[Any], None]) -> None:
+        """Make the call on rank 0, which has the engines, while the other ranks wait."""
         if self.engines is not None:
             call(self.engines)
         dist.barrier(group=self.mesh.control)
@@ -158,7 +158,7 @@ class EngineRank:
 
 
 def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run one trainer rank of the check (handoffs, or sleep); rank 0 has the engines, and notes results."""
+    """Run one trainer rank of the check (handoffs or sleep). Rank 0 has the engines, and notes what was measured."""
     config = Config.model_validate(task["config"])
     lead = os.environ["RANK"] == "0"
     pool: EnginePool | None = None

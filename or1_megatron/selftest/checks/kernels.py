@@ -16,14 +16,15 @@ from or1_megatron.selftest.one_check import Context
 TOKENS: Final = 32768
 VOCABULARY: Final = 152064
 WORKSPACE_BYTES: Final = {"recompute": 350e6, "one_pass": 2.6e9}
-"""Largest allowed workspace of a call of the head, by its mode, at a 32B model's vocabulary and 32,768 tokens."""
+"""Largest allowed workspace of the head in each mode, for 32,768 tokens and the vocabulary of a 32B model."""
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """The inputs of one call of the head, with the loss sum(a log p) + sum(c H) (without ``c``: sum(a log p))."""
+    """The inputs of one call of the head: T tokens, H hidden size, V vocabulary. The loss is sum(a * log-prob) +
+    sum(c * entropy), without the second sum if ``c`` is None."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V + padding, H]
@@ -56,7 +57,7 @@ def normal_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> HeadCase:
-    """Return a case of random normal inputs, whose dot products fp32 must round; ``shift`` is added to all logits."""
+    """Return a case of random normal inputs, whose dot products fp32 must round. ``shift`` is added to all logits."""
     options: Any = {"generator": torch.Generator(device).manual_seed(tokens + vocabulary), "device": device}
     x = torch.randn(tokens, hidden, **options)
     weight = torch.randn(vocabulary + padding, hidden, **options) / hidden**0.5 * 2
@@ -86,7 +87,7 @@ def kernels(context: Context) -> None:
 
 
 def against_float64(context: Context, epilogue: str) -> None:
-    """Compare both modes of the head with float64: all cases in fp32 (over ``fp32_bounds``), and one case in bf16."""
+    """Compare both modes of the head with float64: all cases in fp32 (limits: ``fp32_bounds``), one case in bf16."""
     device = "cuda" if context.machine.cuda else "cpu"
     for mode in WORKSPACE_BYTES:
         cases = [replace(normal_case(**case, device=device), mode=mode) for case in NORMAL_CASES.values()]
@@ -120,7 +121,7 @@ def run_head(
 
     Args:
         shard: the part of the vocabulary that ``case.weight`` holds; None: all of it.
-        into_main_grad: have the weight's gradient added to ``main_grad``, which begins with ones.
+        into_main_grad: add the weight's gradient to ``main_grad``, which is all ones before.
     """
     x = case.hidden.clone().requires_grad_()
     w: Any = case.weight.clone().requires_grad_()
@@ -145,18 +146,18 @@ def run_head(
 def head_loss(
     mode: str, given: tuple[Tensor, Tensor, Tensor, float, VocabularyShard], pointwise: Pointwise, **options: Any
 ) -> Tensor:
-    """Return the loss of the fused head; ``given``: hidden states, weight, targets, temperature and shard."""
+    """Return the loss of the fused head in a mode. ``given``: hidden states, weight, targets, temperature, shard."""
     if mode == "one_pass":
         return one_pass_loss(*given, pointwise, **options)[0]
     return pointwise(*log_probs_and_entropies(*given, **options), slice(None))[0]
 
 
 def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
-    """Return the largest differences between head and float64: (of log-probs and entropies, of gradients).
+    """Return how the head differs from float64: (largest difference of scores, largest difference of gradients).
 
-    In fp32 the first is divided by ``fp32_bounds``. The second is relative to the gradients' norms, and 0 with
-    ``shift``, since logits of 1e4 lose too many digits. Both are infinite if a padding row has a gradient, or a
-    probability is above 1.
+    Scores are log-probs and entropies; in fp32 their difference is divided by ``fp32_bounds``. The difference of
+    gradients is relative to their norms, and 0 with ``shift``, since logits of 1e4 lose too many digits. Both
+    differences are infinite if a padding row has a gradient, or if a probability is above 1.
     """
     true, ours = oracle(case), run_head(case, epilogue, into_main_grad=True)
     if ours.of_weight[case.true_vocab_size :].any() or float(ours.log_probs.max()) > 0.0:
@@ -172,17 +173,16 @@ def differences(case: HeadCase, epilogue: str) -> tuple[float, float]:
 
 
 def relative(ours: Tensor, true: Tensor) -> float:
-    """Return ||ours - true|| / ||true||."""
     return float((ours.double() - true).norm() / true.norm().clamp_min(1e-30))
 
 
 def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[float, float]:
-    """Return the largest changes of log-probs and of entropies that fp32 rounding explains, for [T, H] and [V, H].
+    """Return the largest errors (of log-probs, of entropies) that fp32 rounding explains; inputs are [T, H] and [V, H].
 
     A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and nearly independent
     rounding errors (Higham and Mary, 2019), in any order of summation. 64 more roundings account for the temperature,
     exp, and sums over the vocabulary in trees. If each logit moves by at most d, a log-prob moves by at most 2 d and an
-    entropy by d sum p |log p + H|.
+    entropy by d sum p |log p + entropy|.
     """
     x, w = hidden.double(), weight.double()
     log_p = torch.log_softmax(x @ w.t() / temperature, dim=1)
@@ -194,10 +194,11 @@ def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[flo
 
 
 def workspace_bytes(mode: str) -> int:
-    """Return the bytes that forward + backward allocate besides inputs, gradients and main_grad, at full size except H.
+    """Return the bytes that forward + backward allocate in addition to inputs, gradients and main_grad.
 
-    An uncounted pass comes first, which compiles, and in which cuBLAS allocates a permanent workspace (32 MiB on
-    Hopper) for each thread that multiplies matrices, autograd's among them.
+    Only the hidden size (256) is smaller than in training. Only the second of two passes counts: in the first pass
+    Triton compiles, and cuBLAS allocates a permanent workspace (32 MiB on Hopper) for each thread that multiplies
+    matrices, including autograd's threads.
     """
     options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
     hidden = torch.randn(TOKENS, 256, **options).requires_grad_()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.selftest.models import random_qwen2
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import KINDS, layouts_for, small_shape
 from or1_megatron.selftest.process import run_function
+from or1_megatron.selftest.setups import KINDS, layouts_for, small_shape
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import LayoutError, choose_layers, parse_layout
 from or1_megatron.weights.families import read_hf_config
@@ -40,16 +40,16 @@ TOLERANCE: Final = {
         "gradient": 0.15,
     },
 }
-"""Largest tolerated difference of each kind (``parallel.parity.Deviation``), unless rounding explains a larger one.
+"""Largest tolerated difference of each kind (``parallel.parity.Deviation``), unless ``_ROUNDINGS`` allows a larger one.
 
 In bfloat16 rounding causes the differences, because the reference computes in fp32 on the rounded weights. Three steps
 change parameters by less than bf16 resolves, so ``parameters`` is left out."""
 _ROUNDINGS: Final = {"float32": 8.0, "bfloat16": 2.0}
-"""Largest tolerated ratio of a difference to the difference that rounding alone causes in transformers, since the order
-of sums differs. In a deep model this ratio allows more than ``TOLERANCE``."""
+"""A difference may be this many times as large as the difference that rounding alone causes in transformers, since the
+order of sums differs. In a deep model this allows more than ``TOLERANCE``."""
 _DTYPES: Final[dict[str, Any]] = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "objective": "clipped", "args": {}}
-"""Defaults of a task: number of sequences, longest sequence in tokens, seed, and arguments of ``probe_objective``."""
+"""Defaults of a task: number of sequences, longest sequence in tokens, seed, objective and its arguments."""
 
 
 def layouts(context: Context) -> None:
@@ -76,10 +76,8 @@ def layouts(context: Context) -> None:
 
 
 def default_layouts(longest: int, experts: bool = False) -> tuple[str, ...]:
-    """Return one layout per kind of parallelism (EP only with experts), two combinations, and two with longer rows.
-
-    ``longest``: longest sequence in tokens.
-    """
+    """Return one layout per kind of parallelism (EP only with experts), two combinations of kinds, and two layouts
+    with longer packed rows. ``longest``: longest sequence in tokens."""
     kinds = ("1", *KINDS, "TP2 PP2", "TP2 CP2", *(("EP2",) if experts else ()))
     return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
 
@@ -94,7 +92,7 @@ def task_of(
 
     Args:
         layouts: texts for ``parallel_layouts.parse_layout``; a layout that the model does not allow is an error.
-            Empty: those of ``default_layouts`` that the model allows.
+            Empty: the layouts of ``default_layouts`` that the model allows.
         leave_out: called with a sentence for each default layout that is left out.
         settings: values that replace those of ``DEFAULTS``.
 
@@ -121,9 +119,9 @@ def differences(task: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str
     """Measure the layouts of a task on ranks that are started once. Call it in the main thread only.
 
     Returns:
-        (records, lines). There is a record (``measure_on_ranks``) for each layout that was measured before the ranks
-        ended; its ``beyond`` has a sentence for each difference that exceeds its bound. The lines are these sentences,
-        and the layouts that were not measured.
+        (records, lines). Each layout that was measured before the ranks ended has a record (``measure_on_ranks``). The
+        record's key ``beyond`` has a sentence for each difference that exceeds its bound. ``lines`` has all these
+        sentences, and if ranks failed, a sentence that names the layouts that were not measured.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch and Megatron warn once per rank
     dtype = task["model"]["dtype"]
@@ -163,8 +161,8 @@ def beyond(row: Mapping[str, Any], dtype: str) -> Iterator[str]:
 
 
 def bounds(rounding: Mapping[str, Any], dtype: str) -> dict[str, float]:
-    """Return the largest tolerated difference, by kind. On a GPU the bound is three times as large, because the
-    order of a product's sums depends on its size, so that fp32's last bits differ more than on CPU."""
+    """Return the largest tolerated difference of each kind. It is three times as large on a GPU, where the order of the
+    sums in a matrix product depends on the product's size, so that fp32's last bits differ more than on a CPU."""
     times = 3.0 if torch.cuda.is_available() else 1.0
     return {kind: times * max(bound, _ROUNDINGS[dtype] * rounding[kind]) for kind, bound in TOLERANCE[dtype].items()}
 

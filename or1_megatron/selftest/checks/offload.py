@@ -13,7 +13,7 @@ from or1_megatron.selftest.timing import copy_gb_per_s, free_bytes, seconds_of
 
 
 def offload(context: Context) -> None:
-    """Move a policy's state to the host and back, and compare it; on a GPU also measure freed memory and rate."""
+    """Move a policy's state to the host and back, and check that it is the same. On a GPU, measure memory and rate."""
     cuda = context.machine.cuda
     model = random_qwen2("0.5B" if cuda else "tiny", context.folder)
     policy = make_policy(model, one_rank(), micro_batch_tokens=256)

@@ -45,7 +45,7 @@ def sandbox(context: Context) -> None:
 
 
 def why_refused(error: SandboxUnavailable) -> str:
-    """Return the error's list of what was tried, without the general text before it."""
+    """Return only the part of the error's text that says what was tried."""
     return str(error).partition("Tried: ")[2] or str(error)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from or1_megatron.config.load import load_config
 from or1_megatron.selftest.one_check import CheckFailed, Context
-from or1_megatron.selftest.plans import QUICKSTART, training_run
+from or1_megatron.selftest.setups import QUICKSTART, training_run
 
 
 def train(context: Context) -> None:
@@ -36,7 +36,7 @@ def short_run(context: Context, placement: str) -> None:
 
 
 def note(context: Context, run: Path, steps: int, bound: float) -> None:
-    """Check a run's metrics and summary. ``bound``: largest mean log-prob mismatch, in nats."""
+    """Check a run's metrics and summary. ``bound``: largest allowed mean log-prob mismatch, in nats."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "mismatch/mean_abs" in row]  # the first row is from before training
     context.require("steps", len(trained), at_least=steps)

@@ -1,7 +1,8 @@
-"""The causes that ``or1 doctor mismatch`` knows: each is a function from what was measured to (side, sentence) pairs.
+"""Decides which cause of a log-prob mismatch ``or1 doctor mismatch`` names: weights, KV cache, temperature, noise, ...
 
-``verdict`` calls the causes in order, from the parts to the results that are computed with the parts. It reports only
-the first cause that it finds for a side (prompts, engine, policy, run), because that cause explains the later ones.
+Each cause is a function that gets the measurements (``Comparison``) and yields pairs (side, sentence). ``verdict``
+calls the causes in order: first causes in single parts, then causes that show in log-probs. It reports only the first
+cause that it finds for a side (prompts, engine, policy, run), because this cause explains the later causes.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ CAUSES: Final[tuple[Callable[[Comparison], Found], ...]] = (
 
 
 def verdict(m: Comparison) -> list[str]:
-    """Return a sentence for each side at fault; if no side is, one sentence that begins with "noise"."""
+    """Return a sentence for each side that is at fault. If none is, return one sentence that begins with "noise"."""
     found: dict[str, str] = {}
     for cause in CAUSES:
         for side, sentence in cause(m):

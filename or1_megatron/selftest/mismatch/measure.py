@@ -1,7 +1,8 @@
-"""Scores the same tokens with engine, policy and transformers in several ways, and compares the parts of each.
+"""Measures the mismatch: scores the same tokens with engine, policy and transformers, and compares weights and layers.
 
-transformers in float32, with weights rounded to the run's dtype, is the reference. The difference of transformers in
-bfloat16 is the model's noise; for float32 the noise is 2^-16 of this difference, as in ``parallel.parity``.
+The reference is transformers in float32, with weights rounded to the run's dtype. The model's noise is the difference
+of transformers in bfloat16 from this reference. For a run in float32 the noise is 2^-16 of this difference, as in
+``parallel.parity``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from or1_verify.types import Problem
 
 _TIMES: Final = 5.0
 _LEAST: Final = {"float32": (2e-5, 1e-4), "bfloat16": (1e-3, 2e-2)}
-"""For (log-probs in nats, relative outputs): more than noise is a difference above both this and _TIMES * noise."""
+"""Limits for (log-probs in nats, outputs of modules relative to their size). A difference is wrong, not noise, if it
+exceeds both this limit and _TIMES times the model's noise."""
 _MODULES: Final = ("embed_tokens", "norm", "self_attn.o_proj", "linear_attn", "mlp.gate", "mlp")
 
 Scored = tuple[Int32Array, Int32Array, Float32Array]
@@ -42,7 +44,7 @@ Scored = tuple[Int32Array, Int32Array, Float32Array]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is examined: weights, prompts, and how the run samples."""
+    """The inputs of a comparison: weights, prompts, and how the run samples."""
 
     folders: Mapping[int, Path]
     """HF folders by version of their weights. The engine starts with the oldest, and gets the newest in a handoff."""
@@ -50,15 +52,16 @@ class Inputs:
     prompts: Sequence[Int32Array]
     sampling: Sampling
     recorded: Sequence[Scored] = ()
-    """What the run's engines sampled with the newest weights."""
+    """Responses that the run's engines sampled with the newest weights."""
     retokenised: Sequence[tuple[str, Int32Array, Int32Array]] = ()
-    """(problem, tokens of its prompt in the run, tokens that the model's tokenizer and template make of it)."""
+    """(problem, the prompt's tokens in the run, the prompt's tokens by the model's tokenizer and chat template)."""
     bos: int | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probs of ``side`` minus the reference's, the model's noise, and the positions: [N] each, of all tokens."""
+    """How log-probs of ``side`` differ from the reference's. Over the N tokens of all sequences, ``values`` [N] are
+    log-probs minus the reference's, ``noise`` [N] the model's noise, and ``places`` [N] positions."""
 
     side: str
     name: str
@@ -67,7 +70,7 @@ class Difference:
     places: Any
     least: float
     ways: Mapping[str, float]
-    """Mean |difference| from a reference that samples in another way, by that way in words."""
+    """Mean absolute difference from a reference with another temperature or top-p, by a description of the change."""
 
     @property
     def mean(self) -> float:
@@ -87,14 +90,15 @@ class Comparison:
 
     rows: dict[str, Difference]
     parts: dict[str, dict[str, list[str]]]
-    """By side ("engine", "policy") and part, what is wrong with the part; for the part "dtype", the dtype."""
+    """What is wrong with each part, by side ("engine" or "policy") and part. The part "dtype" has the dtype itself."""
     strayed: str
-    """The engine's first module whose output differs from the reference's, in words."""
+    """Names the engine's first module whose output differs from the reference's, and how much it differs."""
     head: tuple[float, float, float]
-    """The engine's logits against fp32 products of its last hidden states: factor, error, share that bf16 expresses."""
+    """Compares the engine's logits with fp32 products of its last hidden states and the head's weight: (factor,
+    relative error, share of the logits that bf16 can express)."""
 
     def __init__(self, inputs: Inputs, handle: Any, mesh: Mesh, parallel: ParallelConfig) -> None:
-        """``handle``: an ``EngineActor`` of one device, on the oldest folder."""
+        """``handle``: an ``EngineActor`` of one device, which has loaded the oldest folder."""
         self.inputs, self.handle, self.mesh, self.parallel = inputs, handle, mesh, parallel
         self.version, heat = max(inputs.folders), inputs.sampling.temperature or 1.0
         model = ModelConfig(hf=inputs.folders[self.version], dtype=inputs.dtype)
@@ -114,13 +118,13 @@ class Comparison:
         self.ways = {"": (heat, 1.0)} | {words: way for words, way in ways.items() if way != (heat, 1.0)}
 
     def hand_off(self) -> None:
-        """Fill the engine's prefix cache, and hand off the policy's weights as a run does; this must drop the cache."""
+        """Fill the engine's prefix cache, then hand off the policy's weights. The handoff must drop the cache."""
         self.control.score_prompts([self.long])
         self.sender.send(self.version)
         self.control.certify(self.version)
 
     def sample(self, together: bool) -> list[Scored]:
-        """Have the engine answer each prompt, all in one batch or one after another."""
+        """Sample a response to each prompt with the engine: all ``together`` in one batch, or one after another."""
         problem = Problem("0", "mismatch", "math", (), "", {}, "mismatch")
         asked = [Request(Prompt(problem, ids), 0, self.inputs.sampling, n) for n, ids in enumerate(self.inputs.prompts)]
         done: dict[int, Completion] = {}
@@ -139,12 +143,12 @@ class Comparison:
         return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
 
     def as_prompt(self, end: int, tokens: slice) -> Scored:
-        """Score ``tokens`` of the long prompt up to ``end`` at temperature 1, the last token on the prefix cache."""
+        """Have the engine score the long prompt up to ``end`` at temperature 1; return the scores of ``tokens``. The
+        engine scores the last token on top of its prefix cache, all other tokens without the cache."""
         own = self.control.score_prompts([self.long[:end]])[0][0]
         return self.long[: tokens.start], self.long[tokens], own[tokens.start - 1 : tokens.stop - 1]
 
     def examine(self) -> None:
-        """Measure everything once."""
         last, sampled = len(self.long), self.sample(together=True)
         cached = [self.as_prompt(end, slice(end - 1, end)) for end in np.linspace(last // 2, last, 8).astype(int)]
         prompt = [self.as_prompt(last, slice(1, last - 1))]
@@ -168,7 +172,7 @@ class Comparison:
 
     @torch.no_grad()
     def row(self, side: str, name: str, scored: Sequence[Scored], heat: float | None = None) -> Difference:
-        """Return the difference of log-probs from the reference's at the run's temperature, or at ``heat``."""
+        """Return how log-probs in ``scored`` differ from the reference's at the run's temperature, or at ``heat``."""
         ways = self.ways if heat is None else {"": (heat, 1.0)}
 
         def score(network: Any) -> dict[str, Any]:
@@ -177,7 +181,7 @@ class Comparison:
                 key = network is self.reference, heat, prompt.tobytes(), made.tobytes()
                 if key not in self.known:
                     logits = logits_of(network, prompt, made).double().cpu()
-                    self.known[key] = {words: _of_tokens(logits, made, *way) for words, way in ways.items()}
+                    self.known[key] = {words: _log_probs(logits, made, *way) for words, way in ways.items()}
                 for words, values in self.known[key].items():
                     parts[words].append(values)
             return {words: np.concatenate(part) for words, part in parts.items()}
@@ -191,7 +195,7 @@ class Comparison:
 
     @torch.no_grad()
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
-        """Return ``strayed`` and ``head`` from the outputs of the engine's modules for the long prompt."""
+        """Return the attributes ``strayed`` and ``head``. ``mine``: outputs of the engine's modules (long prompt)."""
         both = self.reference, self.rounded
         right, rounded = (outputs(each, partial(logits_of, each, self.long[:1], self.long[1:]), names) for each in both)
         strayed = hidden = ""
@@ -213,8 +217,8 @@ class Comparison:
         return strayed, (scale, error, float((coarse == coarse.bfloat16().float()).float().mean()))
 
 
-def _of_tokens(logits: torch.Tensor, targets: Int32Array, temperature: float, top_p: float) -> Any:
-    """Return log-probs [n] of ``targets`` from ``logits`` [n, V]; with ``top_p``, renormalised in the nucleus."""
+def _log_probs(logits: torch.Tensor, targets: Int32Array, temperature: float, top_p: float) -> Any:
+    """Return log-probs [n] of ``targets`` from ``logits`` [n, V]; if ``top_p`` < 1, renormalised over the nucleus."""
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     ranked = log_p.exp().sort(dim=-1, descending=True).values
     kept = (ranked * ((ranked.cumsum(-1) - ranked) < top_p)).sum(-1) if top_p < 1 else torch.ones(())

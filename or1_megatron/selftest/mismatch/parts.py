@@ -1,4 +1,4 @@
-"""Compares what engine and policy hold, weights and rotary frequencies, with HF folders, and says what differs."""
+"""Compares the weights and rotary frequencies of engine and policy with those of HF folders, and says what differs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.table import HFConfig, ModelFamily
 
 _EQUAL = 1e-6
-"""Relative difference up to which two tensors are equal."""
+"""Relative difference up to which two tensors count as equal."""
 
 
 def wrong_weights(held: Iterable[tuple[str, Tensor | None]], folders: Mapping[int, Path], right: int) -> Iterator[str]:
-    """Yield a phrase for each held tensor that is not of version ``right``. ``folders``: HF folders by version."""
+    """Yield a phrase for each tensor that is not of version ``right``. ``folders``: HF folders, by version."""
     files = {version: _opened(folder) for version, folder in folders.items()}
     for name, tensor in held:
         if tensor is None or name not in files[right]:  # experts may be stored in one tensor
@@ -64,7 +64,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def wrong_rotation(frequencies: Tensor, hf: HFConfig) -> list[str]:
-    """Return a phrase if rotary frequencies [R/2], in radians per token, are not the model's."""
+    """Return a phrase if rotary frequencies (in radians per token, one per pair of channels) are not the model's."""
     right, tolerance = rope_frequencies(hf)[0], 8 * torch.finfo(frequencies.dtype).eps + 1e-5
     held = frequencies.float().cpu()
     if held.shape != right.shape or ((held / right - 1).abs() <= tolerance).all():
@@ -76,8 +76,8 @@ def wrong_rotation(frequencies: Tensor, hf: HFConfig) -> list[str]:
 def held_in_engine(worker: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, values) of the tensors that a vLLM worker of one device computes with.
 
-    A linear that vLLM has packed (on CPU) is applied to the identity matrix, which gives its weight to the bit. Packed
-    experts, and tensors with which a loader calculates, are left out.
+    On CPU vLLM packs the weights of linears; applied to the identity matrix, such a linear gives its exact weight.
+    Packed experts are left out, and so are tensors whose values vLLM's loader changes.
     """
     from or1_megatron.handoff.vllm.parameter_check import targets
 
@@ -98,7 +98,7 @@ def held_in_engine(worker: Any) -> Iterator[tuple[str, Tensor]]:
 def parts_of_engine(
     folders: Mapping[int, Path], right: int, tokens: Int32Array, names: Collection[str], engine: Any
 ) -> tuple[dict[str, list[str]], dict[str, Float32Array]]:
-    """Return what is wrong in a VllmEngine, by part, and the outputs of the modules ``names`` for ``tokens``."""
+    """Return what is wrong in a VllmEngine, by part, and the outputs of its modules ``names`` for ``tokens``."""
     worker = engine._engine.model_executor.driver_worker.worker
     model, hf, rotary = worker.model_runner.model, read_hf_config(folders[right]), []
     for module in model.modules():

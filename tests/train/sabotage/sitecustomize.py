@@ -67,7 +67,7 @@ def wrap(
 
 
 def nth(number: int, act: Callable[[], Any]) -> Callable[..., Any]:
-    """Return what acts at its n-th call."""
+    """Return a function that calls ``act`` at its own call number ``number``, and otherwise does nothing."""
     calls = itertools.count(1)
     return lambda *_: act() if next(calls) == number else None
 
@@ -76,7 +76,7 @@ FLIPS = ("engine", "batch")
 
 
 def flips_now(what: str) -> Callable[[], bool]:
-    """Return what says once that it is time: in the attempt after the flip before this one."""
+    """Return a function that returns True once: in the first attempt after the flips before ``what`` have happened."""
     earlier = FLIPS[: FLIPS.index(what)]
     ready = all(in_folder(flip).exists() for flip in earlier)  # as this attempt's process begins
     return lambda: ready and once(what)
@@ -160,7 +160,7 @@ flying: list[int] = []
 
 
 def strike(point: str) -> None:
-    """End or stop this engine, unless it had no requests in flight, or an earlier point has not been tried."""
+    """End or stop this engine. Do nothing if it had no requests in flight, or if it is not this point's turn."""
     if not flying or point != next((point for point in POINTS if not in_folder(point).exists()), None):
         return
     try:
@@ -271,7 +271,7 @@ FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
         "rollout.scheduler": kill_manager,
     },
 }
-"""What to do with which modules of or1_megatron when they have been imported."""
+"""By fault: the modules of or1_megatron, and the function that changes each module when it has been imported."""
 
 
 class Saboteur(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""An engine beside this process on one device: its log-probs, sleep and wake, and handoffs of all tensors of a folder.
+"""Tries an engine on the device of this process: log-probs, sleep and wake, and handoffs of all tensors of a folder.
 
 python lab/benchmarks/gpu/first_run/engine.py MODEL DTYPE
 """
@@ -20,7 +20,7 @@ from or1_megatron.rollout.engine_group import result_of
 from or1_megatron.rollout.engine_pool import EnginePool
 from or1_megatron.runtime import message
 from or1_megatron.selftest.models import one_rank
-from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config
+from or1_megatron.selftest.setups import ENGINE_TOKENS, handoff_config
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.types import Prompt, Request, Sampling
 from or1_megatron.weights.holdings import Holding, whole

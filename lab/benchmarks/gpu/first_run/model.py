@@ -1,6 +1,6 @@
 """Make a random Qwen2 in bf16 that can be trained on the quickstart's problems: its tokenizer and chat template.
 
-python lab/benchmarks/gpu/first_run/model.py SHAPE FOLDER      # a shape of or1_megatron.selftest.plans
+python lab/benchmarks/gpu/first_run/model.py SHAPE FOLDER      # a shape of or1_megatron.selftest.setups
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from or1_megatron.selftest.models import random_qwen2
-from or1_megatron.selftest.plans import QUICKSTART
+from or1_megatron.selftest.setups import QUICKSTART
 
 shape, target = sys.argv[1], Path(sys.argv[2])
 if not (target / "chat_template.jinja").is_file():

@@ -1,4 +1,4 @@
-"""Print what README.md beside this file judges of a run: medians of its steps but the first, accuracies, faults.
+"""Print the figures of a run that README.md beside this file judges: medians from step 2 on, accuracies, faults.
 
 python lab/benchmarks/gpu/first_run/show.py RUN
 """

@@ -1,4 +1,4 @@
-// What the responses are like over the training, prompts gained and lost between two steps, and two responses side by side.
+// The tab of behaviour: repetition, entropy and so on over the steps; prompts gained and lost; responses side by side.
 
 const TENTHS = [...Array(10).keys()];
 const KINDS = ["space", "digit", "CJK", "word", "operator", "other"];

@@ -1,4 +1,4 @@
-// Charts, drawn by uPlot (vendor/uplot) in the page's colours.
+// Draws charts with uPlot (vendor/uplot) in the page's colours.
 
 const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // steps between ticks
 const PARTS = WHOLE.map((step) => step / 1e4);

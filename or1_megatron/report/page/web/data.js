@@ -1,4 +1,4 @@
-// The page's data: packets written by encoding.py, embedded as gzip in base64, or of the server of `or1 watch`.
+// Reads the page's data: packets of encoding.py, embedded as gzip in base64, or fetched from the server of `or1 watch`.
 
 /** Whether a server feeds the page. */
 const live = !document.getElementById("data-head");

@@ -1,4 +1,4 @@
-// HTML elements and the tooltip.
+// Makes HTML elements and the tooltip.
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);

@@ -1,4 +1,4 @@
-// Numbers for people.
+// Formats numbers, ticks of axes and durations for people.
 
 /** uPlot reads the language when it loads. A browser's own may be one that Intl refuses (en-US@posix). */
 const navigator = { language: "en" };

@@ -10,7 +10,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from or1_megatron.evaluate.intervals import pass_at, passed
+from or1_megatron.evaluate.pass_at_k import pass_at, passed
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:

@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from or1_megatron.evaluate.intervals import Score, passed, sizes
-from or1_megatron.evaluate.responses import EvaluationError, Response
+from or1_megatron.evaluate.pass_at_k import Score, passed, sizes
+from or1_megatron.evaluate.response_store import EvaluationError, Response
 
 BUDGETS: Final = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 24576, 28672, 32768, 49152, 65536)
 _BINS: Final = 8
@@ -47,7 +47,7 @@ class EvaluationScores:
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
-    """Return the scores of responses [P][n]. ``limit_tokens``: longest response, and largest budget."""
+    """Return the scores of responses [P][n]. ``limit_tokens``: most tokens of a response; also the largest budget."""
     right = np.array([[response.status == "right" for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = right.shape[1]

@@ -1,4 +1,4 @@
-"""Computes avg@k, pass@k and best@k, the first two with confidence intervals, in NumPy.
+"""Computes avg@k, pass@k and best@k in NumPy, avg@k and pass@k with confidence intervals.
 
 Rewards are [P problems, n samples], 1 for right and 0 for wrong. avg@k is the mean reward of k samples per problem.
 pass@k is the chance that at least one of k samples is right, estimated without bias from n >= k samples of which c were
@@ -36,7 +36,7 @@ class ConfidenceInterval:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score in [0, 1] with its 95% intervals."""
+    """A score in [0, 1] with its two 95% intervals, for new samples and for new problems."""
 
     value: float
     samples: ConfidenceInterval
@@ -51,7 +51,8 @@ def pass_at(n: int, k: int) -> Estimates:
 
 
 def best_at(rewards: Rewards, k: int) -> float:
-    """Return best@k: the mean, over all choices of k samples, of their highest reward; pass@k for rewards 0 and 1."""
+    """Return best@k: the highest reward of k samples, averaged over all choices of k samples. With rewards 0 and 1 it
+    equals pass@k."""
     n = rewards.shape[1]
     highest = [math.comb(below, k - 1) / math.comb(n, k) for below in range(n)]
     return float((np.sort(rewards, axis=1) @ highest).mean())
@@ -65,7 +66,7 @@ def sizes(n: int) -> list[int]:
 def passed(rewards: Rewards, k: int) -> Score:
     """Return pass@k with its intervals; for k = 1 this is avg@n.
 
-    The bootstrap draws from a histogram, because problems of the same value are interchangeable.
+    The bootstrap draws from a histogram of the estimates, because problems with equal estimates are interchangeable.
     """
     estimates, right = pass_at(rewards.shape[1], k), rewards.sum(axis=1).astype(int)
     values = estimates[right]
@@ -82,7 +83,7 @@ def passed(rewards: Rewards, k: int) -> Score:
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """Return the variance of a problem's estimate over n new samples, by its number of right old samples, [n + 1]."""
+    """Return the variance of a problem's estimate from n new samples, [n + 1], by how many old samples were right."""
     n = len(estimates) - 1
     right = np.arange(n + 1)
     chance = ((right + 0.5) / (n + 1))[:, None]

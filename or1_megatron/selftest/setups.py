@@ -1,4 +1,4 @@
-"""Models, parallel layouts, transports and configurations of the checks, by number of devices. Imports no torch."""
+"""What the checks try: model shapes, parallel layouts, transports, configurations, by devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from or1_megatron.selftest.one_check import CheckedMachine
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
 DEADLINE_S: Final = 1800.0
-"""Limit of every wait of one process for another; a check's own time limit is shorter, and ends all its processes."""
+"""Limit of every wait of one process for another. A check's own time limit is shorter, and ends all its processes."""
 ENGINE_TOKENS: Final = 128
 """Longest sequence, in tokens, of the engines in the checks of handoff and sleep."""
 
@@ -32,7 +32,7 @@ _SIZES: Final = {
     "7B": (152064, 3584, 18944, 28, 28, 4),  # DeepSeek-R1-Distill-Qwen-7B
 }
 SHAPES: Final = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
-"""Shapes of random models by name: the keys of an HF config.json in which they differ."""
+"""Shapes of random models by name, as keys of an HF config.json. All other keys are the same for all shapes."""
 TIED = {"0.5B", "3B"}
 
 
@@ -42,7 +42,7 @@ def small_shape(cuda: bool) -> str:
 
 
 KINDS: Final = ("TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt")
-"""One layout per kind of parallelism, of two devices each."""
+"""One layout per kind of parallelism, each on two devices."""
 
 
 def layouts_for(cuda: bool, devices: int) -> list[str]:
@@ -55,10 +55,10 @@ def layouts_for(cuda: bool, devices: int) -> list[str]:
     names = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
     if devices > 1:
         names += [*KINDS, "DP2 distopt overlap"]
-    return list(dict.fromkeys([*names, *_mixtures(devices)] if devices > 2 else names))
+    return list(dict.fromkeys([*names, *_combinations(devices)] if devices > 2 else names))
 
 
-def _mixtures(devices: int) -> Iterator[str]:
+def _combinations(devices: int) -> Iterator[str]:
     """Yield each combination of TP, PP, CP and DP that uses all devices, with SP if TP > 1 and distopt if DP > 1. The
     model has 8 heads and 8 layers, so only DP can be 3, 5, 6 or 7."""
     divisors = [n for n in (1, 2, 4, 8) if devices % n == 0]
@@ -80,7 +80,7 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) by placement; on CPU only one, because both would be the same."""
+    """Return (trainer ranks, engines, transports) by placement. On CPU there is one placement: both would be equal."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
@@ -95,7 +95,7 @@ def _tensor_ranks(ranks: int) -> int:
 
 
 def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: bool) -> Config:
-    """Return a configuration with these trainer ranks and engines, whose data and stages are not used."""
+    """Return a configuration with these trainer ranks and engines. Its data and stages are placeholders."""
     stage = {"name": "none", "steps": 1, "max_response_tokens": ENGINE_TOKENS - 32, "prompts_per_step": 1}
     values: dict[str, Any] = {
         "run": {"dir": str(model.parent / "run")},
@@ -112,7 +112,7 @@ def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: 
 
 
 def training_run(machine: CheckedMachine, placement: str, run: Path, data: Path) -> tuple[Path, list[str]]:
-    """Return (configuration of a short run over the quickstart's, overrides): 20 steps on GPUs, 5 on CPU."""
+    """Return (configuration file, overrides) of a short quickstart run: 20 steps on GPUs, 5 steps on a CPU."""
     values: dict[str, Any] = {"run.dir": run, "model.hf": QUICKSTART / "base_model"}
     values |= {"data.train.0.path": data / "train.jsonl", "evaluate.data.0.path": data / "heldout.jsonl"}
     if machine.cuda:

@@ -1,10 +1,10 @@
-"""Take out of shared libraries, without linking them anew, the GPU code that one kind of GPU never runs.
+"""Strip from shared libraries, without linking them again, the GPU code that one kind of GPU never runs.
 
-Libraries of CUDA hold their kernels once for each kind of GPU, in "fat binaries": containers, each with entries of
-machine code (cubin) or of PTX, which the driver compiles. The driver takes the one entry that fits its GPU best. Here
-that entry moves to the front of its container, which then says that it is so long and no longer; what follows, up to
-where the container ended, becomes zeros. Tables that only debuggers read become zeros as well. Nothing else moves, so
-the file keeps its size, but zeros compress to nothing.
+CUDA libraries hold each kernel once for each kind of GPU, in containers ("fat binaries"). An entry of a container is
+machine code (cubin), or PTX, which the driver compiles. The driver takes the entry that fits its GPU best. This module
+moves that entry to the front of its container, corrects the length in the container's header, and fills the remaining
+bytes with zeros. Tables that only debuggers read become zeros too. The file keeps its size, but zeros compress to
+almost nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Code:
-    """One entry of a fat binary, of a compute capability (90 is 9.0): its bytes in the file, with its header."""
+    """One entry of a fat binary: its compute capability (90 is 9.0), and its bytes in the file with their header."""
 
     kind: int
     capability: int
@@ -58,7 +58,7 @@ class Container:
 
 
 def blank_other_gpus(library: Bytes, capability: int) -> tuple[int, int]:
-    """Take out, in place, what a GPU of this compute capability (90 is 9.0) does not run.
+    """Remove, in place, the code that a GPU of this compute capability (90 is 9.0) does not run.
 
     Returns:
         The bytes of GPU code before and after. A file that is no 64-bit ELF library stays as it is: (0, 0).
@@ -81,7 +81,7 @@ def blank_other_gpus(library: Bytes, capability: int) -> tuple[int, int]:
 
 
 def _keep(library: Bytes, container: Container, kept: Sequence[Code]) -> None:
-    """Leave only these entries in a container, one after the other, and end it after them."""
+    """Leave only the entries ``kept`` in a container, one after the other, and end the container after them."""
     first, end = container.start + container.header, container.entries[-1].end
     body = b"".join(library[code.start : code.end] for code in kept)
     library[container.start + 8 : container.start + 16] = struct.pack("<Q", len(body))
@@ -123,10 +123,10 @@ def _containers(library: Bytes, section: Section) -> Iterator[Container]:
 
 
 def _run_by(entries: Sequence[Code], capability: int) -> list[Code]:
-    """Return what such a GPU can take: machine code of its own, else of its generation, else PTX.
+    """Return the entries to keep for a GPU: machine code for its capability, else for its generation, else PTX.
 
-    What is neither machine code nor PTX stays, too. Where nothing fits, the smallest entry stays, so that a GPU still
-    finds that nothing fits.
+    Entries that are neither machine code nor PTX are kept, too. If no entry fits, the smallest entry is kept, so that
+    the driver still finds that nothing fits.
     """
     cubins = [code for code in entries if code.kind == _CUBIN]
     taken = (

@@ -29,7 +29,7 @@ class Response:
     prompt: str
     response: str
     tokens: int | None
-    """Length of the response; None if an endpoint does not report it, or nothing was sampled."""
+    """Length of the response; None if an endpoint does not report the length, or nothing was sampled."""
     truncated: bool
     reward: float
     status: str
@@ -48,10 +48,10 @@ class ResponseStore:
     """The files of one evaluation: ``responses.jsonl``, and ``evaluation.json`` with its problems and settings."""
 
     def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
-        """Open the store in ``folder``; ``request_settings``: what affects responses, except problem and sample.
+        """Open the store in ``folder``. ``request_settings``: the settings on which responses depend.
 
         Raises:
-            EvaluationError: the folder holds an evaluation with other settings, or a damaged one.
+            EvaluationError: the folder holds an evaluation with other settings, or a damaged evaluation.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RESPONSES
@@ -89,7 +89,8 @@ class ResponseStore:
 
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the evaluation in a folder; None without responses. Raises EvaluationError if not JSON."""
+    """Return the settings of the evaluation in a folder; None if it has no responses. Raises EvaluationError if the
+    settings are not JSON."""
     responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None

@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from tools.one_gpu import blank_other_gpus
+from tools.strip_gpu_code import blank_other_gpus
 
 PTX, CUBIN, OTHER = 1, 2, 64
 Entry = tuple[int, int, bytes]

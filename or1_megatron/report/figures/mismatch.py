@@ -1,4 +1,4 @@
-"""Draws the figure of ``or1 doctor mismatch``: differences of log-probs, token by token and by position."""
+"""Draws the figure of ``or1 doctor mismatch``: log-prob differences of engine and policy by token and by position."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
 
 
 @styled
-def draw_differences(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
-    """Return a figure as SVG with a panel for each row (positions, differences, the model's noise), each [N].
+def draw_mismatch(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
+    """Return an SVG figure with a panel for each entry of ``rows``: (positions, differences, noise) of N tokens, [N].
 
-    A dot is a token. The lines are means over 16 bins of positions: blue of |differences|, grey of the noise.
+    A dot is a token. Lines are means over 16 bins of positions: blue of |differences|, grey of the model's noise.
     """
     figure, axes = panels(len(rows))
     for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):
